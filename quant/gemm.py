@@ -1,0 +1,166 @@
+"""Matrix products of training whose operands are rounded to a format: a linear layer's three GEMMs, and a batched product.
+
+Each operand of each GEMM has a format of its own (None leaves it alone) and is quantized along the axis that this GEMM
+contracts. A tensor that enters two GEMMs is quantized twice, from the original, along two axes:
+
+    forward   y  = x · wᵀ      x along its last axis (in),   w along its last axis (in)
+    dgrad     dx = dy · w      dy along its last axis (out),  w along its first axis (out)
+    wgrad     dw = dyᵀ · x     dy along the tokens,           x along the tokens
+
+Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
+
+A `tap` sees every operand and result as it passes, with the quantized twin where there is one; it must not modify them.
+Nothing is copied for it, and without one nothing is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from quant.formats import FORMATS
+from quant.quantize import apply, plan
+
+
+@dataclass(frozen=True)
+class GemmFormats:
+    """Format names of the six operands of a product's three GEMMs; None runs the operand as it is.
+
+    For a linear layer a is the input and b the weight; for `matmul` they are its two arguments.
+    """
+
+    forward_a: str | None = None
+    forward_b: str | None = None
+    dgrad_grad: str | None = None
+    dgrad_b: str | None = None
+    wgrad_grad: str | None = None
+    wgrad_a: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (name := getattr(self, field.name)) is not None:
+                object.__setattr__(self, field.name, FORMATS[name].name)
+
+    @property
+    def quantized(self) -> bool:
+        return any(getattr(self, f.name) is not None for f in fields(self))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a tap receives: an operand (with its quantized twin, if any) or a result of a GEMM.
+
+    name       "a", "b", "y" of the forward product; "grad", "grad_a", "grad_b" of the backward
+    format     the operand's format, None if it runs as it is, and None for a result
+    dim        the axis of `tensor` that was contracted (operands)
+    scales     block scales as `quantize.apply` returns them
+    """
+
+    name: str
+    tensor: Tensor
+    format: str | None = None
+    quantized: Tensor | None = None
+    scales: Tensor | None = None
+    dim: int = -1
+
+
+Tap = Callable[[Observed], None]
+
+
+def _operand(x: Tensor, fmt: str | None, dim: int, backend: str, tap: Tap | None = None, name: str = "") -> Tensor:
+    if fmt is None:
+        if tap:
+            tap(Observed(name, x.detach(), dim=dim))
+        return x
+    q, scales = apply(x, plan(fmt), dim, backend, want_scales=tap is not None)
+    if tap:
+        tap(Observed(name, x.detach(), fmt, q, scales, dim))
+    return q
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, formats, backend, tap):
+        ctx.save_for_backward(x, w)
+        ctx.formats, ctx.backend, ctx.tap = formats, backend, tap
+        xq = _operand(x, formats.forward_a, -1, backend, tap, "a")
+        wq = _operand(w, formats.forward_b, -1, backend, tap, "b")
+        y = xq @ wq.t()
+        if tap:
+            tap(Observed("y", y))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        formats, backend, tap = ctx.formats, ctx.backend, ctx.tap
+        gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = gq @ _operand(w, formats.dgrad_b, 0, backend)
+            if tap:
+                tap(Observed("grad_a", dx))
+        if ctx.needs_input_grad[1]:
+            tokens = _operand(grad.flatten(0, -2), formats.wgrad_grad, 0, backend)
+            dw = tokens.t() @ _operand(x.flatten(0, -2), formats.wgrad_a, 0, backend)
+            if tap:
+                tap(Observed("grad_b", dw))
+        return dx, dw, None, None, None
+
+
+def linear(
+    x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None
+) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
+    return _Linear.apply(x, weight, formats, backend, tap)
+
+
+class _Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, transpose_b, formats, backend, tap):
+        ctx.save_for_backward(a, b)
+        ctx.transpose_b, ctx.formats, ctx.backend, ctx.tap = transpose_b, formats, backend, tap
+        aq = _operand(a, formats.forward_a, -1, backend, tap, "a")
+        bq = _operand(b, formats.forward_b, -1 if transpose_b else -2, backend, tap, "b")
+        y = aq @ (bq.transpose(-1, -2) if transpose_b else bq)
+        if tap:
+            tap(Observed("y", y))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, b = ctx.saved_tensors
+        formats, backend, tap, transpose_b = ctx.formats, ctx.backend, ctx.tap, ctx.transpose_b
+        gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
+        da = db = None
+        if ctx.needs_input_grad[0]:  # [m, n] · [n, k]
+            bq = _operand(b, formats.dgrad_b, -2 if transpose_b else -1, backend)
+            da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
+            if tap:
+                tap(Observed("grad_a", da))
+        if ctx.needs_input_grad[1]:  # contracted over m
+            gq = _operand(grad, formats.wgrad_grad, -2, backend)
+            aq = _operand(a, formats.wgrad_a, -2, backend)
+            db = gq.transpose(-1, -2) @ aq if transpose_b else aq.transpose(-1, -2) @ gq
+            if tap:
+                tap(Observed("grad_b", db))
+        return da, db, None, None, None, None
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    formats: GemmFormats,
+    *,
+    transpose_b: bool = False,
+    backend: str = "auto",
+    tap: Tap | None = None,
+) -> Tensor:
+    """a [..., m, k] · b [..., k, n] (or bᵀ with b [..., n, k]) -> [..., m, n], quantized by `formats`.
+
+    The batch axes of a and b must be equal: nothing is broadcast.
+    """
+    return _Matmul.apply(a, b, transpose_b, formats, backend, tap)
