@@ -5,24 +5,31 @@
     quant.compare(x, y)["sqnr_db"]
 
 `formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` is its Triton twin.
+Names are imported when first used, so that `quant.formats` alone needs no torch.
 """
 
-from quant.formats import FORMATS, Format, UnknownFormat
-from quant.metrics import METRICS, Errors, compare, score
-from quant.quantize import Quantized, fake_quantize, quantize
-from quant.summary import Summary, summarize
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "FORMATS",
-    "METRICS",
-    "Errors",
-    "Format",
-    "Quantized",
-    "Summary",
-    "UnknownFormat",
-    "compare",
-    "fake_quantize",
-    "quantize",
-    "score",
-    "summarize",
-]
+_HOME = {
+    "FORMATS": "formats",
+    "Format": "formats",
+    "UnknownFormat": "formats",
+    "METRICS": "metrics",
+    "Errors": "metrics",
+    "compare": "metrics",
+    "score": "metrics",
+    "Quantized": "quantizer",
+    "fake_quantize": "quantizer",
+    "quantize": "quantizer",
+    "Summary": "summary",
+    "summarize": "summary",
+}
+
+__all__ = [*_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"quant.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'quant' has no attribute {name!r}")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
 
@@ -276,3 +276,27 @@ FORMATS = Formats(
     ],
     aliases={"mxfp8_e4m3": "mxfp8"},
 )
+
+
+@dataclass(frozen=True)
+class GemmFormats:
+    """Format names of the six operands of a product's three GEMMs; None runs the operand as it is.
+
+    For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments.
+    """
+
+    forward_a: str | None = None
+    forward_b: str | None = None
+    dgrad_grad: str | None = None
+    dgrad_b: str | None = None
+    wgrad_grad: str | None = None
+    wgrad_a: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if (name := getattr(self, field.name)) is not None:
+                object.__setattr__(self, field.name, FORMATS[name].name)  # aliases resolved, unknown names refused
+
+    @property
+    def quantized(self) -> bool:
+        return any(getattr(self, f.name) is not None for f in fields(self))

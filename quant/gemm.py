@@ -16,37 +16,13 @@ Nothing is copied for it, and without one nothing is kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quant.formats import FORMATS
-from quant.quantize import apply, plan
-
-
-@dataclass(frozen=True)
-class GemmFormats:
-    """Format names of the six operands of a product's three GEMMs; None runs the operand as it is.
-
-    For a linear layer a is the input and b the weight; for `matmul` they are its two arguments.
-    """
-
-    forward_a: str | None = None
-    forward_b: str | None = None
-    dgrad_grad: str | None = None
-    dgrad_b: str | None = None
-    wgrad_grad: str | None = None
-    wgrad_a: str | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if (name := getattr(self, field.name)) is not None:
-                object.__setattr__(self, field.name, FORMATS[name].name)
-
-    @property
-    def quantized(self) -> bool:
-        return any(getattr(self, f.name) is not None for f in fields(self))
+from quant.formats import GemmFormats
+from quant.quantizer import apply, plan
 
 
 @dataclass(frozen=True)
@@ -56,7 +32,7 @@ class Observed:
     name       "a", "b", "y" of the forward product; "grad", "grad_a", "grad_b" of the backward
     format     the operand's format, None if it runs as it is, and None for a result
     dim        the axis of `tensor` that was contracted (operands)
-    scales     block scales as `quantize.apply` returns them
+    scales     block scales as `quantizer.apply` returns them
     """
 
     name: str

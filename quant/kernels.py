@@ -37,6 +37,9 @@ NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 = (tl.constexpr(i) for i in range(7)
 NVFP4_LIMIT = tl.constexpr(NVFP4_TENSOR_MAX)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 
+# Kernel launches in this process so far.
+launches = 0
+
 ROUNDINGS = {"nearest": 0, "half_away": 1, "stochastic": 2}
 RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
@@ -228,6 +231,8 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
     blocks = outer * blocks_per_row * inner
     block_pow2 = triton.next_power_of_2(block_size)
     groups = max(1, min(TILE // block_pow2, triton.next_power_of_2(blocks)))
+    global launches
+    launches += 1
     dtype = x.dtype
     if INTERPRETED:  # its own conversions flush bfloat16's subnormals to zero
         x = x.float()

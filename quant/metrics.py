@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quant.formats import Format
-from quant.quantize import apply, plan
+from quant.quantizer import apply, plan
 from quant.reference import tensor_scale, to_blocks
 
 CHUNK = 1 << 20
@@ -104,7 +104,7 @@ def compare(x: Tensor, y: Tensor) -> dict[str, float]:
 def saturated_fraction(x: Tensor, fmt: Format, scales: Tensor | None, absmax: float, dim: int) -> float:
     """#(|x/scale| > largest finite) / n: clipped elements only, not those that round to the largest code.
 
-    scales as `quantize.apply` returns them; absmax is used by formats with a tensor scale.
+    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale.
     """
     if not x.numel():
         return math.nan

@@ -2,7 +2,7 @@
 
 Two steps make a quantizer. `scales` finds what a group of values shares; `round_to_element` puts a scaled value on
 the element's grid. All scaling by powers of two is exact. What the formats are is in `formats`; what speed needs is in
-`kernels` and `quantize`. The Triton twin gives the same bits; tests compare both with libraries written by others.
+`kernels`. The Triton twin gives the same bits; tests compare both with libraries written by others.
 
 Layout: a tensor reaches these functions as [groups, block], blocks already along the last axis (see `to_blocks`).
 """
@@ -23,7 +23,7 @@ E8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class Plan:
-    """A format with every option decided. Built and checked by `quantize.plan`.
+    """A format with every option decided. Built and checked by `quantizer.plan`.
 
     scale_rule is "none" where no scale is used, "amax" for a tensor scale, "nvfp4" for that format's own rule.
     """

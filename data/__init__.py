@@ -1,0 +1,1 @@
+"""Runs on disk, the DuckDB index over them, and the small built-in corpora."""

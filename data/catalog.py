@@ -1,0 +1,377 @@
+"""The index of a root, and the only SQL in the project.
+
+`<root>/index.duckdb` belongs to one process at a time. Who finds it locked (or the root read-only) indexes the same
+segments into memory instead: slower to open, the same answers. What is on disk is the truth; `sync` brings the index up
+to it, adding each segment once and dropping runs that are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pandas as pd
+from torch import Tensor
+
+from data.filter import FIELDS, Filter
+from data.runs import RunError, RunInfo, list_runs, resolve_root
+from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from data.store import load
+from quant.summary import bin_edges
+
+SCHEMA = Path(__file__).with_name("schema.sql")
+TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
+GROUPABLE = (*FIELDS, "format", "tensor_id")
+
+
+class CatalogError(ValueError):
+    """What was asked of the index is not in it. The message says what."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a filter selects: tensors, elements, bytes of values, tensors whose values are on disk, runs."""
+
+    tensors: int
+    elements: int
+    nbytes: int
+    with_values: int
+    runs: int
+
+
+class Catalog:
+    """The index over one root. Safe to use from several threads: each call has a cursor of its own."""
+
+    def __init__(self, root: Path, connection: duckdb.DuckDBPyConnection, shared: bool) -> None:
+        self.root = root
+        self.in_memory = shared
+        self.refused: list[str] = []
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, root: str | Path | None = None) -> Catalog:
+        """Open the index of a root and bring it up to date; a root that does not exist is empty.
+
+        Raises RunError if the root is a file.
+        """
+        path = resolve_root(root)
+        if path.exists() and not path.is_dir():
+            raise RunError(f"{path} is a file: the root of the runs must be a directory")
+        connection, shared = _connect(path)
+        catalog = cls(path, connection, shared)
+        catalog.sync()
+        return catalog
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Catalog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        cursor = self._connection.cursor()
+        try:
+            yield cursor
+        finally:
+            cursor.close()
+
+    def _frame(self, sql: str, parameters: list[Any] | None = None) -> pd.DataFrame:
+        with self._cursor() as cursor:
+            return cursor.execute(sql, parameters or []).df()
+
+    def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple]:
+        with self._cursor() as cursor:
+            return cursor.execute(sql, parameters or []).fetchall()
+
+    # Keeping up with the disk
+
+    def sync(self) -> int:
+        """Take in new segments and run states, drop runs that are gone; returns how many segments were added.
+
+        A segment that cannot be read is passed over and named in `refused`, and tried again next time.
+        """
+        with self._lock, self._cursor() as cursor:
+            runs, self.refused = list_runs(self.root)
+            known = {(run, name): mtime for run, name, mtime in cursor.execute("FROM segment").fetchall()}
+            present = {run.run_id for run in runs}
+            indexed = {run for (run,) in cursor.execute("SELECT run_id FROM run").fetchall()}
+            for run_id in (indexed | {run for run, _ in known}) - present:
+                self._drop(cursor, run_id)
+            added = 0
+            for run in runs:
+                segments = _segments(run)
+                if any(known.get((run.run_id, name), mtime) != mtime for name, mtime in segments.items()):
+                    self._drop(cursor, run.run_id)  # replaced on disk: take the run in anew
+                    known = {key: mtime for key, mtime in known.items() if key[0] != run.run_id}
+                for name, mtime in segments.items():
+                    if (run.run_id, name) not in known:
+                        added += self._add(cursor, run, name, mtime)
+                cursor.execute(
+                    "INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    _run_row(run),
+                )
+            return added
+
+    @staticmethod
+    def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
+        with _transaction(cursor):
+            for table in ("sketch", "score"):
+                cursor.execute(
+                    f"DELETE FROM {table} WHERE tensor_id IN (SELECT tensor_id FROM tensor WHERE run_id = ?)", [run_id]
+                )
+            for table in ("tensor", "segment", "run"):
+                cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+
+    def _add(self, cursor: duckdb.DuckDBPyConnection, run: RunInfo, name: str, mtime: int) -> int:
+        directory = run.directory / "segments" / name
+        try:
+            with _transaction(cursor):
+                for table, schema in TABLES.items():
+                    columns = ", ".join(schema.names)
+                    # The directory's name is the run's id, so a copied or renamed run speaks for itself.
+                    cursor.execute(
+                        f"INSERT INTO {table} ({columns}) SELECT {columns} FROM (SELECT * REPLACE ("
+                        f"$run || '/' || tensor_id AS tensor_id{', $run AS run_id' if table == 'tensor' else ''})"
+                        " FROM read_parquet($file))",
+                        {"run": run.run_id, "file": str(directory / f"{table}.parquet")},
+                    )
+                cursor.execute("INSERT INTO segment VALUES (?, ?, ?)", [run.run_id, name, mtime])
+            return 1
+        except duckdb.Error as error:
+            self.refused.append(f"segment {run.run_id}/{name} cannot be read: {str(error).splitlines()[0]}")
+            return 0
+
+    # Questions
+
+    def runs(self) -> pd.DataFrame:
+        """Every run, newest first: the columns of the table `run`."""
+        return self._frame("SELECT * FROM run ORDER BY started DESC, run_id DESC")
+
+    def tensors(
+        self, where: Filter | None = None, *, order_by: str = "run_id, tensor_id", limit: int | None = None
+    ) -> pd.DataFrame:
+        """One row a tensor that the filter selects: the columns of the table `tensor`.
+
+        order_by is a column of the table, or "-column" for descending. Raises CatalogError for an unknown column.
+        """
+        condition, parameters = (where or Filter()).sql()
+        if order_by != "run_id, tensor_id":
+            column, descending = order_by.lstrip("-"), order_by.startswith("-")
+            if column not in TENSOR_SCHEMA.names:
+                raise CatalogError(f"there is no column {column!r}: {', '.join(TENSOR_SCHEMA.names)}")
+            order_by = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
+        sql = f"SELECT * FROM tensor WHERE {condition} ORDER BY {order_by}"
+        if limit is not None:
+            sql, parameters = f"{sql} LIMIT ?", [*parameters, limit]
+        return self._frame(sql, parameters)
+
+    def totals(self, where: Filter | None = None) -> Totals:
+        condition, parameters = (where or Filter()).sql()
+        row = self._rows(
+            "SELECT count(*), coalesce(sum(numel), 0)::BIGINT, coalesce(sum(nbytes), 0)::BIGINT, count(path),"
+            f" count(DISTINCT run_id) FROM tensor WHERE {condition}",
+            parameters,
+        )[0]
+        return Totals(*row)
+
+    def facets(self, where: Filter | None = None) -> dict[str, list]:
+        """For each field the values that occur among the tensors which every *other* field of the filter allows:
+        what can be chosen there without ending up with nothing. Sorted; fields with no value at all are left out."""
+        where = where or Filter()
+        found = {}
+        for name in FIELDS:
+            condition, parameters = where.without(name).sql()
+            rows = self._rows(
+                f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}", parameters
+            )
+            if rows:
+                found[name] = [value for (value,) in rows]
+        return found
+
+    def distribution(
+        self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
+    ) -> pd.DataFrame:
+        """The merged binade sketch: columns group, bin, count, low, high (the bin's edges, float64), by bin's value.
+
+        by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all".
+        tensor_ids restricts further. Raises CatalogError for another column.
+        """
+        condition, parameters = self._selection(where, tensor_ids)
+        group = "'all'" if by is None else f"tensor.{self._column(by)}"
+        frame = self._frame(
+            f"SELECT {group} AS \"group\", bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
+            f" WHERE {condition} GROUP BY ALL",
+            parameters,
+        )
+        frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
+        return frame.sort_values(["group", "low", "high"], ignore_index=True)
+
+    def moments(
+        self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
+    ) -> pd.DataFrame:
+        """Statistics of the selection's values taken together, a row a group: tensors, numel, finite, mean, std, rms,
+        min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
+        and flush_to_zero, saturated (shares of all elements concerned)."""
+        condition, parameters = self._selection(where, tensor_ids)
+        group = "'all'" if by is None else f"tensor.{self._column(by)}"
+        return self._frame(
+            f"""
+            WITH chosen AS (
+                SELECT {group} AS "group", *, (numel - nans - infs) AS finite,
+                       CASE WHEN sqnr_db IS NOT NULL THEN rms * rms * (numel - nans - infs) END AS power
+                FROM tensor WHERE {condition}
+            ), totals AS (
+                SELECT "group", count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
+                       sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
+                       sqrt(sum(rms * rms * finite) FILTER (finite > 0) / sum(finite)) AS rms,
+                       min(min) FILTER (finite > 0) AS min, max(max) FILTER (finite > 0) AS max,
+                       max(absmax) FILTER (finite > 0) AS absmax,
+                       min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
+                       sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
+                       10 * log10(sum(power) FILTER (finite > 0)
+                           / nullif(sum(mse * finite) FILTER (NOT isnan(mse)), 0)) AS sqnr_db,
+                       sum(flush_to_zero * (finite - zeros)) FILTER (NOT isnan(flush_to_zero))
+                           / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
+                       sum(saturated * numel) FILTER (NOT isnan(saturated))
+                           / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
+                FROM chosen GROUP BY "group"
+            )
+            SELECT *, sqrt(greatest(rms * rms - mean * mean, 0)) AS std FROM totals ORDER BY "group"
+            """,
+            parameters,
+        )
+
+    def scores(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
+        """What each format would do: the score rows of the selection with the tensor's layer, names and numel."""
+        condition, parameters = self._selection(where, tensor_ids)
+        metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
+        return self._frame(
+            f"SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, numel, {metrics}"
+            f" FROM score JOIN tensor USING (tensor_id) WHERE {condition} ORDER BY tensor_id, score.format",
+            parameters,
+        )
+
+    def path(self, tensor_id: str) -> Path:
+        """The tensor's file. Raises CatalogError if the id is unknown or its values were not kept."""
+        rows = self._rows("SELECT run_id, path FROM tensor WHERE tensor_id = ?", [tensor_id])
+        if not rows:
+            raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
+        run_id, relative = rows[0]
+        if relative is None:
+            raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are there")
+        return self.root / run_id / relative
+
+    def load(self, tensor_id: str) -> Tensor:
+        """The tensor's values, memory-mapped. Raises CatalogError as `path`, TensorFileError for a damaged file."""
+        return load(self.path(tensor_id))
+
+    @staticmethod
+    def _selection(where: Filter | None, tensor_ids: list[str] | None) -> tuple[str, list[Any]]:
+        condition, parameters = (where or Filter()).sql()
+        if tensor_ids is not None:
+            condition, parameters = f"{condition} AND list_contains(?, tensor.tensor_id)", [*parameters, tensor_ids]
+        return condition, parameters
+
+    @staticmethod
+    def _column(name: str) -> str:
+        if name not in GROUPABLE:
+            raise CatalogError(f"values cannot be grouped by {name!r}: {', '.join(GROUPABLE)}")
+        return name
+
+
+@contextmanager
+def _transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    cursor.execute("BEGIN")
+    try:
+        yield
+    except BaseException:
+        cursor.execute("ROLLBACK")
+        raise
+    cursor.execute("COMMIT")
+
+
+def _connect(root: Path) -> tuple[duckdb.DuckDBPyConnection, bool]:
+    """(connection, whether it is a private copy in memory)"""
+    schema = SCHEMA.read_text()
+    file = root / "index.duckdb"
+    if root.is_dir():
+        for attempt in ("as it is", "rebuilt"):
+            try:
+                connection = duckdb.connect(str(file))
+            except duckdb.Error as error:
+                # Locked by another process, or not to be written: anything else is a damaged index.
+                if attempt == "rebuilt" or any(reason in str(error) for reason in UNAVAILABLE):
+                    break
+            else:
+                if _prepare(connection, schema):
+                    return connection, False
+                connection.close()  # made by another version
+            _discard(file)
+    connection = duckdb.connect(":memory:")
+    connection.execute(schema)
+    return connection, True
+
+
+def _prepare(connection: duckdb.DuckDBPyConnection, schema: str) -> bool:
+    """Create the tables in a new index; False for one made by another version of the schema."""
+    tables = connection.execute("SELECT table_name FROM information_schema.tables").fetchall()
+    if not tables:
+        connection.execute("BEGIN")
+        connection.execute(schema)
+        connection.execute("CREATE TABLE origin AS SELECT ? AS schema", [schema])
+        connection.execute("COMMIT")
+        return True
+    return ("origin",) in tables and connection.execute("FROM origin").fetchall() == [(schema,)]
+
+
+def _discard(index: Path) -> None:
+    """Remove an index that cannot be used: it is derived, the runs are untouched."""
+    for path in (index, index.with_name(index.name + ".wal")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _segments(run: RunInfo) -> dict[str, int]:
+    return {name: (run.directory / "segments" / name).stat().st_mtime_ns for name in run.segments}
+
+
+def _run_row(run: RunInfo) -> list[Any]:
+    config, status = run.config, run.status
+    return [
+        run.run_id,
+        *(config.get(key) for key in ("model", "size", "dataset", "recipe")),
+        status.state,
+        status.reason,
+        config.get("device"),
+        config.get("backend"),
+        _time(config.get("started")),
+        _time(status.finished),
+        status.iteration,
+        config.get("control_iter"),
+        status.tensors,
+        status.tensors_without_raw,
+        status.bytes,
+        status.loss_first,
+        status.loss_last,
+        json.dumps(config),
+    ]
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text).replace(tzinfo=None) if text else None

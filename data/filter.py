@@ -1,0 +1,123 @@
+"""One Filter: which tensors. It yields SQL with parameters, an English sentence, a dict and a URL query.
+
+A field that is empty does not restrict. Values of one field are alternatives, fields are all required.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+INTEGER_FIELDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
+
+LABELS = {
+    "run_id": "run",
+    "layer_type": "layer type",
+    "layer_index": "layer",
+    "quant_type": "quant type",
+    "tensor_name": "tensor",
+    "micro_batch": "micro-batch",
+}
+
+
+class FilterError(ValueError):
+    """A filter was given a field that does not exist or a value of the wrong kind."""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Allowed values by field; see the module. Lists and tuples are accepted and kept as tuples."""
+
+    run_id: tuple[str, ...] = field(default=())
+    model: tuple[str, ...] = ()
+    size: tuple[str, ...] = ()
+    dataset: tuple[str, ...] = ()
+    recipe: tuple[str, ...] = ()
+    quant_type: tuple[str, ...] = ()
+    layer_type: tuple[str, ...] = ()
+    layer_index: tuple[int, ...] = ()
+    module: tuple[str, ...] = ()
+    component: tuple[str, ...] = ()
+    operation: tuple[str, ...] = ()
+    phase: tuple[str, ...] = ()
+    tensor_name: tuple[str, ...] = ()
+    iteration: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
+    rank: tuple[int, ...] = ()
+    expert: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in FIELDS:
+            values = getattr(self, name)
+            if isinstance(values, (str, int)) or not isinstance(values, Iterable):
+                raise FilterError(f"filter {name}: a list of values is expected, not {values!r}")
+            object.__setattr__(self, name, tuple(dict.fromkeys(_checked(name, value) for value in values)))
+
+    def sql(self) -> tuple[str, list[Any]]:
+        """A condition over the table `tensor` and its parameters; "true" where nothing is restricted."""
+        parts, parameters = [], []
+        for name, values in self.items():
+            parts.append(f"tensor.{name} IN ({', '.join('?' * len(values))})")
+            parameters += values
+        return " AND ".join(parts) or "true", parameters
+
+    def sentence(self) -> str:
+        """What is selected, in English: "layer 1 or 2, operation forward"."""
+        parts = []
+        for name, values in self.items():
+            shown = [str(value) for value in values]
+            if len(shown) > 4:
+                shown = [*shown[:3], f"{len(shown) - 3} more"]
+            listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+            parts.append(f"{LABELS.get(name, name)} {listed}")
+        return ", ".join(parts) or "all tensors"
+
+    def items(self) -> list[tuple[str, tuple]]:
+        """The fields that restrict, with their values."""
+        return [(name, getattr(self, name)) for name in FIELDS if getattr(self, name)]
+
+    def to_dict(self) -> dict[str, list]:
+        return {name: list(values) for name, values in self.items()}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Filter:
+        """The inverse of to_dict. Raises FilterError for an unknown field or a wrong value."""
+        unknown = sorted(set(given) - set(FIELDS))
+        if unknown:
+            raise FilterError(f"filter {unknown[0]!r} is unknown: {', '.join(FIELDS)}")
+        return cls(**given)
+
+    def to_query(self) -> dict[str, list[str]]:
+        """URL parameters: one list of texts a field."""
+        return {name: [str(value) for value in values] for name, values in self.items()}
+
+    @classmethod
+    def from_query(cls, query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
+        """A filter from URL parameters, and a sentence for each value that makes no sense and was left out.
+        Parameters that are no filter fields are not looked at."""
+        kept: dict[str, list] = {}
+        problems = []
+        for name in FIELDS:
+            for text in query.get(name, []):
+                try:
+                    kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
+                except ValueError:
+                    problems.append(f"The address asks for {LABELS.get(name, name)} {text[:40]!r}, which is no number.")
+        return cls(**kept), problems
+
+    def without(self, name: str) -> Filter:
+        """The same filter with one field free."""
+        return Filter(**{key: values for key, values in self.items() if key != name})
+
+
+FIELDS = tuple(f.name for f in fields(Filter))
+
+
+def _checked(name: str, value: Any) -> str | int:
+    wanted = int if name in INTEGER_FIELDS else str
+    if not isinstance(value, wanted) or isinstance(value, bool):
+        raise FilterError(f"filter {name}: {value!r} is not {'an integer' if wanted is int else 'a text'}")
+    if wanted is int and not -(2**31) <= value < 2**31:
+        raise FilterError(f"filter {name}: {value} is out of range")
+    return value

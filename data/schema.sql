@@ -1,0 +1,104 @@
+-- The index of a root. Derived from the runs' segments: it can be deleted at any time and is rebuilt when next opened.
+-- Units: counts are elements, nbytes and bytes are bytes, times are UTC, sqnr_db is decibel, fractions are 0 to 1.
+
+CREATE TABLE run (
+    run_id        VARCHAR PRIMARY KEY,
+    model         VARCHAR,
+    size          VARCHAR,              -- tiny, full
+    dataset       VARCHAR,
+    recipe        VARCHAR,
+    state         VARCHAR,              -- running, done, failed, cancelled, crashed
+    reason        VARCHAR,              -- why it failed or was cancelled, else null
+    device        VARCHAR,
+    backend       VARCHAR,              -- what quantized the GEMM operands: triton, triton (interpreted), torch
+    started       TIMESTAMP,
+    finished      TIMESTAMP,            -- null while running
+    iteration     INTEGER,              -- last iteration finished, warm-up not counted; -1 before the first
+    iterations    INTEGER,              -- iterations asked for, warm-up not counted
+    tensors       BIGINT,               -- tensors recorded
+    tensors_without_raw BIGINT,         -- of them, those whose values were not kept
+    bytes         BIGINT,               -- size of the tensor files
+    loss_first    DOUBLE,               -- cross entropy in nats per token
+    loss_last     DOUBLE,
+    config        VARCHAR               -- run.json, whole
+);
+
+CREATE TABLE tensor (
+    tensor_id     VARCHAR PRIMARY KEY,
+    run_id        VARCHAR,
+    model         VARCHAR,
+    size          VARCHAR,
+    dataset       VARCHAR,
+    recipe        VARCHAR,
+    quant_type    VARCHAR,              -- the format in force where the tensor was captured
+    layer_type    VARCHAR,              -- attention, linear
+    layer_index   INTEGER,              -- from 1
+    module        VARCHAR,              -- qkv, proj, fc1, fc2, core, ...
+    component     VARCHAR,              -- FA, linear
+    operation     VARCHAR,              -- forward, backward
+    phase         VARCHAR,              -- pre: input of the operation, post: output of it
+    tensor_name   VARCHAR,
+    iteration     INTEGER,              -- from 0
+    micro_batch   INTEGER,              -- from 0
+    rank          INTEGER,              -- from 0
+    expert        INTEGER,              -- from 0; null outside experts
+    captured      TIMESTAMP,
+    shape         BIGINT[],
+    dtype         VARCHAR,
+    numel         BIGINT,
+    nbytes        BIGINT,               -- numel times the dtype's size
+    path          VARCHAR,              -- tensor file, relative to the run's directory; null if the values were not kept
+    contracted_axis INTEGER,            -- of an operand: the axis its GEMM contracts, from the end (-1 the last); else null
+    min           DOUBLE,               -- moments are over the finite elements
+    max           DOUBLE,
+    mean          DOUBLE,
+    std           DOUBLE,               -- of the population
+    rms           DOUBLE,
+    absmax        DOUBLE,
+    absmin        DOUBLE,               -- smallest nonzero magnitude
+    skewness      DOUBLE,
+    kurtosis      DOUBLE,               -- E(x-mean)^4 / std^4: 3 for a normal
+    zeros         BIGINT,
+    nans          BIGINT,
+    infs          BIGINT,
+    format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
+    sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
+    mse           DOUBLE,
+    relative_error DOUBLE,
+    cosine        DOUBLE,
+    projection    DOUBLE,
+    max_abs_error DOUBLE,
+    flush_to_zero DOUBLE,               -- of the nonzero elements
+    underflow_of_all DOUBLE,            -- the same, of all elements
+    saturated     DOUBLE                -- of all elements
+);
+
+-- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only.
+CREATE TABLE sketch (
+    tensor_id     VARCHAR,
+    bin           SMALLINT,
+    count         BIGINT
+);
+
+-- What each format would do to a tensor, blocks along its contracted axis.
+CREATE TABLE score (
+    tensor_id     VARCHAR,
+    format        VARCHAR,
+    sqnr_db       DOUBLE,
+    mse           DOUBLE,
+    relative_error DOUBLE,
+    cosine        DOUBLE,
+    projection    DOUBLE,
+    max_abs_error DOUBLE,
+    flush_to_zero DOUBLE,
+    underflow_of_all DOUBLE,
+    saturated     DOUBLE
+);
+
+-- Segments taken in. mtime_ns tells a replaced segment from a known one.
+CREATE TABLE segment (
+    run_id        VARCHAR,
+    name          VARCHAR,
+    mtime_ns      BIGINT,
+    PRIMARY KEY (run_id, name)
+);
