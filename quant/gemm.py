@@ -33,6 +33,7 @@ class Observed:
     format     the operand's format, None if it runs as it is, and None for a result
     dim        the axis of `tensor` that was contracted (operands)
     scales     block scales as `quantizer.apply` returns them
+    shape      the shape to show the tensor in, where the product works on a reshaped one
     """
 
     name: str
@@ -41,6 +42,7 @@ class Observed:
     quantized: Tensor | None = None
     scales: Tensor | None = None
     dim: int = -1
+    shape: tuple[int, ...] | None = None
 
 
 Tap = Callable[[Observed], None]

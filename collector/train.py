@@ -1,0 +1,203 @@
+"""One run: build the model, warm it up in bf16, train the recorded iterations under the recipe, write everything down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from collector.capture import Recorder, instrument
+from collector.config import ConfigError, RunConfig, available_host_memory, check, check_memory
+from collector.corpus import SampleStream, load_corpus
+from collector.model import GPTModel
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]  # iterations done, of how many
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Losses are in nats per token; None if no iteration finished."""
+
+    run_id: str
+    directory: Path
+    loss_first: float | None
+    loss_last: float | None
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer finite."""
+
+
+def prepare(config: RunConfig) -> None:
+    """Everything that can be refused before a run exists. Raises ConfigError and its kin."""
+    check(config)
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = available_host_memory()
+        if config.backend == "triton":
+            # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
+            os.environ["TRITON_INTERPRET"] = "1"
+    check_memory(config, free)
+
+
+def backend_name(config: RunConfig) -> str:
+    """What quantizes the GEMM operands, as recorded with the run."""
+    if config.backend == "torch":
+        return "torch"
+    kernels = import_module("quant.kernels")
+    return f"triton {version('triton')} ({'interpreted' if kernels.INTERPRETED else 'compiled'})"
+
+
+def train(
+    config: RunConfig, root: Path, *, say: Say, progress: Progress = lambda done, total: None, command: str = ""
+) -> Result:
+    """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
+    written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
+    prepare(config)
+    corpus = load_corpus(config.dataset)
+    shape, recipe = config.shape(), config.parsed_recipe()
+    device = torch.device(config.device)
+    description = config.to_dict() | {
+        "backend": backend_name(config),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "corpus_sha256": corpus.digest,
+        "operands": recipe.lines(),
+        "parameters": shape.parameters,
+        "command": command or " ".join(sys.argv),
+        "versions": {name: version(name) for name in ("torch", "triton", "numpy")} | {"python": platform.python_version()},
+    }
+    start = time.monotonic()
+    recorder = Recorder(
+        root,
+        label=f"{config.model}_{config.recipe}",
+        config=description,
+        tensors=config.tensors,
+        scores=config.scores,
+        raw=config.raw,
+        max_bytes=config.max_bytes,
+    )
+    with recorder:
+        writer = recorder.writer
+        with open(writer.directory / "log.txt", "a", buffering=1) as log:
+
+            def tell(line: str) -> None:
+                log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+                say(line)
+
+            try:
+                _train(config, corpus, recipe, device, recorder, tell, progress)
+            except BaseException as error:
+                log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n")
+                raise
+    status = writer.status
+    return Result(
+        writer.run_id,
+        writer.directory,
+        status.loss_first,
+        status.loss_last,
+        status.tensors,
+        status.bytes,
+        time.monotonic() - start,
+    )
+
+
+def _train(config, corpus, recipe, device, recorder: Recorder, tell: Say, progress: Progress) -> None:
+    torch.manual_seed(config.seed)
+    shape = config.shape()
+    model = GPTModel(shape).to(device)
+    model.initialize(config.seed)
+    stream = SampleStream(corpus, config.sequence_length, config.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    tell(
+        f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
+        f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
+    )
+    tell(f"data: {config.dataset}, {len(corpus.documents)} documents, sha256 {corpus.digest[:16]}")
+    tell(f"recipe {recipe.name}: linear {recipe.linear.quant_type}, QK^T {recipe.qk.quant_type}, PV {recipe.pv.quant_type}")
+    total = config.warmup_iterations + config.control_iter
+    recorder.recording = False
+    for done in range(config.warmup_iterations):
+        loss = _step(model, optimizer, stream, config, device)
+        _note(recorder, done - config.warmup_iterations, loss, tell, "warm-up in bf16")
+        progress(done + 1, total)
+    launches = _launches(config)
+    with instrument(model, recipe, recorder, backend=config.backend):
+        for iteration in range(config.control_iter):
+            loss = _step(model, optimizer, stream, config, device, recorder, iteration)
+            _note(recorder, iteration, loss, tell, recipe.name)
+            progress(config.warmup_iterations + iteration + 1, total)
+    if config.backend == "triton":
+        tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
+    elif recipe.name != "bf16":
+        tell("quantized by torch")
+    status = recorder.writer.status
+    kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
+    tell(f"recorded {status.tensors} tensors ({kept})")
+
+
+def _launches(config: RunConfig) -> int:
+    return import_module("quant.kernels").launches if config.backend == "triton" else 0
+
+
+def _step(
+    model: GPTModel,
+    optimizer: torch.optim.Optimizer,
+    stream: SampleStream,
+    config: RunConfig,
+    device: torch.device,
+    recorder: Recorder | None = None,
+    iteration: int = 0,
+) -> float:
+    """One optimizer step over the micro-batches; the mean loss in nats per token."""
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for index in range(config.micro_batches):
+        tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
+        if recorder is None:
+            loss = _backward(model, tokens, labels, config.micro_batches)
+        else:
+            record = config.records(iteration) and index < config.collect_micro_batches
+            with recorder.at(iteration, index, record):
+                loss = _backward(model, tokens, labels, config.micro_batches)
+        total += loss / config.micro_batches
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return total
+
+
+def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
+    logits = model(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (loss / micro_batches).backward()
+    return loss.item()
+
+
+def _note(recorder: Recorder, iteration: int, loss: float, tell: Say, what: str) -> None:
+    """Warm-up iterations count from below: the last one is -1."""
+    writer = recorder.writer
+    if loss != loss or loss in (float("inf"), float("-inf")):
+        raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
+    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time()})
+    first = writer.status.loss_first
+    if iteration >= 0:
+        writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
+    tell(f"iteration {iteration} ({what}): loss {loss:.4f}")
+
+
