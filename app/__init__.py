@@ -1,0 +1,1 @@
+"""The Streamlit app. Pages are thin: `analysis` computes, `charts` draws, neither knows Streamlit."""

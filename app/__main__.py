@@ -1,0 +1,66 @@
+"""python -m app serve: the app on 127.0.0.1. Exit status: 0 done, 1 failed, 2 bad usage."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+HOST = "127.0.0.1"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"app: {message}; see python -m app --help", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to 65535")
+    return int(text)
+
+
+def in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return True
+    return False
+
+
+def serve(port: int) -> int:
+    if in_use(port):
+        print(f"app: port {port} is taken: stop what uses it, or choose another (PORT={port + 1} make run)", file=sys.stderr)
+        return 1
+    from streamlit.web import cli
+
+    page = Path(__file__).with_name("main.py")
+    print(f"Binade: http://{HOST}:{port}", flush=True)
+    try:
+        cli.main(["run", str(page), "--server.address", HOST, "--server.port", str(port)], standalone_mode=False)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Streamlit's threads keep DuckDB's objects alive; an ordered shutdown would print a page of leak warnings.
+    os._exit(status)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(prog="app", description="Explore recorded tensors in the browser.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve")
+    command = commands.add_parser("serve", help="open the app on 127.0.0.1")
+    command.add_argument("--port", type=_port, default=8501)
+    given = parser.parse_args(argv)
+    return serve(given.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What pages share: the catalog of the root, and the words for when something is missing."""
+
+from __future__ import annotations
+
+import atexit
+import time
+
+import streamlit as st
+
+from data.catalog import Catalog
+from data.runs import resolve_root
+
+SYNC_SECONDS = 2.0
+
+
+@st.cache_resource(show_spinner="Reading the runs …")
+def _open(root: str) -> tuple[Catalog, dict[str, float]]:
+    opened = Catalog.open(root)
+    atexit.register(opened.close)
+    return opened, {"synced": time.monotonic()}
+
+
+def catalog() -> Catalog:
+    """The catalog, up to date within two seconds."""
+    opened, state = _open(str(resolve_root()))
+    if time.monotonic() - state["synced"] > SYNC_SECONDS:
+        opened.sync()
+        state["synced"] = time.monotonic()
+    return opened
+
+
+def explain_refused(opened: Catalog) -> None:
+    """Name what could not be read, if anything."""
+    if opened.refused:
+        with st.expander(f"{len(opened.refused)} not readable", icon=":material/warning:"):
+            for line in opened.refused:
+                st.text(line)
+
+
+def explain_empty(opened: Catalog) -> None:
+    """The page of a root without runs."""
+    st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
+    st.markdown("Collect the smallest useful run, then reload this page:")
+    st.code("python -m collector quick mxfp8", language="shell")
+    st.markdown("or one of every kind this page was made for:")
+    st.code("python -m collector batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")
+
+
+def big(number: float) -> str:
+    """1234567 as "1.2 M"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,.0f}"
+
+
+def bytes_text(number: float) -> str:
+    """Bytes in decimal units: "76.3 MB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"
