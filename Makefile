@@ -1,0 +1,59 @@
+# Binade. `make help` lists the targets.
+PYTHON ?= python3
+PORT ?= 8501
+VENV := .venv
+PY := $(VENV)/bin/python
+SHELL := /bin/sh
+export PYTHONUNBUFFERED := 1
+# What `make run` collects when there are no runs yet.
+FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4 --warmup-iterations 20 --control-iter 2
+
+.DEFAULT_GOAL := help
+.PHONY: help run test install install-tests lint format bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: install ## set up, collect a small batch of runs if there are none, open the app on 127.0.0.1:8501 (PORT=)
+	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || $(PY) -m collector batch $(FIRST_RUNS)
+	@exec $(PY) -m app serve --port "$(PORT)"
+
+test: install-tests ## set up, run every test, the browser's included
+	@$(PY) -m tests.browser.chromium
+	@$(PY) -m pytest $(ARGS)
+
+install: $(VENV)/.installed ## set up only, in .venv
+
+install-tests: $(VENV)/.installed-tests
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "make: $(PYTHON) is not Python 3.11 or newer: install it, or name one with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+		{ rm -rf $(VENV); echo "make: python cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python requirements.txt
+	@echo "Installing the packages of requirements.txt into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
+	@echo "Installing the packages of tests/requirements.txt into $(VENV) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r tests/requirements.txt
+	@touch $@
+
+lint: install-tests ## check the style
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: install-tests ## put the style right
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+bench: install-tests ## measure, each figure as a ratio to something measured in the same run
+	@$(PY) -m tests.bench.bench_quantize
+
+clean: ## remove .venv and caches; runs are kept
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
