@@ -11,6 +11,9 @@ from typing import NoReturn
 
 HOST = "127.0.0.1"
 
+# As in the collector: OpenMP threads that wait asleep do not slow a busy machine down.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
@@ -29,6 +30,9 @@ from collector.recipe import TEN_RECIPES, RecipeError
 from data.runs import RunError, resolve_root
 from quant.formats import FORMATS, UnknownFormat
 
+# On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 BAD_USAGE = (ConfigError, RecipeError, UnknownFormat)
 
 
@@ -36,8 +40,13 @@ class Parser(argparse.ArgumentParser):
     """Errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"collector: {message}; see python -m {self.prog} --help", file=sys.stderr)
+        print(f"collector: {one_line(message)}; see python -m {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+
+def one_line(text: str) -> str:
+    """What a user typed may hold line breaks and escape sequences: shown, not obeyed."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -210,6 +219,8 @@ def print_lists() -> None:
 
 
 def _cancel(signum: int, frame: FrameType | None) -> NoReturn:
+    for further in (signal.SIGTERM, signal.SIGINT):  # one is enough: let what was recorded be written down
+        signal.signal(further, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -219,7 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "list":
         print_lists()
         return 0
-    signal.signal(signal.SIGTERM, _cancel)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _cancel)
     try:
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
@@ -241,7 +254,7 @@ def _fail(error: BaseException, status: int) -> int:
     message = str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, OSError):
         message = f"the run failed: {error.strerror or message}{f' ({error.filename})' if error.filename else ''}"
-    print(f"collector: {message}", file=sys.stderr)
+    print(f"collector: {one_line(message)}", file=sys.stderr)
     return status
 
 
