@@ -98,8 +98,10 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--warmup-iterations", type=int, default=d.warmup_iterations, help="in bf16, before the others")
     how.add_argument("--control-iter", type=int, default=d.control_iter, help="iterations under the recipe, then stop")
     how.add_argument("--micro-batches", type=int, default=None, help="a step's micro-batches; default as collected")
-    how.add_argument("--micro-batch-size", type=int, default=d.micro_batch_size, help="sequences")
-    how.add_argument("--sequence-length", type=int, default=d.sequence_length, help="tokens")
+    quick = fast(d)
+    for name, unit in (("micro_batch_size", "sequences"), ("sequence_length", "tokens")):
+        shown = f"{unit} (default: {getattr(d, name)}; fast: {getattr(quick, name)})"
+        how.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, help=shown)
     how.add_argument("--training-config", choices=("standard", "fast"), default="standard", help="fast: a quarter of the tokens")
     how.add_argument("--learning-rate", type=float, default=d.learning_rate)
     how.add_argument("--seed", type=int, default=d.seed)
@@ -127,9 +129,8 @@ def configs(given: argparse.Namespace) -> list[RunConfig]:
     if options["micro_batches"] is None:
         options["micro_batches"] = max(1, given.collect_micro_batches)
     known = {f.name for f in fields(RunConfig)} - {"recipe"}
-    base = RunConfig(**{name: value for name, value in options.items() if name in known})
-    if given.training_config == "fast":
-        base = fast(base)
+    base = fast(RunConfig()) if given.training_config == "fast" else RunConfig()
+    base = replace(base, **{name: value for name, value in options.items() if name in known})
     runs = [replace(base, recipe=recipe) for recipe in recipes]
     for config in runs:
         check(config)

@@ -24,7 +24,7 @@ from collector.parallel import ParallelLinear, Quantization, Site
 from collector.recipe import BF16, Part, Recipe, parse_recipe
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from data.segment import Identity, TensorRow, write_segment
-from data.store import save
+from data.store import encode, write_atomic
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
 from quant.metrics import Errors, score, score_of
@@ -108,6 +108,7 @@ class Recorder:
         self.iteration = 0
         self.micro_batch = 0
         self._pending: list[TensorRow] = []
+        self._unnamed: Path | None = None  # a tensor file whose row is not pending yet
         self._count = 0
         self._without_raw = 0
         self._bytes = 0
@@ -119,6 +120,7 @@ class Recorder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         full: OSError | None = None
         try:
+            self._forget_unnamed()
             self._publish()
         except OSError as refused:
             full = refused
@@ -210,6 +212,7 @@ class Recorder:
                 scores=scores,
             )
         )
+        self._unnamed = None
 
     def _scores(self, seen: Observed, error: Errors | None) -> dict[str, Errors]:
         return {
@@ -232,7 +235,6 @@ class Recorder:
         )
         relative = Path("tensors", i.quant_type, name)
         path = self.writer.directory / relative
-        path.parent.mkdir(exist_ok=True)
         metadata = {
             "layer_type": i.layer_type,
             "layer_idx": i.layer_index,
@@ -255,7 +257,13 @@ class Recorder:
             "device": str(x.device),
             **{key: getattr(summary, key) for key in ("min", "max", "mean", "std")},
         }
-        self._bytes += save(path, x, metadata, info)
+        content = encode(x, metadata, info)
+        if self._bytes + len(content) > self.max_bytes:
+            return None
+        path.parent.mkdir(exist_ok=True)
+        self._unnamed = path
+        write_atomic(path, content)
+        self._bytes += len(content)
         return str(relative)
 
     def _publish(self) -> None:
@@ -271,9 +279,13 @@ class Recorder:
         for row in self._pending:
             if row.path:
                 (self.writer.directory / row.path).unlink(missing_ok=True)
-                self._without_raw += 1
-        self._count -= len(self._pending)
         self._pending = []
+
+    def _forget_unnamed(self) -> None:
+        """Remove the file of a capture that was broken off before its row was there."""
+        named = {row.path for row in self._pending}
+        if self._unnamed and str(self._unnamed.relative_to(self.writer.directory)) not in named:
+            self._unnamed.unlink(missing_ok=True)
 
 
 def describe(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -145,6 +146,10 @@ def check(config: RunConfig) -> None:
         value = getattr(config, name)
         if value < least:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
+    if not 0 <= config.seed < 2**63:
+        raise ConfigError(f"--seed is {config.seed}: it must be 0 or more and less than 2^63")
+    if not 0 <= config.learning_rate < math.inf:
+        raise ConfigError(f"--learning-rate is {config.learning_rate}: it must be 0 or more, and finite")
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")

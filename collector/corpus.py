@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import random
+import zlib
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -47,21 +48,32 @@ def _read_jsonl(path: Path) -> list[str]:
     opened = gzip.open if path.suffix == ".gz" else open
     documents = []
     try:
-        with opened(path, "rt", encoding="utf-8") as file:
+        with opened(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                    raise ConfigError(f'dataset {path}, line {number}: an object with the key "text" was expected')
-                documents.append(record["text"])
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+                if line.strip():
+                    documents.append(_text(line, f"dataset {path}, line {number}"))
+    except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"dataset {path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"dataset {path}, line {number} is not JSON: {error.msg}") from error
     if not documents:
         raise ConfigError(f"dataset {path} holds no document")
     return documents
+
+
+def _text(line: bytes, where: str) -> str:
+    """The document on a line of JSON. Raises ConfigError, beginning with `where`."""
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise ConfigError(f'{where}: an object with the key "text" was expected')
+    try:
+        record["text"].encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: its text holds half a surrogate pair, which is no character") from error
+    return record["text"]
 
 
 class SampleStream:

@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -95,16 +96,20 @@ def train(
     )
     with recorder:
         writer = recorder.writer
-        with open(writer.directory / "log.txt", "a", buffering=1) as log:
+        with open(writer.directory / "log.txt", "ab", buffering=0) as log:
+
+            def note(line: str) -> None:
+                log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
 
             def tell(line: str) -> None:
-                log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+                note(line)
                 say(line)
 
             try:
                 _train(config, corpus, recipe, device, recorder, tell, progress)
             except BaseException as error:
-                log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n")
+                with suppress(OSError):  # a full disk must not hide what happened
+                    note(f"ended early: {type(error).__name__}: {error}")
                 raise
     status = writer.status
     return Result(

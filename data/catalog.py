@@ -67,8 +67,21 @@ class Catalog:
         path = resolve_root(root)
         if path.exists() and not path.is_dir():
             raise RunError(f"{path} is a file: the root of the runs must be a directory")
-        connection, shared = _connect(path)
-        catalog = cls(path, connection, shared)
+        index = path / "index.duckdb"
+        for _ in ("as it is", "rebuilt"):
+            connection = _connect(index) if path.is_dir() else None
+            if connection is None:
+                break
+            catalog = cls(path, connection, shared=False)
+            try:
+                catalog.sync()
+                return catalog
+            except duckdb.Error:  # damaged, or no room for it
+                catalog.close()
+                _discard(index)
+        connection = duckdb.connect(":memory:")
+        connection.execute(SCHEMA.read_text())
+        catalog = cls(path, connection, shared=True)
         catalog.sync()
         return catalog
 
@@ -113,18 +126,28 @@ class Catalog:
                 self._drop(cursor, run_id)
             added = 0
             for run in runs:
-                segments = _segments(run)
-                if any(known.get((run.run_id, name), mtime) != mtime for name, mtime in segments.items()):
-                    self._drop(cursor, run.run_id)  # replaced on disk: take the run in anew
-                    known = {key: mtime for key, mtime in known.items() if key[0] != run.run_id}
-                for name, mtime in segments.items():
-                    if (run.run_id, name) not in known:
-                        added += self._add(cursor, run, name, mtime)
-                cursor.execute(
-                    "INSERT OR REPLACE INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    _run_row(run),
-                )
+                taken = {name: mtime for (run_id, name), mtime in known.items() if run_id == run.run_id}
+                try:
+                    added += self._take_in(cursor, run, taken)
+                except (duckdb.ConversionException, duckdb.InvalidInputException, ValueError, TypeError) as error:
+                    self.refused.append(f"{run.run_id!a} cannot be indexed: {str(error).splitlines()[0]}")
+                except FileNotFoundError:
+                    pass  # deleted meanwhile
+                else:
+                    continue
+                if run.run_id in indexed:
+                    self._drop(cursor, run.run_id)
             return added
+
+    def _take_in(self, cursor: duckdb.DuckDBPyConnection, run: RunInfo, taken: dict[str, int]) -> int:
+        """Bring one run up to date; `taken` are its segments in the index and their times of change."""
+        segments = _segments(run)
+        if any(taken.get(name, mtime) != mtime for name, mtime in segments.items()):
+            self._drop(cursor, run.run_id)  # replaced on disk: take the run in anew
+            taken = {}
+        row = _run_row(run)
+        cursor.execute(f"INSERT OR REPLACE INTO run VALUES ({', '.join('?' * len(row))})", row)
+        return sum(self._add(cursor, run, name, mtime) for name, mtime in segments.items() if name not in taken)
 
     @staticmethod
     def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
@@ -146,7 +169,7 @@ class Catalog:
                     cursor.execute(
                         f"INSERT INTO {table} ({columns}) SELECT {columns} FROM (SELECT * REPLACE ("
                         f"$run || '/' || tensor_id AS tensor_id{', $run AS run_id' if table == 'tensor' else ''})"
-                        " FROM read_parquet($file))",
+                        " FROM read_parquet($file, hive_partitioning = false))",
                         {"run": run.run_id, "file": str(directory / f"{table}.parquet")},
                     )
                 cursor.execute("INSERT INTO segment VALUES (?, ?, ?)", [run.run_id, name, mtime])
@@ -242,15 +265,17 @@ class Catalog:
                        max(absmax) FILTER (finite > 0) AS absmax,
                        min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
                        sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
-                       10 * log10(sum(power) FILTER (finite > 0)
-                           / nullif(sum(mse * finite) FILTER (NOT isnan(mse)), 0)) AS sqnr_db,
+                       sum(power) FILTER (finite > 0) AS signal, sum(mse * finite) FILTER (finite > 0) AS noise,
                        sum(flush_to_zero * (finite - zeros)) FILTER (NOT isnan(flush_to_zero))
                            / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
                        sum(saturated * numel) FILTER (NOT isnan(saturated))
                            / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
                 FROM chosen GROUP BY "group"
             )
-            SELECT *, sqrt(greatest(rms * rms - mean * mean, 0)) AS std FROM totals ORDER BY "group"
+            SELECT * EXCLUDE (signal, noise), sqrt(greatest(rms * rms - mean * mean, 0)) AS std,
+                   CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
+                        ELSE 10 * log10(signal / noise) END AS sqnr_db
+            FROM totals ORDER BY "group"
             """,
             parameters,
         )
@@ -305,26 +330,25 @@ def _transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
     cursor.execute("COMMIT")
 
 
-def _connect(root: Path) -> tuple[duckdb.DuckDBPyConnection, bool]:
-    """(connection, whether it is a private copy in memory)"""
+def _connect(index: Path) -> duckdb.DuckDBPyConnection | None:
+    """A connection to the index, made anew where it is damaged or another version's; None where another process holds
+    it or it cannot be written."""
     schema = SCHEMA.read_text()
-    file = root / "index.duckdb"
-    if root.is_dir():
-        for attempt in ("as it is", "rebuilt"):
+    for _ in ("as it is", "rebuilt"):
+        try:
+            connection = duckdb.connect(str(index))
+        except duckdb.Error as error:
+            if any(reason in str(error) for reason in UNAVAILABLE):
+                break
+        else:
             try:
-                connection = duckdb.connect(str(file))
-            except duckdb.Error as error:
-                # Locked by another process, or not to be written: anything else is a damaged index.
-                if attempt == "rebuilt" or any(reason in str(error) for reason in UNAVAILABLE):
-                    break
-            else:
                 if _prepare(connection, schema):
-                    return connection, False
-                connection.close()  # made by another version
-            _discard(file)
-    connection = duckdb.connect(":memory:")
-    connection.execute(schema)
-    return connection, True
+                    return connection
+            except duckdb.Error:
+                pass
+            connection.close()
+        _discard(index)
+    return None
 
 
 def _prepare(connection: duckdb.DuckDBPyConnection, schema: str) -> bool:

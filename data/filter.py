@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 INTEGER_FIELDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
@@ -83,7 +84,9 @@ class Filter:
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Filter:
         """The inverse of to_dict. Raises FilterError for an unknown field or a wrong value."""
-        unknown = sorted(set(given) - set(FIELDS))
+        if not isinstance(given, Mapping):
+            raise FilterError(f"a filter is made from a dict, not from {type(given).__name__}")
+        unknown = sorted(str(name) for name in given if name not in FIELDS)
         if unknown:
             raise FilterError(f"filter {unknown[0]!r} is unknown: {', '.join(FIELDS)}")
         return cls(**given)
@@ -99,11 +102,12 @@ class Filter:
         kept: dict[str, list] = {}
         problems = []
         for name in FIELDS:
+            wanted = "number" if name in INTEGER_FIELDS else "text"
             for text in query.get(name, []):
                 try:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
-                    problems.append(f"The address asks for {LABELS.get(name, name)} {text[:40]!r}, which is no number.")
+                    problems.append(f"The address asks for {LABELS.get(name, name)} {text[:40]!r}, which is no {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:
@@ -115,9 +119,13 @@ FIELDS = tuple(f.name for f in fields(Filter))
 
 
 def _checked(name: str, value: Any) -> str | int:
-    wanted = int if name in INTEGER_FIELDS else str
+    wanted = Integral if name in INTEGER_FIELDS else str  # NumPy's and pandas' integers are welcome
     if not isinstance(value, wanted) or isinstance(value, bool):
-        raise FilterError(f"filter {name}: {value!r} is not {'an integer' if wanted is int else 'a text'}")
-    if wanted is int and not -(2**31) <= value < 2**31:
+        raise FilterError(f"filter {name}: {value!r} is not {'a text' if wanted is str else 'an integer'}")
+    if wanted is str:
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise FilterError(f"filter {name}: {value!r} is not valid Unicode")
+        return value
+    if not -(2**31) <= value < 2**31:
         raise FilterError(f"filter {name}: {value} is out of range")
-    return value
+    return int(value)

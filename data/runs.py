@@ -26,7 +26,7 @@ from data.segment import segment_names
 from data.store import write_atomic
 
 DEFAULT_ROOT = Path("data/runs")
-RUNNING, DONE, FAILED, CANCELLED, CRASHED = "running", "done", "failed", "cancelled", "crashed"
+RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = "running", "done", "failed", "cancelled", "crashed"
 
 
 class RunError(ValueError):
@@ -78,7 +78,7 @@ def process_start(pid: int) -> float | None:
     """Start time of a live process in clock ticks since boot, None if there is none (or it is a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (OSError, ValueError):
         return None
     fields = stat.rpartition(")")[2].split()
     return None if fields[0] == "Z" else float(fields[19])
@@ -95,21 +95,24 @@ class RunWriter:
 
     @classmethod
     def create(cls, root: Path, label: str, config: dict[str, Any]) -> RunWriter:
-        """Make <root>/<run_id> with run.json and a first status. Raises RunError if the root cannot be written."""
+        """Make <root>/<run_id> with run.json and a first status, all at once. Raises RunError if the root cannot be
+        written, and then leaves nothing there."""
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{label}_{secrets.token_hex(3)}"
-        directory = root / run_id
+        aside = root / f".{run_id}.part"
+        writer = cls(run_id, aside, Status(RUNNING, os.getpid(), process_start(os.getpid()) or 0.0))
         try:
-            (directory / "segments").mkdir(parents=True)
-            (directory / "tensors").mkdir()
+            (aside / "segments").mkdir(parents=True)
+            (aside / "tensors").mkdir()
             started = {"run_id": run_id, "started": now()}
-            write_atomic(directory / "run.json", json.dumps(started | config, indent=1).encode())
+            write_atomic(aside / "run.json", json.dumps(started | config, indent=1).encode())
+            writer.update()
+            writer.directory = aside.rename(root / run_id)
         except OSError as error:
-            shutil.rmtree(directory, ignore_errors=True)
             raise RunError(
                 f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
             ) from error
-        writer = cls(run_id, directory, Status(RUNNING, os.getpid(), process_start(os.getpid()) or 0.0))
-        writer.update()
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         return writer
 
     def update(self, **changes: Any) -> None:
@@ -136,10 +139,12 @@ def read_run(directory: Path) -> RunInfo:
         status = Status(**json.loads((directory / "status.json").read_bytes()))
     except FileNotFoundError as error:
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise RunError(f"{directory.name} cannot be read: run.json is not an object")
+    if status.state not in STATES:
+        raise RunError(f"{directory.name} cannot be read: its state is {status.state!r}, not {', '.join(STATES)}")
     if status.state == RUNNING and process_start(status.pid) != status.pid_started:
         status = replace(
             status,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
 
 
-def write_atomic(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes | memoryview) -> None:
     """Write a file aside and rename it: a reader sees the old content or the new, never a part. Raises OSError, and
     then leaves nothing behind."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -36,16 +34,22 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise
 
 
-def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> int:
-    """Write a tensor with its description; returns the file's size in bytes. Raises OSError.
+def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> memoryview:
+    """The content of a tensor file.
 
     The tensor is stored contiguous, on the CPU, in a storage of its own: a view does not drag its base along.
     """
     own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     buffer = io.BytesIO()
     torch.save({"tensor": own, "tensor_info": tensor_info, "metadata": metadata}, buffer)
-    write_atomic(path, buffer.getbuffer())
-    return buffer.tell()
+    return buffer.getbuffer()
+
+
+def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> int:
+    """Write a tensor with its description; returns the file's size in bytes. Raises OSError."""
+    content = encode(tensor, metadata, tensor_info)
+    write_atomic(path, content)
+    return len(content)
 
 
 def load(path: Path) -> Tensor:
@@ -54,8 +58,9 @@ def load(path: Path) -> Tensor:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise TensorFileError(f"{path} cannot be read as a tensor file: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # torch lets out whatever a damaged pickle trips over: KeyError, IndexError, struct.error
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TensorFileError(f"{path} cannot be read as a tensor file: {reason}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
     return content["tensor"]

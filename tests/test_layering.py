@@ -1,0 +1,118 @@
+"""The house's rules about imports, read from the syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[1]
+OURS = ("quant", "data", "collector", "app")
+ALLOWED = {
+    "quant": set(),
+    "data": {"quant"},
+    "collector": {"quant", "data"},
+    "app": {"quant", "data", "collector"},
+}
+SOURCES = sorted(
+    path.relative_to(PROJECT).as_posix() for package in OURS for path in (PROJECT / package).rglob("*.py")
+)
+
+
+def imported(source: str, package: str) -> set[str]:
+    """Dotted names that a module imports at any depth: statements, relative ones too, and import_module("literal").
+
+    `from a import b` gives both a and a.b, since b may be a module.
+    """
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*parents, *([node.module] if node.module else [])])
+            names |= {home} | {f"{home}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                names.add(node.args[0].value)
+    return names
+
+
+def imports_of(path: str) -> set[str]:
+    return imported((PROJECT / path).read_text(), ".".join(path.split("/")[:-1]))
+
+
+def roots(names: set[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def test_the_four_packages_are_found():
+    assert {path.partition("/")[0] for path in SOURCES} == set(OURS)
+    assert {"quant/kernels.py", "data/catalog.py", "collector/config.py", "app/main.py"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import triton.language as tl", "triton.language"),
+        ("def f():\n    from duckdb import connect", "duckdb"),
+        ("if x:\n    import_module('torch')", "torch"),
+        ("importlib.import_module('quant.kernels')", "quant.kernels"),
+        ("from . import train", "collector.sub.train"),
+        ("from ..train import train", "collector.train"),
+        ("from collector import train", "collector.train"),
+    ],
+)
+def test_the_walker_sees(source, found):
+    assert found in imported(source, "collector.sub")
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_run_one_way(path):
+    package = path.partition("/")[0]
+    used = (roots(imports_of(path)) & set(OURS)) - {package}
+    assert used <= ALLOWED[package], f"{path} imports {sorted(used - ALLOWED[package])}"
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_nothing_imports_the_tests(path):
+    assert "tests" not in roots(imports_of(path))
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("app/")])
+def test_app_takes_only_config_and_jobs_from_the_collector(path):
+    taken = {name for name in imports_of(path) if name.partition(".")[0] == "collector"}
+    allowed = ("collector.config", "collector.jobs")
+    strangers = {n for n in taken if n != "collector" and not any(n == a or n.startswith(a + ".") for a in allowed)}
+    assert not strangers, f"{path} imports {sorted(strangers)}"
+    assert "collector" not in taken or taken - {"collector"}, f"{path} imports collector as a whole"
+
+
+@pytest.mark.parametrize(
+    ("library", "at_home"),
+    [
+        ("triton", lambda path: path.startswith("quant/kernels")),
+        ("duckdb", lambda path: path == "data/catalog.py"),
+        (
+            "streamlit",
+            lambda path: path.startswith("app/pages/")
+            or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py"),
+        ),
+    ],
+    ids=["triton", "duckdb", "streamlit"],
+)
+def test_a_library_stays_in_its_house(library, at_home):
+    users = {path for path in SOURCES if library in roots(imports_of(path))}
+    assert users, f"nothing imports {library}"
+    assert not {path for path in users if not at_home(path)}
+
+
+@pytest.mark.parametrize("module", ["collector.config", "collector.recipe", "quant.formats", "collector"])
+def test_imports_no_torch(module):
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert not {"torch", "triton", "duckdb", "streamlit", "pandas"} & set(done.stdout.split())
