@@ -166,6 +166,8 @@ class Console:
     def say(self, line: str) -> None:
         if self.bar is None:
             print(line, flush=True)
+        elif line.startswith("iteration"):
+            self.bar.set_postfix_str(line.rpartition(": ")[2], refresh=False)
 
     def progress(self, done: int, total: int) -> None:
         if self.bar is not None:
