@@ -272,7 +272,8 @@ class Catalog:
                            / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
                 FROM chosen GROUP BY "group"
             )
-            SELECT * EXCLUDE (signal, noise), sqrt(greatest(rms * rms - mean * mean, 0)) AS std,
+            SELECT * EXCLUDE (signal, noise),
+                   CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
                    CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
                         ELSE 10 * log10(signal / noise) END AS sqnr_db
             FROM totals ORDER BY "group"

@@ -127,5 +127,5 @@ def _checked(name: str, value: Any) -> str | int:
             raise FilterError(f"filter {name}: {value!r} is not valid Unicode")
         return value
     if not -(2**31) <= value < 2**31:
-        raise FilterError(f"filter {name}: {value} is out of range")
+        raise FilterError(f"filter {name}: an integer lies beyond 32 bits")
     return int(value)

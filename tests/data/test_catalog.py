@@ -1,0 +1,503 @@
+"""The index against the Parquet as pandas reads it, and against the tensors themselves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from data.catalog import SCHEMA, Catalog, CatalogError
+from data.filter import Filter
+from data.runs import RunError
+from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from data.store import TensorFileError
+from tests.conftest import PROJECT
+from tests.data.builder import add_segment, assorted, make_run
+
+TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+KEYS = {"tensor": ["tensor_id"], "sketch": ["tensor_id", "bin"], "score": ["tensor_id", "format"]}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: one of two segments, one of one. Read only, and never opened."""
+    root = tmp_path_factory.mktemp("template")
+    make_run(root, assorted(1), assorted(2, layer_index=2), label="first")
+    make_run(root, assorted(3, module="qkv"), label="second")
+    return root
+
+
+@pytest.fixture
+def root(template: Path, tmp_path: Path) -> Path:
+    """A copy of the template to do with as one likes."""
+    return shutil.copytree(template, tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def catalog(template: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Open on another copy, for questions only."""
+    with Catalog.open(shutil.copytree(template, tmp_path_factory.mktemp("asked") / "runs")) as opened:
+        yield opened
+
+
+def on_disk(root: Path, table: str) -> pd.DataFrame:
+    """The rows of a table as pyarrow reads them from every published segment, ids as the index gives them."""
+    parts = []
+    for file in sorted(root.glob(f"[!.]*/segments/[!.]*/{table}.parquet")):
+        run_id = file.relative_to(root).parts[0]
+        part = pq.read_table(file).to_pandas()
+        part["tensor_id"] = run_id + "/" + part["tensor_id"]
+        if table == "tensor":
+            part["run_id"] = run_id
+        parts.append(part)
+    return pd.concat(parts).sort_values(KEYS[table], ignore_index=True)
+
+
+def in_index(catalog: Catalog, table: str) -> pd.DataFrame:
+    return catalog._frame(f"FROM {table}").sort_values(KEYS[table], ignore_index=True)
+
+
+def agree(catalog: Catalog, root: Path) -> None:
+    """The index holds just what is on disk."""
+    for table in TABLES:
+        found, expected = in_index(catalog, table), on_disk(root, table)
+        assert list(found.columns) == list(expected.columns)
+        for frame in (found, expected):
+            if table == "tensor":
+                frame["shape"] = frame["shape"].map(tuple)
+                frame["captured"] = frame["captured"].astype("datetime64[us]")
+        pd.testing.assert_frame_equal(found, expected, check_dtype=False, check_exact=True)
+
+
+class TestSync:
+    def test_rows_are_those_of_the_parquet(self, root):
+        with Catalog.open(root) as catalog:
+            agree(catalog, root)
+            assert catalog.refused == [] and not catalog.in_memory
+            assert catalog.totals().tensors == len(catalog.tensors()) == 21 and catalog.totals().runs == 2
+
+    def test_a_collected_root_too(self, collected, tmp_path):
+        shutil.copytree(collected, tmp_path / "runs", ignore=shutil.ignore_patterns("index.duckdb*", "*.pt"))
+        with Catalog.open(tmp_path / "runs") as catalog:
+            agree(catalog, tmp_path / "runs")
+
+    def test_again_adds_nothing(self, root):
+        with Catalog.open(root) as catalog:
+            assert catalog.sync() == catalog.sync() == 0
+            agree(catalog, root)
+        with Catalog.open(root) as catalog:
+            assert not catalog.in_memory and catalog.sync() == 0
+            agree(catalog, root)
+
+    def test_new_segments_and_runs_appear(self, tmp_path):
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.totals().tensors == 0
+            run = make_run(tmp_path, assorted(1))
+            assert catalog.sync() == 1
+            add_segment(run, assorted(2), first=100)
+            make_run(tmp_path, assorted(3), assorted(4), label="other")
+            assert catalog.sync() == 3
+            agree(catalog, tmp_path)
+
+    def test_a_deleted_run_disappears(self, root):
+        with Catalog.open(root) as catalog:
+            gone, kept = catalog.runs()["run_id"]
+            shutil.rmtree(root / gone)
+            assert catalog.sync() == 0
+            assert catalog.runs()["run_id"].tolist() == [kept]
+            agree(catalog, root)
+        shutil.rmtree(root / kept)
+        with Catalog.open(root) as catalog:
+            assert catalog.totals().tensors == 0
+            assert [len(in_index(catalog, table)) for table in TABLES] == [0, 0, 0]
+
+    def test_a_replaced_segment_is_taken_in_anew(self, root):
+        with Catalog.open(root) as catalog:
+            run_id = catalog.runs()["run_id"][0]
+            shutil.rmtree(root / run_id)
+            other = make_run(root, assorted(9), label="replacement")
+            other.directory.rename(root / run_id)
+            catalog.sync()
+            agree(catalog, root)
+
+    @pytest.mark.parametrize(
+        "name", ["copy", "with space", "a[b]c*?", "model=foo", "size=3", "it's \"quoted\"", "ünï-日本", "-rf", "%41"]
+    )
+    def test_a_copied_or_renamed_run_works(self, root, name):
+        (first, *_) = sorted(p for p in root.iterdir() if p.is_dir())
+        shutil.copytree(first, root / name)
+        shutil.copytree(first, root / "abxc-")  # what the third name would match as a pattern
+        with Catalog.open(root) as catalog:
+            agree(catalog, root)
+            assert catalog.refused == []
+            copy, original = (catalog.tensors(Filter(run_id=[run_id])) for run_id in (name, first.name))
+            same = [column for column in original.columns if column not in ("tensor_id", "run_id")]
+            pd.testing.assert_frame_equal(copy[same], original[same])
+            shutil.rmtree(first)
+            catalog.sync()
+            kept = copy[copy["path"].notna()]
+            assert len(kept) == 12
+            for tensor_id, shape in zip(kept["tensor_id"], kept["shape"], strict=True):
+                assert tensor_id.startswith(f"{name}/")
+                assert catalog.load(tensor_id).shape == tuple(shape)
+
+    @pytest.mark.parametrize("stem", TABLES)
+    @pytest.mark.parametrize("damage", ["cut short", "garbage", "missing", "another table"])
+    def test_a_damaged_segment_is_named_and_the_others_shown(self, root, stem, damage):
+        segment = sorted(root.glob("*first*/segments/*"))[1]
+        file = segment / f"{stem}.parquet"
+        if damage == "cut short":
+            file.write_bytes(file.read_bytes()[:-20])
+        elif damage == "garbage":
+            file.write_bytes(b"x" * 500)
+        elif damage == "missing":
+            file.unlink()
+        else:
+            table = pq.read_table(segment / f"{stem}.parquet")
+            pq.write_table(table.rename_columns([f"{name}_" for name in table.column_names]), file)
+        with Catalog.open(root) as catalog:
+            assert len(catalog.refused) == 1 and f"/{segment.name} " in catalog.refused[0]
+            assert segment.parts[-3] in catalog.refused[0] and "\n" not in catalog.refused[0]
+            shutil.rmtree(segment)
+            agree(catalog, root)
+            catalog.sync()
+            assert catalog.refused == []
+
+    def test_runs_that_come_and_go_disturb_nobody(self, root):
+        source = next(root.glob("*second*"))
+        stop = threading.Event()
+
+        def churn() -> None:
+            for _ in range(25):
+                shutil.copytree(source, root / "copy", ignore=shutil.ignore_patterns("*.pt"))
+                shutil.rmtree(root / "copy")
+            stop.set()
+
+        with Catalog.open(root) as catalog, ThreadPoolExecutor(1) as pool:
+            churned = pool.submit(churn)
+            while not stop.is_set():
+                catalog.sync()
+                assert catalog.totals(Filter(module=["fc1"])).tensors >= 12
+                if churned.done():
+                    break
+            churned.result()
+            catalog.sync()
+            agree(catalog, root)
+            assert catalog.refused == []
+
+
+class TestIndexFile:
+    def damage(self, index: Path, how: str) -> None:
+        content = index.read_bytes()
+        if how == "garbage":
+            index.write_bytes(b"x" * 9000)
+        elif how == "empty":
+            index.write_bytes(b"")
+        elif how == "cut short":
+            index.write_bytes(content[: len(content) // 2])
+        elif how == "overwritten inside":
+            index.write_bytes(content[:8192] + bytes(255 - b for b in content[8192:]))
+        elif how == "a directory":
+            index.unlink()
+            (index / "x").mkdir(parents=True)
+        elif how == "a broken log":
+            index.with_name("index.duckdb.wal").write_bytes(b"garbage" * 999)
+        elif how == "another version":
+            with duckdb.connect(str(index)) as connection:
+                connection.execute("ALTER TABLE tensor DROP COLUMN kurtosis")
+                connection.execute("UPDATE origin SET schema = 'older'")
+        elif how == "somebody else's":
+            index.unlink()
+            with duckdb.connect(str(index)) as connection:
+                connection.execute("CREATE TABLE tensor AS SELECT 1 AS a")
+
+    @pytest.mark.parametrize(
+        "how",
+        [
+            "garbage",
+            "empty",
+            "cut short",
+            "overwritten inside",
+            "a directory",
+            "a broken log",
+            "another version",
+            "somebody else's",
+        ],
+    )
+    def test_a_damaged_index_is_rebuilt(self, root, how):
+        Catalog.open(root).close()
+        self.damage(root / "index.duckdb", how)
+        with Catalog.open(root) as catalog:
+            assert not catalog.in_memory and catalog.refused == []
+            agree(catalog, root)
+        with Catalog.open(root) as catalog:
+            assert not catalog.in_memory
+            agree(catalog, root)
+
+    def test_a_deleted_index_is_rebuilt(self, root):
+        Catalog.open(root).close()
+        (root / "index.duckdb").unlink()
+        with Catalog.open(root) as catalog:
+            agree(catalog, root)
+
+    def test_a_second_process_answers_the_same_from_memory(self, root):
+        code = (
+            "import sys; from data.catalog import Catalog\n"
+            "with Catalog.open(sys.argv[1]) as c:\n"
+            "    rows = c.tensors().to_csv(), c.distribution().to_csv()\n"
+            "    answers = c.in_memory, c.totals(), *rows, c.sync(), c.refused\n"
+            "print(*answers, sep=chr(0), end='')"
+        )
+        command = [sys.executable, "-c", code, str(root)]
+        with Catalog.open(root) as first:
+            before = (root / "index.duckdb").stat()
+            second = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+            expected = [str(first.totals()), first.tensors().to_csv(), first.distribution().to_csv(), "0", "[]"]
+            assert second.stdout.split("\0") == ["True", *expected]
+            assert (root / "index.duckdb").stat().st_ino == before.st_ino
+            agree(first, root)
+        alone = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True)
+        assert alone.stdout.split("\0") == ["False", *expected]
+
+    def test_a_root_that_is_a_file_is_refused(self, tmp_path):
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(RunError, match="is a file"):
+            Catalog.open(tmp_path / "file")
+        assert (tmp_path / "file").read_text() == "mine"
+
+    @pytest.mark.parametrize("name", ["nowhere", "nowhere/deeper"])
+    def test_a_missing_root_is_empty_and_is_not_made(self, tmp_path, name):
+        with Catalog.open(tmp_path / name) as catalog:
+            self.is_empty(catalog)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_empty_root_is_empty(self, tmp_path):
+        with Catalog.open(tmp_path) as catalog:
+            self.is_empty(catalog)
+            assert catalog.refused == [] and not catalog.in_memory
+
+    @staticmethod
+    def is_empty(catalog: Catalog) -> None:
+        assert catalog.runs().empty and catalog.tensors().empty and catalog.scores().empty
+        assert list(catalog.tensors().columns) == TENSOR_SCHEMA.names
+        assert list(catalog.distribution().columns) == ["group", "bin", "count", "low", "high"]
+        assert catalog.distribution(by="quant_type").empty and catalog.moments(by="layer_index").empty
+        assert catalog.facets() == {} and catalog.totals().tensors == 0 and catalog.totals().elements == 0
+
+    def test_schema_agrees_with_the_parquet(self):
+        types = {
+            "string": "VARCHAR", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "double": "DOUBLE",
+            "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
+        }  # fmt: skip
+        with duckdb.connect() as connection:
+            connection.execute(SCHEMA.read_text())
+            for table, schema in TABLES.items():
+                described = connection.execute(f"DESCRIBE {table}").fetchall()
+                assert [(name, kind) for name, kind, *_ in described] == [(f.name, types[str(f.type)]) for f in schema]
+
+    def test_threads_share_a_catalog(self, root):
+        with Catalog.open(root) as catalog, ThreadPoolExecutor(8) as pool:
+            expected = catalog.tensors().to_csv(), catalog.distribution().to_csv(), catalog.moments().to_csv()
+
+            def ask(number: int) -> tuple[str, ...]:
+                if number % 4 == 0:
+                    catalog.sync()
+                return catalog.tensors().to_csv(), catalog.distribution().to_csv(), catalog.moments().to_csv()
+
+            for answer in pool.map(ask, range(48)):
+                assert answer == expected
+
+
+def values(root: Path, rows: pd.DataFrame) -> np.ndarray:
+    """Every value of some rows, float64, read from the files with torch."""
+    parts = [torch.load(root / row.run_id / row.path, weights_only=True)["tensor"] for row in rows.itertuples()]
+    return np.concatenate([part.double().numpy().reshape(-1) for part in parts])
+
+
+KEPT = [
+    Filter(quant_type=["mxfp8"], operation=["forward"], phase=["pre"], micro_batch=[0]),
+    Filter(quant_type=["mxfp4"]),
+    Filter(tensor_name=["output"]),
+    Filter(tensor_name=["grad_input"]),
+    Filter(quant_type=["hifp8"]),
+    Filter(micro_batch=[0]),
+]
+
+
+@pytest.mark.parametrize("where", KEPT, ids=lambda where: where.sentence())
+class TestStatistics:
+    def test_distribution_counts_every_finite_value_in_its_bin(self, catalog, where):
+        x = values(catalog.root, catalog.tensors(where))
+        x = x[np.isfinite(x)]
+        found = catalog.distribution(where)
+        assert found["count"].sum() == x.size
+        moments = catalog.moments(where)
+        assert found["count"].sum() == moments["finite"][0]
+        # numpy's own histogram over the bins' inner edges; -0 and +0 lie in two bins of one edge, so magnitudes apart
+        for sign in (1, -1):
+            side = found[(found["bin"] >= 2048) == (sign < 0)]
+            chosen = np.abs(x[np.signbit(x) == (sign < 0)])
+            inner = np.minimum(np.abs(side["low"]), np.abs(side["high"])).to_numpy()
+            outer = np.maximum(np.abs(side["low"]), np.abs(side["high"])).to_numpy()
+            counts = [int(((chosen >= low) & (chosen < high)).sum()) for low, high in zip(inner, outer, strict=True)]
+            assert counts == side["count"].tolist()
+        assert (found["low"].diff().dropna() >= 0).all()
+
+    def test_moments_are_those_of_the_values_together(self, catalog, where):
+        rows = catalog.tensors(where)
+        x = values(catalog.root, rows)
+        finite = x[np.isfinite(x)]
+        (found,) = catalog.moments(where).to_dict("records")
+        assert found["tensors"] == len(rows) and found["numel"] == x.size and found["finite"] == finite.size
+        assert found["nans"] == np.isnan(x).sum() and found["infs"] == np.isinf(x).sum()
+        assert found["zeros"] == (x == 0).sum()
+        if not finite.size:
+            assert all(pd.isna(found[name]) for name in ("mean", "std", "rms", "min", "max", "absmax", "absmin"))
+            return
+        for name, expected in {
+            "mean": finite.mean(),
+            "std": finite.std(),
+            "rms": np.sqrt((finite**2).mean()),
+            "min": finite.min(),
+            "max": finite.max(),
+            "absmax": np.abs(finite).max(),
+        }.items():
+            assert found[name] == pytest.approx(expected, rel=1e-9, abs=1e-300), name
+        nonzero = np.abs(finite[finite != 0])
+        assert found["absmin"] == nonzero.min() if nonzero.size else pd.isna(found["absmin"])
+
+    def test_groups_add_up_to_the_whole(self, catalog, where):
+        whole = catalog.moments(where)
+        by_layer = catalog.moments(where, by="layer_index")
+        assert by_layer["numel"].sum() == whole["numel"][0] and by_layer["tensors"].sum() == whole["tensors"][0]
+        by_tensor = catalog.distribution(where, by="tensor_id").groupby("group")["count"].sum().to_dict()
+        rows = catalog.tensors(where).set_index("tensor_id")
+        finite = rows["numel"] - rows["nans"] - rows["infs"]
+        assert by_tensor == finite[finite > 0].to_dict()
+
+
+class TestErrors:
+    """sqnr_db, flush_to_zero and saturated of several tensors together."""
+
+    def moments(self, root: Path, *tensors: torch.Tensor, fmt: str) -> dict:
+        make_run(root, [(x, {"format": fmt, "quant_type": fmt}) for x in tensors])
+        with Catalog.open(root) as catalog:
+            return catalog.moments(by="quant_type").to_dict("records")[0]
+
+    def test_sqnr_is_of_the_summed_powers(self, tmp_path):
+        from quant import fake_quantize
+
+        tensors = [torch.randn(32, 64) * 10, torch.randn(5, 320) * 1e-3, torch.zeros(2, 32)]
+        found = self.moments(tmp_path, *tensors, fmt="mxfp4")
+        x = np.concatenate([t.double().numpy().ravel() for t in tensors])
+        q = np.concatenate([fake_quantize(t, "mxfp4").double().numpy().ravel() for t in tensors])
+        assert found["sqnr_db"] == pytest.approx(10 * np.log10((x**2).sum() / ((q - x) ** 2).sum()), rel=1e-9)
+        assert found["flush_to_zero"] == pytest.approx(((x != 0) & (q == 0)).sum() / (x != 0).sum(), rel=1e-12)
+
+    def test_sqnr_of_an_exact_format_is_infinite(self, tmp_path):
+        assert self.moments(tmp_path, torch.ones(4, 32), torch.zeros(3), fmt="mxfp8")["sqnr_db"] == math.inf
+
+    def test_sqnr_of_zeros_is_not_a_number(self, tmp_path):
+        assert math.isnan(self.moments(tmp_path, torch.zeros(4, 32), fmt="mxfp8")["sqnr_db"])
+
+    def test_a_block_lost_to_an_infinity_is_loud(self, tmp_path):
+        broken = torch.randn(2, 32)
+        broken[0, 0] = torch.inf
+        assert math.isnan(self.moments(tmp_path, torch.randn(64, 32), broken, fmt="mxfp8")["sqnr_db"])
+
+    def test_operands_that_ran_as_they_are_have_none(self, tmp_path):
+        make_run(tmp_path, [(torch.randn(8), {"quant_type": "bf16"})])
+        with Catalog.open(tmp_path) as catalog:
+            assert pd.isna(catalog.moments()["sqnr_db"][0])
+
+    def test_scores_are_the_rows_of_the_parquet(self, root):
+        with Catalog.open(root) as catalog:
+            scores = catalog.scores(Filter(layer_index=[2]))
+            rows = on_disk(root, "score")
+            ids = catalog.tensors(Filter(layer_index=[2]))["tensor_id"]
+            expected = rows[rows["tensor_id"].isin(ids)].reset_index(drop=True)
+            columns = ["tensor_id", "format", *ERROR_COLUMNS]
+            pd.testing.assert_frame_equal(scores[columns], expected[columns], check_exact=True)
+            some = list(ids[:1])
+            assert set(catalog.scores(tensor_ids=some)["tensor_id"]) <= set(some)
+
+
+class TestQuestions:
+    def test_order_and_limit(self, catalog):
+        frame = on_disk(catalog.root, "tensor")
+        found = catalog.tensors(order_by="-rms")["rms"].dropna()
+        assert found.tolist() == sorted(frame["rms"].dropna(), reverse=True)
+        assert catalog.tensors(order_by="-numel", limit=5)["numel"].tolist() == sorted(frame["numel"])[:-6:-1]
+        assert catalog.tensors(order_by="numel")["numel"].tolist() == sorted(frame["numel"])
+        assert catalog.tensors()["tensor_id"].tolist() == sorted(frame["tensor_id"])
+        assert len(catalog.tensors(limit=0)) == 0
+
+    @pytest.mark.parametrize("column", ["nothing", "numel; DROP TABLE tensor", "1", "", "-"])
+    def test_unknown_columns_are_refused(self, catalog, column):
+        with pytest.raises(CatalogError, match="no column"):
+            catalog.tensors(order_by=column)
+        for ask in (catalog.distribution, catalog.moments):
+            with pytest.raises(CatalogError, match="cannot be grouped"):
+                ask(by=column)
+        assert catalog.totals().tensors == 21
+
+    def test_facets_are_what_the_other_fields_allow(self, catalog):
+        frame = on_disk(catalog.root, "tensor")
+        where = Filter(module=["fc1"], layer_index=[2], quant_type=["mxfp4"])
+        facets = catalog.facets(where)
+        for name in ("module", "layer_index", "quant_type", "iteration"):
+            chosen = frame
+            for other, allowed in where.items():
+                if other != name:
+                    chosen = chosen[chosen[other].isin(allowed)]
+            assert facets[name] == sorted(chosen[name].dropna().unique().tolist())
+        assert "expert" not in catalog.facets(Filter(quant_type=["hifp8"]))
+
+    def test_load_gives_the_values(self, catalog):
+        run = catalog.tensors(Filter(dataset=["wikipedia"])).query("path.notna()")
+        for row in run.itertuples():
+            x = catalog.load(row.tensor_id)
+            assert tuple(x.shape) == tuple(row.shape) and str(x.dtype) == f"torch.{row.dtype}"
+            assert x.numel() * x.element_size() == row.nbytes
+            assert catalog.path(row.tensor_id).is_file()
+
+    def test_load_of_what_was_not_kept(self, catalog):
+        (dropped, *_) = catalog.tensors().query("path.isna()")["tensor_id"]
+        with pytest.raises(CatalogError, match="were not kept"):
+            catalog.load(dropped)
+
+    @pytest.mark.parametrize("tensor_id", ["", "nothing", "' OR 1=1 --", "../../etc/passwd"])
+    def test_load_of_what_is_not_there(self, catalog, tensor_id):
+        with pytest.raises(CatalogError, match="there is no tensor"):
+            catalog.load(tensor_id)
+
+    def test_load_of_a_file_that_went(self, root):
+        with Catalog.open(root) as catalog:
+            kept = catalog.tensors().query("path.notna()")["tensor_id"][0]
+            os.unlink(catalog.path(kept))
+            with pytest.raises(TensorFileError, match="missing"):
+                catalog.load(kept)
+
+    def test_no_tensor_ids_select_nothing(self, catalog):
+        assert catalog.distribution(tensor_ids=[]).empty and catalog.scores(tensor_ids=[]).empty
+        assert catalog.moments(tensor_ids=[]).empty
+
+    def test_runs_are_newest_first_with_their_config(self, catalog):
+        runs = catalog.runs()
+        assert runs["started"].is_monotonic_decreasing
+        for row in runs.itertuples():
+            assert json.loads(row.config) == json.loads((catalog.root / row.run_id / "run.json").read_text())
+            assert row.tensors == len(catalog.tensors(Filter(run_id=[row.run_id])))

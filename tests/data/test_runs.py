@@ -1,0 +1,249 @@
+"""Run directories and segments: what is there after a writer died, and what a reader makes of damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from data.catalog import Catalog
+from data.runs import (
+    CRASHED,
+    DONE,
+    FAILED,
+    RUNNING,
+    RunError,
+    RunWriter,
+    list_runs,
+    process_start,
+    read_losses,
+    read_run,
+    resolve_root,
+)
+from data.segment import SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
+from quant.summary import summarize
+from tests.conftest import PROJECT
+from tests.data.builder import CONFIG, assorted, make_run, row
+
+STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+
+# Dies by SIGKILL at the n-th call of os.fsync or os.rename: the moments between which a segment comes to be.
+KILLED_WRITER = """
+import os, signal, sys, torch
+from pathlib import Path
+from data.runs import RunWriter
+from data.segment import write_segment
+from tests.data.builder import CONFIG, row
+root, call, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+writer = RunWriter.create(root, "killed", CONFIG)
+rows = [row(writer.run_id, i, torch.randn(16, 32), None, format="mxfp8") for i in range(3)]
+write_segment(writer.directory / "segments", "rank00-000001", rows)
+real = getattr(os, call)
+def deadly(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments)
+setattr(os, call, deadly)
+write_segment(writer.directory / "segments", "rank00-000002", rows)
+"""
+
+
+def test_a_segment_holds_what_was_given(tmp_path):
+    tensors = assorted(0)
+    rows = [row("r", i, x, None, **{k: v for k, v in words.items() if k != "raw"}) for i, (x, words) in
+            enumerate(tensors)]  # fmt: skip
+    write_segment(tmp_path / "segments", "s", rows)
+    assert segment_names(tmp_path) == ["s"]
+    tables = {stem: pq.read_table(tmp_path / "segments" / "s" / f"{stem}.parquet") for stem in STEMS}
+    assert {stem: table.schema for stem, table in tables.items()} == STEMS
+    records = tables["tensor"].to_pylist()
+    assert [record["tensor_id"] for record in records] == [r.tensor_id for r in rows]
+    for record, (x, words) in zip(records, tensors, strict=True):
+        assert record["shape"] == list(x.shape) and record["numel"] == x.numel()
+        assert record["dtype"] == str(x.dtype).removeprefix("torch.")
+        assert record["format"] == words.get("format")
+        assert (record["sqnr_db"] is None) == ("format" not in words)
+        finite = x[x.isfinite()].double()
+        assert record["nans"] == int(x.isnan().sum()) and record["infs"] == int(x.isinf().sum())
+        assert record["zeros"] == int((x == 0).sum())
+        if finite.numel():
+            assert record["min"] == float(finite.min()) and record["max"] == float(finite.max())
+            assert record["mean"] == pytest.approx(float(finite.mean()), rel=1e-12, abs=1e-15)
+    sketch = tables["sketch"].to_pandas().groupby("tensor_id")["count"].sum()
+    for r, (x, _) in zip(rows, tensors, strict=True):
+        assert sketch.get(r.tensor_id, 0) == int(x.isfinite().sum())
+        assert summarize(x).counts.sum() == sketch.get(r.tensor_id, 0)
+    assert len(tables["score"]) == 2 * sum("format" in words for _, words in tensors)
+
+
+@pytest.mark.parametrize(("call", "count"), [("fsync", 1), ("fsync", 2), ("fsync", 3), ("rename", 1)])
+def test_a_killed_writer_leaves_no_visible_part(tmp_path, call, count):
+    done = subprocess.run([sys.executable, "-c", KILLED_WRITER, str(tmp_path), call, str(count)], cwd=PROJECT)
+    assert done.returncode == -signal.SIGKILL
+    (run,), refused = list_runs(tmp_path)
+    assert refused == [] and run.status.state == CRASHED and "killed" in run.status.reason
+    assert run.status.finished == run.status.heartbeat
+    assert run.segments == ["rank00-000001"]
+    with Catalog.open(tmp_path) as catalog:
+        assert catalog.totals().tensors == 3 and catalog.refused == []
+        assert catalog.runs()["state"].tolist() == [CRASHED]
+
+
+def test_a_segment_is_not_written_twice(tmp_path):
+    rows = [row("r", 0, torch.ones(3), None)]
+    write_segment(tmp_path, "s", rows)
+    before = (tmp_path / "s" / "tensor.parquet").read_bytes()
+    with pytest.raises(OSError):
+        write_segment(tmp_path, "s", rows)
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
+    assert (tmp_path / "s" / "tensor.parquet").read_bytes() == before
+
+
+def test_a_run_appears_whole(tmp_path):
+    writer = RunWriter.create(tmp_path / "deep" / "root", "label", {"model": "m"})
+    assert [p.name for p in (tmp_path / "deep" / "root").iterdir()] == [writer.run_id]
+    run = read_run(writer.directory)
+    assert run.status.state == RUNNING and run.config["model"] == "m" and run.config["run_id"] == writer.run_id
+    writer.finish(FAILED, "no reason")
+    status = read_run(writer.directory).status
+    assert (status.state, status.reason) == (FAILED, "no reason") and status.finished
+    assert {p.name for p in writer.directory.iterdir()} == {"run.json", "status.json", "tensors", "segments"}
+
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_root_that_cannot_be_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(RunError, match="cannot write to .*--tensor-save-dir"):
+        RunWriter.create(tmp_path / "file" / below, "label", {})
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_config_that_is_no_json_leaves_no_run(tmp_path):
+    with pytest.raises(TypeError):
+        RunWriter.create(tmp_path, "label", {"x": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestState:
+    def claim(self, root: Path, **status) -> str:
+        writer = RunWriter.create(root, "claims", {})
+        (writer.directory / "status.json").write_text(json.dumps(asdict(replace(writer.status, **status))))
+        return read_run(writer.directory).status.state
+
+    def test_a_live_process_runs(self, tmp_path):
+        assert self.claim(tmp_path) == RUNNING
+
+    def test_a_dead_process_crashed(self, tmp_path):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+            started = process_start(child.pid)
+            assert self.claim(tmp_path, pid=child.pid, pid_started=started) == RUNNING
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, not yet reaped
+            assert self.claim(tmp_path, pid=child.pid, pid_started=started) == CRASHED
+        assert self.claim(tmp_path, pid=child.pid, pid_started=started) == CRASHED
+
+    def test_another_process_by_the_same_number_is_not_it(self, tmp_path):
+        assert self.claim(tmp_path, pid=os.getpid(), pid_started=process_start(os.getpid()) - 1) == CRASHED
+
+    def test_a_finished_run_needs_no_process(self, tmp_path):
+        assert self.claim(tmp_path, state=DONE, pid=2**22 + 1) == DONE
+
+
+def status_text(**changes) -> bytes:
+    return json.dumps({"state": "done", "pid": 1, "pid_started": 1.0} | changes).encode()
+
+
+BROKEN = {
+    "run.json empty": ("run.json", b""),
+    "run.json cut short": ("run.json", b'{"model": "llama'),
+    "run.json not an object": ("run.json", b"[1, 2]"),
+    "run.json not UTF-8": ("run.json", b'{"model": "\xff\xfe"}'),
+    "run.json too deep": ("run.json", b"[" * 100_000),
+    "run.json of a huge number": ("run.json", b'{"a": ' + b"9" * 5000 + b"}"),
+    "run.json started at no time": ("run.json", b'{"started": "yesterday"}'),
+    "run.json started at a number": ("run.json", b'{"started": 5}'),
+    "run.json asks for a text of iterations": ("run.json", b'{"control_iter": "many"}'),
+    "run.json with half a character": ("run.json", b'{"model": "\\ud800"}'),
+    "status.json empty": ("status.json", b""),
+    "status.json a list": ("status.json", b"[]"),
+    "status.json without a state": ("status.json", b'{"pid": 1, "pid_started": 1.0}'),
+    "status.json of unknown keys": ("status.json", status_text(mood="fine")),
+    "status.json of an unknown state": ("status.json", status_text(state="asleep")),
+    "status.json with a number as state": ("status.json", status_text(state=5)),
+    "status.json with a list as state": ("status.json", status_text(state=[])),
+    "status.json with a text as iteration": ("status.json", status_text(iteration="x")),
+    "status.json of a huge iteration": ("status.json", status_text(iteration=10**30)),
+    "status.json finished at no time": ("status.json", status_text(finished="x")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_run_is_named_and_the_others_shown(tmp_path, name):
+    good = make_run(tmp_path, assorted(1), label="good")
+    bad = make_run(tmp_path, assorted(2), label="bad")
+    file, content = BROKEN[name]
+    (bad.directory / file).write_bytes(content)
+    with Catalog.open(tmp_path) as catalog:
+        assert len(catalog.refused) == 1 and bad.run_id in catalog.refused[0]
+        assert len(catalog.refused[0]) < 400 and "\n" not in catalog.refused[0]
+        assert catalog.runs()["run_id"].tolist() == [good.run_id]
+        assert set(catalog.tensors()["run_id"]) == {good.run_id}
+
+
+@pytest.mark.parametrize("name", ["run.json started at no time", "status.json a list"])
+def test_a_run_that_breaks_later_is_dropped_and_may_heal(tmp_path, name):
+    run = make_run(tmp_path, assorted(2))
+    file, content = BROKEN[name]
+    sound = (run.directory / file).read_bytes()
+    with Catalog.open(tmp_path) as catalog:
+        (run.directory / file).write_bytes(content)
+        catalog.sync()
+        assert catalog.totals().tensors == 0 and catalog.runs().empty and len(catalog.refused) == 1
+        (run.directory / file).write_bytes(sound)
+        catalog.sync()
+        assert catalog.totals().tensors == 7 and catalog.refused == []
+
+
+def test_what_is_no_run_is_passed_over_by_name(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "file.txt").write_text("x")
+    (tmp_path / os.fsdecode(b"\xff")).mkdir()
+    runs, refused = list_runs(tmp_path)
+    assert runs == [] and len(refused) == 2
+    assert "notes is not a run: run.json is missing" in refused
+    assert list_runs(tmp_path / "nowhere") == ([], [])
+
+
+def test_a_pid_that_is_no_number_is_nobody():
+    assert process_start("a\0b") is None  # type: ignore[arg-type]
+    assert process_start(2**22 + 1) is None
+
+
+def test_losses_survive_a_crash_in_the_last_line(tmp_path):
+    writer = RunWriter.create(tmp_path, "x", CONFIG)
+    assert read_losses(writer.directory) == []
+    for i in range(3):
+        writer.append_loss({"iteration": i, "loss": 5.0 - i})
+    with open(writer.directory / "loss.jsonl", "a") as file:
+        file.write('{"iteration": 3, "lo')
+    assert [record["loss"] for record in read_losses(writer.directory)] == [5.0, 4.0, 3.0]
+
+
+def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "env"))
+    assert resolve_root(tmp_path / "given") == tmp_path / "given"
+    assert resolve_root() == tmp_path / "env"
+    monkeypatch.delenv("TENSOR_SAVE_DIR")
+    assert resolve_root() == Path.cwd() / "data" / "runs"
+    assert resolve_root("~/x") == Path.home() / "x"

@@ -1,0 +1,223 @@
+"""Tensor files: what comes back, what they cost, and what a damaged or hostile one does."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import resource
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.store import TensorFileError, encode, load, save, write_atomic
+from tests.conftest import PROJECT
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's own bytes, so that NaNs compare."""
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def archive(pickled: bytes) -> bytes:
+    """A torch-style zip whose pickle is the given bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/byteorder", "little")
+        file.writestr("archive/version", "3\n")
+    return buffer.getvalue()
+
+
+def saved(content: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_pattern_comes_back(tmp_path, dtype):
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    x = x.view(dtype) if dtype.itemsize == 2 else (x.int() << 16 | 0x1234).view(dtype)
+    x = x.reshape(64, 4, 256)
+    size = save(tmp_path / "x.pt", x, {"layer_type": "linear"}, {"shape": [64, 4, 256]})
+    assert size == (tmp_path / "x.pt").stat().st_size
+    content = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
+    assert set(content) == {"tensor", "tensor_info", "metadata"}
+    assert content["metadata"] == {"layer_type": "linear"} and content["tensor_info"] == {"shape": [64, 4, 256]}
+    for y in (load(tmp_path / "x.pt"), content["tensor"]):
+        assert y.dtype == dtype and y.shape == x.shape and torch.equal(bits(x), bits(y))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base[3, :10],
+        lambda base: base.t(),
+        lambda base: base[:, ::7],
+        lambda base: base[:1].expand(4, -1),
+        lambda base: base[5, 5],
+        lambda base: base[:0],
+        lambda base: base.requires_grad_() * 1,
+    ],
+    ids=["row", "transposed", "strided", "expanded", "scalar", "empty", "with a graph"],
+)
+def test_a_view_is_stored_by_itself(tmp_path, view):
+    x = view(torch.randn(512, 512))
+    size = save(tmp_path / "x.pt", x, {}, {})
+    y = load(tmp_path / "x.pt")
+    assert torch.equal(x, y) and y.is_contiguous() and not y.requires_grad
+    assert y.untyped_storage().nbytes() == x.numel() * 4
+    assert size < x.numel() * 4 + 4096
+
+
+def test_saving_leaves_the_tensor_alone_and_apart(tmp_path):
+    x = torch.ones(8)
+    content = encode(x, {}, {})
+    x.zero_()
+    write_atomic(tmp_path / "x.pt", content)
+    assert torch.equal(load(tmp_path / "x.pt"), torch.ones(8))
+
+
+def test_loading_maps_the_file(tmp_path):
+    save(tmp_path / "x.pt", torch.zeros(1 << 20), {}, {})
+    x = load(tmp_path / "x.pt")
+    maps = Path("/proc/self/maps").read_text()
+    assert str(tmp_path / "x.pt") in maps
+    x[0] = 1.0  # the mapping is private
+    assert load(tmp_path / "x.pt")[0] == 0
+
+
+GOOD = saved({"tensor": torch.randn(100, 100), "tensor_info": {}, "metadata": {}})
+DAMAGED = {
+    "empty": b"",
+    "garbage": b"xyz" * 1000,
+    "cut short": GOOD[: len(GOOD) // 2],
+    "last bytes missing": GOOD[:-10],
+    "text": b"hello\n",
+    "a zip without a pickle": archive(b"").replace(b"data.pkl", b"data.bin"),
+    "empty pickle": archive(b""),
+    "pickle that only stops": archive(b"."),
+    "pickle with an unknown memo": archive(b"h\x05."),
+    "pickle cut in a number": archive(b"\x80\x02X"),
+    "pickle with a wrong storage": archive(b"\x80\x02K\x01Q."),
+    "no dict": saved([torch.ones(3)]),
+    "dict without a tensor": saved({"tensor_info": {}, "metadata": {}}),
+    "tensor that is none": saved({"tensor": [1.0, 2.0]}),
+    "old format": pickle.dumps({"tensor": 1}),
+    "a module": saved({"tensor": torch.nn.Linear(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named(tmp_path, name):
+    path = tmp_path / "broken.pt"
+    path.write_bytes(DAMAGED[name])
+    with pytest.raises(TensorFileError, match="broken.pt") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory_are_named(tmp_path):
+    with pytest.raises(TensorFileError, match="gone.pt is missing"):
+        load(tmp_path / "gone.pt")
+    with pytest.raises(TensorFileError, match="cannot be read"):
+        load(tmp_path)
+
+
+class Bomb:
+    """Pickles as a call that leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("place", ["instead of the tensor", "beside the tensor", "the whole file", "in a bare pickle"])
+def test_nothing_in_a_file_is_executed(tmp_path, place):
+    bomb, x = Bomb(tmp_path / "mark"), torch.ones(3)
+    content = {
+        "instead of the tensor": lambda: saved({"tensor": bomb}),
+        "beside the tensor": lambda: saved({"tensor": x, "metadata": {"a": bomb}}),
+        "the whole file": lambda: saved(bomb),
+        "in a bare pickle": lambda: pickle.dumps({"tensor": bomb}),
+    }[place]()
+    (tmp_path / "bomb.pt").write_bytes(content)
+    with pytest.raises(TensorFileError, match="bomb.pt"):
+        load(tmp_path / "bomb.pt")
+    assert not (tmp_path / "mark").exists()
+    if place != "in a bare pickle":  # the bomb is a live one
+        torch.load(tmp_path / "bomb.pt", weights_only=False)
+        assert (tmp_path / "mark").exists()
+
+
+def test_flipped_bytes_raise_nothing_else(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path / "x.pt"
+    edges = [*range(1200), *range(len(GOOD) - 900, len(GOOD))]
+    for _ in range(200):
+        content = bytearray(GOOD)
+        for place in torch.randint(len(edges), (4,), generator=generator).tolist():
+            content[edges[place]] = int(torch.randint(256, (), generator=generator))
+        path.write_bytes(content)
+        try:
+            load(path)
+        except TensorFileError:
+            pass
+
+
+def test_write_atomic_replaces_and_leaves_nothing_aside(tmp_path):
+    write_atomic(tmp_path / "a.json", b"one")
+    write_atomic(tmp_path / "a.json", memoryview(b"two"))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_bytes() == b"two"
+
+
+def test_write_atomic_fails_cleanly_when_the_name_is_taken(tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "a", b"x")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"] and stat.S_ISDIR((tmp_path / "a").stat().st_mode)
+
+
+CHILD = """
+import sys, torch
+from pathlib import Path
+from data.store import save
+from data.segment import write_segment
+from tests.data.builder import row
+root = Path(sys.argv[2])
+try:
+    if sys.argv[1] == "tensor":
+        save(root / "x.pt", torch.zeros(100_000), {}, {})
+    else:
+        rows = [row("r", i, torch.randn(64, 64), None, format="mxfp8") for i in range(40)]
+        write_segment(root, "rank00-000001", rows)
+except OSError as error:
+    print("refused", error.errno)
+"""
+
+
+@pytest.mark.parametrize("what", ["tensor", "segment"])
+@pytest.mark.parametrize("limit", [0, 9000])
+def test_a_refused_write_leaves_nothing_behind(tmp_path, what, limit):
+    (tmp_path / "x.pt").write_bytes(b"old")
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, what, str(tmp_path)],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+    assert done.stdout.startswith("refused"), done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
+    assert (tmp_path / "x.pt").read_bytes() == b"old"
