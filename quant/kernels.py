@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -233,29 +234,31 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
         x = x.float()
     y = torch.empty_like(x)
     scales = torch.empty(blocks if want_scales and plan.block_size else 0, dtype=torch.float32, device=x.device)
-    quantize_dequantize_kernel[(triton.cdiv(blocks, groups),)](
-        x,
-        y,
-        scales,
-        absmax,
-        blocks,
-        axis,
-        inner,
-        blocks_per_row,
-        plan.seed,
-        BLOCK=block_size,
-        BLOCK_POW2=block_pow2,
-        GROUPS=groups,
-        ADJACENT=inner == 1,
-        TIERS=element.tiers,
-        SCALE_TIERS=E4M3.tiers,
-        EMAX=element.emax,
-        MANTISSA=element.mantissa_bits,
-        MAX=element.max,
-        LIMIT=element.max if plan.overflow == "saturate" else float("inf"),
-        RULE=RULES[plan.scale_rule],
-        ROUNDING=ROUNDINGS[plan.rounding],
-        SIGNED_ZERO=element.signed_zero,
-        WRITE_SCALES=scales.numel() > 0,
-    )
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
+        quantize_dequantize_kernel[(triton.cdiv(blocks, groups),)](
+            x,
+            y,
+            scales,
+            absmax,
+            blocks,
+            axis,
+            inner,
+            blocks_per_row,
+            plan.seed,
+            BLOCK=block_size,
+            BLOCK_POW2=block_pow2,
+            GROUPS=groups,
+            ADJACENT=inner == 1,
+            TIERS=element.tiers,
+            SCALE_TIERS=E4M3.tiers,
+            EMAX=element.emax,
+            MANTISSA=element.mantissa_bits,
+            MAX=element.max,
+            LIMIT=element.max if plan.overflow == "saturate" else float("inf"),
+            RULE=RULES[plan.scale_rule],
+            ROUNDING=ROUNDINGS[plan.rounding],
+            SIGNED_ZERO=element.signed_zero,
+            WRITE_SCALES=scales.numel() > 0,
+            enable_fp_fusion=False,
+        )
     return y.to(dtype), scales

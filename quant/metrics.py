@@ -33,7 +33,9 @@ METRICS = {
     "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "of the nonzero elements, those that become 0", "%", percent=True),
-    "underflow_of_all": Metric("Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True),
+    "underflow_of_all": Metric(
+        "Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True
+    ),
     "saturated": Metric(
         "Saturated", "elements with |x/scale| above the format's largest finite value, of all", "%", percent=True
     ),

@@ -157,11 +157,11 @@ def _from_values(x: Tensor) -> Summary:
         chunk = chunk.contiguous().float()
         bins = (chunk.view(torch.int32) >> 20) & (BINS - 1)
         part = _histogram(bins, BINS)
-        if part[INFINITY_BIN : SIGN_BIN].any() or part[SIGN_BIN + INFINITY_BIN :].any():
+        if part[INFINITY_BIN:SIGN_BIN].any() or part[SIGN_BIN + INFINITY_BIN :].any():
             nans += int(chunk.isnan().sum())
             infs += int(chunk.isinf().sum())
             chunk = chunk[chunk.isfinite()]
-            part[INFINITY_BIN : SIGN_BIN] = 0
+            part[INFINITY_BIN:SIGN_BIN] = 0
             part[SIGN_BIN + INFINITY_BIN :] = 0
         counts += part
         if not chunk.numel():
@@ -210,8 +210,7 @@ def bin_edges(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     magnitude = (bins & (SIGN_BIN - 1)).astype(np.uint32)
     inner = (magnitude << 20).view(np.float32).astype(np.float64)
     next_up = magnitude + 1
-    outer = np.where(
-        next_up >= INFINITY_BIN, 2.0**128, (np.minimum(next_up, INFINITY_BIN - 1).astype(np.uint32) << 20).view(np.float32)
-    ).astype(np.float64)
+    edge = (np.minimum(next_up, INFINITY_BIN - 1).astype(np.uint32) << 20).view(np.float32).astype(np.float64)
+    outer = np.where(next_up >= INFINITY_BIN, 2.0**128, edge)
     negative = bins >= SIGN_BIN
     return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
