@@ -8,8 +8,9 @@
 """
 
 from quant.formats import FORMATS, Format, UnknownFormat
-from quant.metrics import METRICS, Errors, compare, score
+from quant.metrics import METRICS, Errors, Usage, compare, score, usage
 from quant.quantize import Quantized, fake_quantize, quantize
+from quant.sketch import Sketch
 from quant.summary import Summary, summarize
 
 __all__ = [
@@ -18,11 +19,14 @@ __all__ = [
     "Errors",
     "Format",
     "Quantized",
+    "Sketch",
     "Summary",
     "UnknownFormat",
+    "Usage",
     "compare",
     "fake_quantize",
     "quantize",
     "score",
     "summarize",
+    "usage",
 ]

@@ -206,17 +206,22 @@ def quantize_dequantize_kernel(
     tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
-    """x (any shape, contiguous, not empty) -> (y of x's shape and dtype, scales).
-
-    Scales are float32: [outer, blocks of a row, inner] for a block format when wanted, else empty.
-    """
+def check_device(x: Tensor) -> None:
+    """Raises ValueError unless the kernels of this process can run on x's device."""
     if x.is_cuda == INTERPRETED:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
             f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
             "set TRITON_INTERPRET=1 before the start to run on CPU tensors, unset it for CUDA"
         )
+
+
+def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
+    """x (any shape, contiguous, not empty) -> (y of x's shape and dtype, scales).
+
+    Scales are float32: [outer, blocks of a row, inner] for a block format when wanted, else empty.
+    """
+    check_device(x)
     element = plan.format.element
     dim = dim % x.dim() if x.dim() else 0
     axis = x.shape[dim] if x.dim() else 1

@@ -210,11 +210,11 @@ class Quantized:
         """The values, in the original shape and dtype: bit for bit what fake_quantize returns."""
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        values = _decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
+        values = decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
         if self.plan.scale_rule == "amax":
             values = values / reference.tensor_scale(self.absmax, self.plan.format)
         elif self.plan.scale_rule == "nvfp4":
-            scale = _decode_table(E4M3).to(self.codes.device)[self.scales.long()]
+            scale = decode_table(E4M3).to(self.codes.device)[self.scales.long()]
             values = values * scale.reshape(-1, 1) * reference.nvfp4_decode_scale(self.absmax)
         elif self.scales is not None:
             exponent = self.scales.to(torch.int32) - reference.E8M0_BIAS
@@ -263,7 +263,8 @@ def quantize(
 
 
 @lru_cache(maxsize=32)
-def _decode_table(element: Element) -> Tensor:
+def decode_table(element: Element) -> Tensor:
+    """The value of each code, float32 [2^bits]."""
     return torch.tensor([element.values[code] for code in range(1 << element.bits)], dtype=torch.float32)
 
 
