@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from quant import reference
+from quant import cpu, reference
 from quant.formats import E4M3, FORMATS, Element, Format, Overflow, Rounding, ScaleRule
 from quant.reference import Plan
 
@@ -96,7 +96,9 @@ def tensor_absmax(x: Tensor) -> Tensor:
     return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
 
 
-def apply(x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scales: bool = False):
+def apply(
+    x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scales: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(y, scales): quantize-dequantize by a plan. scales is None unless wanted and the format has a block scale:
     then float32, shaped [outer, blocks along dim, inner] over x's axes before and after `dim`.
     """
@@ -112,15 +114,17 @@ def apply(x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scal
         from quant import kernels  # triton is imported when first asked for
 
         y, scales = kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
+    elif x.device.type == "cpu":
+        y, scales = cpu.quantize_dequantize(x, plan, dim, absmax, want_scales)
     else:
         y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+        if has_blocks:  # groups come with the axis last
+            at = dim % x.dim() if x.dim() else 0
+            scales = scales.reshape(x.shape[:at].numel(), x.shape[at + 1 :].numel(), -1).transpose(1, 2)
     if not (want_scales and has_blocks):
         return y, None
     dim = dim % x.dim() if x.dim() else 0
-    outer, inner = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
-    if chosen == "torch":  # blocks came with the axis last
-        return y, scales.reshape(outer, inner, -1).transpose(1, 2)
-    return y, scales.reshape(outer, -1, inner)
+    return y, scales.reshape(x.shape[:dim].numel(), -1, x.shape[dim + 1 :].numel())
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from quant import FORMATS, fake_quantize, quantize
+from quant import FORMATS, cpu, fake_quantize, quantize
 from quant.formats import Format
-from quant.quantize import apply, plan
+from quant.quantize import apply, plan, tensor_absmax
 from tests.quant.helpers import RULES, assert_same_bits, awkward, by_reference, devices, formats
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,10 +36,21 @@ EVERY_OPTION = [
 ]
 
 
+def check_cpu_paths(x: torch.Tensor, name: str, dim: int, want: torch.Tensor, **chosen) -> None:
+    """The compiled kernel and the reference in pieces, each by name."""
+    if not x.numel():
+        return
+    decided, absmax = plan(name, **chosen), tensor_absmax(x)
+    assert_same_bits(cpu.in_pieces(x, decided, dim, absmax)[0], want, x)
+    if (kind := cpu.kind_of(decided, x.dtype)) is not None and (run := cpu.kernel(kind)) is not None:
+        assert_same_bits(cpu.compiled(x, decided, dim, absmax, True, run)[0], want, x)
+
+
 def check_all(x: torch.Tensor, name: str, dim: int, device: str, **chosen) -> None:
     want = by_reference(x, name, dim, **chosen)
     assert want.shape == x.shape and want.dtype == x.dtype
     assert_same_bits(fake_quantize(x, name, dim, backend="torch", **chosen), want, x)
+    check_cpu_paths(x, name, dim, want, **chosen)
     assert_same_bits(fake_quantize(x.to(device), name, dim, backend="triton", **chosen), want, x)
     assert_same_bits(quantize(x, name, dim, **chosen).dequantize(), want, x)
 
@@ -91,6 +102,7 @@ def test_non_contiguous(name, device):
         for dim in range(view.dim()):
             want = by_reference(view.contiguous(), name, dim)
             assert_same_bits(fake_quantize(view, name, dim, backend="torch"), want, view)
+            check_cpu_paths(view, name, dim, want)
             assert_same_bits(fake_quantize(view.to(device), name, dim, backend="triton"), want, view)
             assert_same_bits(quantize(view, name, dim).dequantize(), want, view)
 
@@ -112,6 +124,7 @@ def test_scales_agree(name, device):
     decided = plan(name)
     for dim in range(3):
         _, torch_scales = apply(x, decided, dim, "torch", want_scales=True)
+        _, pieces = cpu.in_pieces(x, decided, dim, tensor_absmax(x))
         _, triton_scales = apply(x.to(device), decided, dim, "triton", want_scales=True)
         if decided.block_size is None:
             assert torch_scales is None and triton_scales is None
@@ -119,6 +132,7 @@ def test_scales_agree(name, device):
         outer, inner = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
         assert torch_scales.shape == (outer, -(-x.shape[dim] // decided.block_size), inner)
         assert_same_bits(triton_scales.contiguous(), torch_scales.contiguous())
+        assert_same_bits(pieces.contiguous(), torch_scales.contiguous())
         stored = quantize(x, name, dim).scales
         in_groups = torch_scales.transpose(1, 2).reshape(-1)
         if decided.scale_rule == "nvfp4":
