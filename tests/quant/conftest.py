@@ -1,8 +1,9 @@
-"""Kernels for the CPU are built once a session, in a directory of the session's own."""
+"""Kernels for the CPU are built once a session, in a directory of the session's own. Small tensors need one thread."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from quant import cpu
 
@@ -14,3 +15,12 @@ def builds(tmp_path_factory):
         cpu._directory.cache_clear()
         yield
     cpu._directory.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that spin for work cost more than these small tensors do, on a machine that does anything else."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
