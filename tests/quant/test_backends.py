@@ -169,3 +169,27 @@ def test_gradient_passes_straight_through(name):
     grad = torch.randn(8, 40)
     y.backward(grad)
     assert torch.equal(x.grad, grad)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("chosen", [{}, {"rounding": "stochastic", "seed": 3}], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", formats())
+def test_even_and_uneven_tiles(name, chosen, device):
+    """Shapes whose blocks fill the kernel's tiles take its path without masks; the others the general one."""
+    for shape in ((64, 128), (4, 64, 64), (2, 1024, 4), (64, 96), (96, 64), (63, 64)):
+        x = awkward(shape, seed=8, specials=False)
+        for dim in range(len(shape)):
+            want = by_reference(x, name, dim, **chosen)
+            assert_same_bits(fake_quantize(x.to(device), name, dim, backend="triton", **chosen), want, x)
+
+
+def test_tiling_is_even_where_blocks_and_tiles_are_whole(monkeypatch):
+    from quant import kernels
+    from quant.kernels import _tiling
+
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    monkeypatch.setattr(kernels, "TILE", 1 << 17)
+    assert _tiling(32, 64, 1, 256) == (256, True)
+    assert _tiling(32, 64, 128, 256)[1] is False  # 256 groups to a tile, 128 columns: it would span two rows
+    assert _tiling(32, 64, 256, 256) == (256, True)
+    assert not _tiling(32, 65, 1, 256)[1] and not _tiling(24, 48, 1, 256)[1] and not _tiling(32, 64, 1, 255)[1]
