@@ -15,7 +15,7 @@ from quant.quantize import apply, decode_table, plan, quantize, tensor_absmax
 from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
 from quant.summary import summarize
 
-CHUNK = 1 << 20
+CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
