@@ -165,12 +165,11 @@ class HiFloat8(Element):
         sign = -1.0 if code & 0x80 else 1.0
         if code & 0x7F == 0x6F:
             return sign * math.inf
-        # (prefix, its length, exponent width D)
-        for prefix, length, width in ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0)):
-            if (code & 0x7F) >> (7 - length) == prefix:
-                break
-        else:
+        dots = ((0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0))  # dot, its length, D
+        found = [(length, width) for dot, length, width in dots if (code & 0x7F) >> (7 - length) == dot]
+        if not found:
             return sign * math.ldexp(1.0, (code & 0b111) - 23)
+        length, width = found[0]
         fraction_bits = 7 - length - width
         fraction = code & ((1 << fraction_bits) - 1)
         field = (code >> fraction_bits) & ((1 << width) - 1)
@@ -218,8 +217,10 @@ class Format:
         return self.element.max
 
 
-class UnknownFormat(ValueError):
-    """The name is not in FORMATS."""
+class UnknownFormat(ValueError, KeyError):
+    """The name is not in FORMATS. A ValueError to callers, a KeyError to Mapping's own methods."""
+
+    __str__ = Exception.__str__  # KeyError would print the message in quotes
 
 
 E5M10 = Minifloat("e5m10", 5, 10, "ieee")

@@ -1,4 +1,4 @@
-"""Matrix products of training whose operands are rounded to a format: a linear layer's three GEMMs, and a batched product.
+"""Matrix products of training, operands rounded to a format: a linear layer's three GEMMs, and a batched product.
 
 Each operand of each GEMM has a format of its own (None leaves it alone) and is quantized along the axis that this GEMM
 contracts. A tensor that enters two GEMMs is quantized twice, from the original, along two axes:
@@ -89,9 +89,7 @@ class _Linear(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def linear(
-    x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
     return _Linear.apply(x, weight, formats, backend, tap)
 

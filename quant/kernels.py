@@ -13,8 +13,10 @@ value). Whether the kernels are compiled or interpreted is decided once, when th
 
 from __future__ import annotations
 
+import math
 import os
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,9 +87,10 @@ def round_to_element(
         v = v * shift
     else:
         binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0 * 2.0**EMAX)
-    ulp = binade * 2.0 ** -TIERS[0][1]
+    step = 2.0 ** -TIERS[0][1]
     for i in tl.static_range(1, len(TIERS)):
-        ulp = tl.where(binade >= 2.0 ** TIERS[i][0], binade * 2.0 ** -TIERS[i][1], ulp)
+        step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
+    ulp = binade * step
     c = ulp * (1.5 * 2.0**23)
     y = (v + c) - c
     if ROUNDING != NEAREST:
@@ -136,6 +139,7 @@ def quantize_dequantize_kernel(
     BLOCK_POW2: tl.constexpr,
     GROUPS: tl.constexpr,
     ADJACENT: tl.constexpr,  # inner == 1
+    EVEN: tl.constexpr,  # see `_tiling`
     TIERS: tl.constexpr,
     SCALE_TIERS: tl.constexpr,  # E4M3's, for NVFP4
     EMAX: tl.constexpr,
@@ -147,22 +151,35 @@ def quantize_dequantize_kernel(
     SIGNED_ZERO: tl.constexpr,
     WRITE_SCALES: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    program = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
     lane = tl.arange(0, BLOCK_POW2)
-    column = block % inner
-    row_block = block // inner
-    first = (row_block % blocks_per_row) * BLOCK  # along the axis
-    base = (row_block // blocks_per_row) * axis * inner + first * inner + column
-    length = tl.where(block < blocks, tl.minimum(axis - first, BLOCK), 0)
-    if ADJACENT:
-        offsets = base[:, None] + lane[None, :]  # [GROUPS, BLOCK]
-        inside = lane[None, :] < length[:, None]
-        REDUCED: tl.constexpr = 1
+    block = program * GROUPS + group
+    REDUCED: tl.constexpr = 1 if ADJACENT else 0
+    if EVEN:
+        # Whole blocks, whole tiles: where a tile starts is scalar arithmetic, within it 32 bits do, nothing is masked.
+        if ADJACENT:
+            start = program * (GROUPS * BLOCK)
+            within = group[:, None] * BLOCK + lane[None, :]  # [GROUPS, BLOCK]
+        else:
+            strips = inner // GROUPS
+            start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
+            within = lane[:, None] * inner + group[None, :]  # [BLOCK, GROUPS]
+        offsets = start + within
+        x = tl.load(x_ptr + start + within).to(tl.float32)
     else:
-        offsets = base[None, :] + lane[:, None].to(tl.int64) * inner  # [BLOCK, GROUPS]
-        inside = lane[:, None] < length[None, :]
-        REDUCED: tl.constexpr = 0
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        column = block % inner
+        row_block = block // inner
+        first = (row_block % blocks_per_row) * BLOCK  # along the axis
+        base = (row_block // blocks_per_row) * axis * inner + first * inner + column
+        length = tl.where(block < blocks, tl.minimum(axis - first, BLOCK), 0)
+        if ADJACENT:
+            offsets = base[:, None] + lane[None, :]  # [GROUPS, BLOCK]
+            inside = lane[None, :] < length[:, None]
+        else:
+            offsets = base[None, :] + lane[:, None].to(tl.int64) * inner  # [BLOCK, GROUPS]
+            inside = lane[:, None] < length[None, :]
+        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
     if ROUNDING == STOCHASTIC:
         hashed = mix(offsets.to(tl.uint32) ^ mix(seed.to(tl.uint32)))
         u = (hashed >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -205,7 +222,32 @@ def quantize_dequantize_kernel(
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
             tl.store(scale_ptr + block_offsets, scale, mask=block_offsets < blocks)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if EVEN:
+        tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
+    else:
+        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
+    """Blocks to a program, and whether tiles are even: no block is short, no tile is part empty or spans two rows of
+    blocks. Even tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
+    block_pow2 = triton.next_power_of_2(block_size)
+    groups = max(1, min(TILE // block_pow2, triton.next_power_of_2(blocks)))
+    fit = math.gcd(groups, blocks if inner == 1 else inner)
+    # A smaller tile that fits is worth it unless it is tiny, or interpreted, where each program costs milliseconds.
+    enough = groups if INTERPRETED else max(1, min(groups, 1024 // block_pow2))
+    even = block_size == block_pow2 and axis % block_size == 0 and fit >= enough and block_size * inner < 2**31
+    return (fit, True) if even else (groups, False)
+
+
+def check_device(x: Tensor) -> None:
+    """Raises ValueError unless the kernels of this process can run on x's device."""
+    if x.is_cuda == INTERPRETED:
+        have = "interpreted" if INTERPRETED else "compiled for CUDA"
+        raise ValueError(
+            f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
+            "set TRITON_INTERPRET=1 before the start to run on CPU tensors, unset it for CUDA"
+        )
 
 
 def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
@@ -213,12 +255,7 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
 
     Scales are float32: [outer, blocks of a row, inner] for a block format when wanted, else empty.
     """
-    if x.is_cuda == INTERPRETED:
-        have = "interpreted" if INTERPRETED else "compiled for CUDA"
-        raise ValueError(
-            f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
-            "set TRITON_INTERPRET=1 before the start to run on CPU tensors, unset it for CUDA"
-        )
+    check_device(x)
     element = plan.format.element
     dim = dim % x.dim() if x.dim() else 0
     axis = x.shape[dim] if x.dim() else 1
@@ -229,38 +266,40 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
     block_size = plan.block_size or min(TILE, 1024)
     blocks_per_row = -(-axis // block_size)
     blocks = outer * blocks_per_row * inner
-    block_pow2 = triton.next_power_of_2(block_size)
-    groups = max(1, min(TILE // block_pow2, triton.next_power_of_2(blocks)))
     global launches
     launches += 1
+    groups, even = _tiling(block_size, axis, inner, blocks)
     dtype = x.dtype
     if INTERPRETED:  # its own conversions flush bfloat16's subnormals to zero
         x = x.float()
     y = torch.empty_like(x)
     scales = torch.empty(blocks if want_scales and plan.block_size else 0, dtype=torch.float32, device=x.device)
-    quantize_dequantize_kernel[(triton.cdiv(blocks, groups),)](
-        x,
-        y,
-        scales,
-        absmax,
-        blocks,
-        axis,
-        inner,
-        blocks_per_row,
-        plan.seed,
-        BLOCK=block_size,
-        BLOCK_POW2=block_pow2,
-        GROUPS=groups,
-        ADJACENT=inner == 1,
-        TIERS=element.tiers,
-        SCALE_TIERS=E4M3.tiers,
-        EMAX=element.emax,
-        MANTISSA=element.mantissa_bits,
-        MAX=element.max,
-        LIMIT=element.max if plan.overflow == "saturate" else float("inf"),
-        RULE=RULES[plan.scale_rule],
-        ROUNDING=ROUNDINGS[plan.rounding],
-        SIGNED_ZERO=element.signed_zero,
-        WRITE_SCALES=scales.numel() > 0,
-    )
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
+        quantize_dequantize_kernel[(triton.cdiv(blocks, groups),)](
+            x,
+            y,
+            scales,
+            absmax,
+            blocks,
+            axis,
+            inner,
+            blocks_per_row,
+            plan.seed,
+            BLOCK=block_size,
+            BLOCK_POW2=triton.next_power_of_2(block_size),
+            GROUPS=groups,
+            ADJACENT=inner == 1,
+            EVEN=even,
+            TIERS=element.tiers,
+            SCALE_TIERS=E4M3.tiers,
+            EMAX=element.emax,
+            MANTISSA=element.mantissa_bits,
+            MAX=element.max,
+            LIMIT=element.max if plan.overflow == "saturate" else float("inf"),
+            RULE=RULES[plan.scale_rule],
+            ROUNDING=ROUNDINGS[plan.rounding],
+            SIGNED_ZERO=element.signed_zero,
+            WRITE_SCALES=scales.numel() > 0,
+            enable_fp_fusion=False,
+        )
     return y.to(dtype), scales

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from quant.formats import Format
-from quant.quantizer import apply, plan
-from quant.reference import tensor_scale, to_blocks
+from quant import sketch
+from quant.formats import E4M3, Format
+from quant.quantizer import apply, decode_table, plan, quantize, tensor_absmax
+from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
+from quant.summary import summarize
 
-CHUNK = 1 << 20
+CHUNK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,9 @@ METRICS = {
     "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "of the nonzero elements, those that become 0", "%", percent=True),
-    "underflow_of_all": Metric("Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True),
+    "underflow_of_all": Metric(
+        "Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True
+    ),
     "saturated": Metric(
         "Saturated", "elements with |x/scale| above the format's largest finite value, of all", "%", percent=True
     ),
@@ -96,39 +101,166 @@ def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
     )
 
 
-def compare(x: Tensor, y: Tensor) -> dict[str, float]:
-    """Error metrics of y against x, by name (see METRICS). `saturated` needs the format: see `score`."""
-    return asdict(errors(x, y))
+def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options) -> dict[str, float]:
+    """Error metrics of y against x by name (see METRICS), and the distances of the two as samples: ks, wasserstein, js
+    from their sketches, with the bounds stated in `sketch`.
+
+    With the format that y was rounded to (and its `options`, see `quantizer.plan`) also saturated, codes_used,
+    code_entropy_bits and scale_exponent_min/max; without it saturated is NaN. Raises ValueError for different shapes.
+    """
+    found = asdict(errors(x, y))
+    if fmt is not None:
+        decided = plan(fmt, **options)
+        _, scales = apply(x, decided, dim, want_scales=True)
+        found["saturated"] = saturated_fraction(x, decided, scales, float(tensor_absmax(x)), dim)
+        used = usage(x, fmt, dim, **options)
+        found |= {
+            "codes_used": used.codes_used,
+            "code_entropy_bits": used.code_entropy_bits,
+            "scale_exponent_min": used.scale_exponent_min,
+            "scale_exponent_max": used.scale_exponent_max,
+        }
+    a, b = summarize(x).sketch, summarize(y).sketch
+    return found | {"ks": sketch.ks(a, b), "wasserstein": sketch.wasserstein(a, b), "js": sketch.js(a, b)}
 
 
-def saturated_fraction(x: Tensor, fmt: Format, scales: Tensor | None, absmax: float, dim: int) -> float:
+def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, absmax: float, dim: int) -> float:
     """#(|x/scale| > largest finite) / n: clipped elements only, not those that round to the largest code.
 
-    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale.
+    Exact: the scale is the one that the format states, free of float32's rounding of a quotient, so a tensor scaled by
+    its own absmax has none. A block whose scale underflowed to 0 is flushed, not saturated. NaN and Inf do not count.
+    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale. A Format means its defaults.
     """
+    decided = plan(fmt) if isinstance(fmt, Format) else fmt
+    fmt = decided.format
     if not x.numel():
         return math.nan
+    if decided.scale_rule == "amax":
+        return 0.0
     magnitude = x.detach().abs()
-    if fmt.scaling == "none":
+    magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
+    if decided.scale_rule == "none":
         count = (magnitude > fmt.max).sum()
-    elif fmt.scaling == "tensor":
-        count = (magnitude.float() * tensor_scale(torch.tensor(absmax), fmt) > fmt.max).sum()
     else:
-        limit = scales.transpose(1, 2).reshape(-1, 1).double() * fmt.max  # [groups, 1], in to_blocks' order
-        if fmt.scaling == "block_and_tensor":
-            limit = limit * (absmax / 2688.0)
-        count = (to_blocks(magnitude, dim, fmt.block_size) > limit).sum()
+        scales = scales.transpose(1, 2).reshape(-1, 1)  # [groups, 1], in to_blocks' order
+        blocks = to_blocks(magnitude, dim, decided.block_size)
+        if decided.scale_rule == "nvfp4":  # |x| / (scale · absmax / 2688) > 6, each product exact in float64
+            over = blocks.double() * NVFP4_TENSOR_MAX > scales.double() * (fmt.max * absmax)
+        else:
+            over = blocks > scales.double() * fmt.max
+        count = (over & (scales > 0)).sum()
     return float(count) / x.numel()
 
 
-def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto") -> Errors:
-    """The error that a format would make on x, blocks along `dim`."""
-    decided = plan(fmt)
+def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options) -> Errors:
+    """The error that a format would make on x, blocks along `dim`. Options as in `quantizer.plan`."""
+    decided = plan(fmt, **options)
     q, scales = apply(x, decided, dim, backend, want_scales=True)
-    return score_of(x, q, decided.format, scales, dim)
+    return score_of(x, q, decided, scales, dim)
 
 
-def score_of(x: Tensor, q: Tensor, fmt: Format, scales: Tensor | None, dim: int) -> Errors:
-    """As `score`, for a q that has been computed already."""
-    absmax = float(x.detach().abs().max()) if fmt.scaling in ("tensor", "block_and_tensor") and x.numel() else 0.0
-    return errors(x, q, saturated_fraction(x, fmt, scales, absmax, dim))
+def score_of(x: Tensor, q: Tensor, fmt: Format | Plan, scales: Tensor | None, dim: int) -> Errors:
+    """As `score`, for a q that has been computed already. A Format means its default options."""
+    decided = plan(fmt) if isinstance(fmt, Format) else fmt
+    absmax = float(tensor_absmax(x.detach())) if decided.scale_rule == "nvfp4" else 0.0
+    return errors(x, q, saturated_fraction(x, decided, scales, absmax, dim))
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Which of a format's codes and block scales a tensor uses.
+
+    codes                   the codes that occur, ascending, and code_counts how often; the padding of short blocks and
+                            blocks that NaN or Inf took are left out. -0 is a code of its own
+    codes_used              how many occur (of `codes_total` that the format has)
+    code_entropy_bits       -Σp·log2 p over them; at most the element's bits
+    scale_exponents         floor(log2 scale) of the block scales that occur, and scale_counts how many blocks; all-zero
+                            blocks, those of scale 0 and NaN are left out. NVFP4's is the E4M3 scale's alone. Empty
+                            without a block scale, and then min and max are NaN
+    """
+
+    codes: np.ndarray
+    code_counts: np.ndarray
+    codes_total: int
+    scale_exponents: np.ndarray
+    scale_counts: np.ndarray
+
+    @property
+    def codes_used(self) -> int:
+        return len(self.codes)
+
+    @property
+    def code_entropy_bits(self) -> float:
+        if not len(self.codes):
+            return math.nan
+        p = self.code_counts / self.code_counts.sum()
+        return max(0.0, float(-(p * np.log2(p)).sum()))
+
+    @property
+    def scale_exponent_min(self) -> float:
+        return float(self.scale_exponents.min()) if len(self.scale_exponents) else math.nan
+
+    @property
+    def scale_exponent_max(self) -> float:
+        return float(self.scale_exponents.max()) if len(self.scale_exponents) else math.nan
+
+
+def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Usage:
+    """The codes and scale exponents that x takes in a format. Options as in `quantizer.plan`."""
+    stored = quantize(x, fmt, dim, **options)
+    element, block = stored.plan.format.element, stored.plan.block_size
+    codes = stored.unpacked_codes()
+    exponents = torch.zeros(0, dtype=torch.int64)
+    if not x.numel():
+        codes = codes.reshape(-1)[:0]
+    elif block is not None:
+        valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block)
+        absmax = nan_max(to_blocks(x.detach(), dim, block))
+        codes = codes[valid & absmax.isfinite()]
+        scales = stored.scales.reshape(-1, 1)
+        if stored.plan.scale_rule == "nvfp4":
+            values = decode_table(E4M3).to(scales.device)[scales.long()]
+        else:
+            values = pow2((scales.to(torch.int32) - E8M0_BIAS).clamp(max=E8M0_BIAS))
+        exponents = floor_log2(values[(absmax > 0) & absmax.isfinite() & (values > 0)])
+    used, counts = torch.unique(codes, return_counts=True)
+    found, blocks = torch.unique(exponents, return_counts=True)
+    return Usage(used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, found.cpu().numpy(), blocks.cpu().numpy())
+
+
+def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
+    """#(|x - mean| > k·std) / n over the finite elements; NaN without any. std is the population's."""
+    values = x.detach().reshape(-1)
+    values = values[values.isfinite()].double()
+    if not values.numel():
+        return math.nan
+    deviation = (values - values.mean()).abs()
+    return float((deviation > k * values.std(correction=0)).sum()) / values.numel()
+
+
+def channel_absmax(x: Tensor) -> Tensor:
+    """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32. NaN shows."""
+    if not x.dim() or not x.numel():
+        raise ValueError(f"a tensor with a channel axis and at least one token is needed, not shape {tuple(x.shape)}")
+    return x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
+
+
+def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:
+    """absmax / rms of each block along `dim`, [groups] float64 in the order of `reference.to_blocks`; NaN of an
+    all-zero block. The padding of a short block is left out."""
+    blocks = to_blocks(x.detach(), dim, block_size).double()
+    count = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block_size).sum(-1)
+    return blocks.abs().amax(-1) / (blocks.square().sum(-1) / count).sqrt()
+
+
+def stable_rank(a: Tensor) -> float:
+    """‖A‖F² / ‖A‖₂² of a matrix [m, n], in float64; 1 to min(m, n), NaN of a zero matrix.
+
+    Raises ValueError for another number of axes, or for NaN or Inf.
+    """
+    if a.dim() != 2 or not a.numel():
+        raise ValueError(f"a matrix is needed, not a tensor of shape {tuple(a.shape)}")
+    if not bool(a.isfinite().all()):
+        raise ValueError("the matrix holds NaN or Inf: its singular values are undefined")
+    squares = torch.linalg.svdvals(a.detach().double()).square()
+    return float(squares.sum() / squares[0]) if float(squares[0]) else math.nan

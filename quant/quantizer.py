@@ -9,15 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from quant import reference
+from quant import cpu, reference
 from quant.formats import E4M3, FORMATS, Element, Format, Overflow, Rounding, ScaleRule
 from quant.reference import Plan
 
 Backend = Literal["auto", "triton", "torch"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# The reference makes a dozen temporaries; pieces of this size keep them in a core's cache.
-CHUNK = 1 << 18
 
 
 def plan(
@@ -36,8 +33,13 @@ def plan(
     overflow    saturate, or inf where the element has infinities
     block_size  values that share a scale, for formats that have one
 
-    Raises UnknownFormat or ValueError naming what was wrong and what is allowed, TypeError for a non-integer size.
+    Raises UnknownFormat or ValueError naming what was wrong and what is allowed, TypeError for a non-integer size or
+    seed.
     """
+    if not isinstance(fmt, (str, Format)):
+        raise TypeError(f"a format is a name in FORMATS or a Format, not {fmt!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
     fmt = FORMATS[fmt] if isinstance(fmt, str) else fmt
     rules = {
         "none": ("none",),
@@ -80,7 +82,7 @@ def _check_tensor(x: Tensor, dim: int) -> None:
 
 
 def resolve_backend(backend: str, x: Tensor) -> str:
-    """"triton" or "torch": auto is Triton for CUDA tensors, torch for others."""
+    """ "triton" or "torch": auto is Triton for CUDA tensors, torch for others."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend {backend!r} is unknown: {', '.join(get_args(Backend))}")
     return ("triton" if x.is_cuda else "torch") if backend == "auto" else backend
@@ -91,10 +93,12 @@ def tensor_absmax(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).float()
+    return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
 
 
-def apply(x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scales: bool = False):
+def apply(
+    x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scales: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """(y, scales): quantize-dequantize by a plan. scales is None unless wanted and the format has a block scale:
     then float32, shaped [outer, blocks along dim, inner] over x's axes before and after `dim`.
     """
@@ -110,37 +114,17 @@ def apply(x: Tensor, plan: Plan, dim: int = -1, backend: str = "auto", want_scal
         from quant import kernels  # triton is imported when first asked for
 
         y, scales = kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
+    elif x.device.type == "cpu":
+        y, scales = cpu.quantize_dequantize(x, plan, dim, absmax, want_scales)
     else:
-        y, scales = _by_reference(x, plan, dim, absmax)
+        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+        if has_blocks:  # groups come with the axis last
+            at = dim % x.dim() if x.dim() else 0
+            scales = scales.reshape(x.shape[:at].numel(), x.shape[at + 1 :].numel(), -1).transpose(1, 2)
     if not (want_scales and has_blocks):
         return y, None
     dim = dim % x.dim() if x.dim() else 0
-    outer, inner = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
-    if chosen == "torch":  # blocks came with the axis last
-        return y, scales.reshape(outer, inner, -1).transpose(1, 2)
-    return y, scales.reshape(outer, -1, inner)
-
-
-def _by_reference(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor]:
-    if plan.block_size is None:  # nothing is shared along an axis
-        flat = x.contiguous().reshape(1, -1)
-        blocks = flat.reshape(-1, 1024) if x.numel() % 1024 == 0 else flat
-    else:
-        blocks = reference.to_blocks(x, dim, plan.block_size)
-    y = torch.empty(blocks.shape, dtype=x.dtype, device=x.device)
-    scales = torch.empty(blocks.shape[0], 1, dtype=torch.float32, device=x.device)
-    u = None
-    if plan.rounding == "stochastic":
-        u = reference.noise(x.numel(), plan.seed, x.device).reshape(x.shape)
-        u = u.reshape(blocks.shape) if plan.block_size is None else reference.to_blocks(u, dim, plan.block_size)
-    rows = max(1, CHUNK // blocks.shape[1]) if x.device.type == "cpu" else blocks.shape[0]
-    for start in range(0, blocks.shape[0], rows):
-        part = slice(start, start + rows)
-        _, scale, values = reference.quantize_blocks(blocks[part].float(), plan, absmax, None if u is None else u[part])
-        y[part] = values
-        scales[part] = scale
-    y = y.reshape(x.shape) if plan.block_size is None else reference.from_blocks(y, x, dim)
-    return y, scales
+    return y, scales.reshape(x.shape[:dim].numel(), -1, x.shape[dim + 1 :].numel())
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -181,9 +165,7 @@ def fake_quantize(
 
     Raises TypeError (not a floating tensor), ValueError (unknown format, impossible option, dim out of range).
     """
-    decided = plan(
-        fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed
-    )
+    decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
     if x.requires_grad if isinstance(x, Tensor) else False:
         return _StraightThrough.apply(x, decided, dim, backend)
     return apply(x, decided, dim, backend)[0]
@@ -193,8 +175,9 @@ def fake_quantize(
 class Quantized:
     """A tensor in a format's own bits.
 
-    codes       uint8 (uint16 for 16-bit formats): [outer, blocks · block size, inner] values in row-major order, two
-                to a byte (low nibble first) for 4-bit formats, four to three bytes for 6-bit ones
+    codes       uint8 (uint16 for 16-bit formats): the values with `dim` moved last, padded to whole blocks, in
+                row-major order; two to a byte (low nibble first) for 4-bit formats, four to three bytes (lowest bits
+                first) for 6-bit ones
     scales      uint8: E8M0 codes (2^(code - 127), 255 = NaN) for MX; E4M3 codes for NVFP4; None without a block scale
     absmax      float32 scalar: the tensor's largest magnitude, which its tensor scale follows from; None without one
     """
@@ -231,11 +214,11 @@ class Quantized:
         """The values, in the original shape and dtype: bit for bit what fake_quantize returns."""
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        values = _decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
+        values = decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
         if self.plan.scale_rule == "amax":
             values = values / reference.tensor_scale(self.absmax, self.plan.format)
         elif self.plan.scale_rule == "nvfp4":
-            scale = _decode_table(E4M3).to(self.codes.device)[self.scales.long()]
+            scale = decode_table(E4M3).to(self.codes.device)[self.scales.long()]
             values = values * scale.reshape(-1, 1) * reference.nvfp4_decode_scale(self.absmax)
         elif self.scales is not None:
             exponent = self.scales.to(torch.int32) - reference.E8M0_BIAS
@@ -257,9 +240,7 @@ def quantize(
     seed: int = 0,
 ) -> Quantized:
     """x in the format's codes and scales. Arguments and errors as fake_quantize."""
-    decided = plan(
-        fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed
-    )
+    decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
     _check_tensor(x, dim)
     x = x.detach()
     dim = dim % x.dim() if x.dim() else 0
@@ -268,9 +249,7 @@ def quantize(
     blocks = reference.to_blocks(x, dim, decided.block_size).float()
     u = None
     if decided.rounding == "stochastic":
-        u = reference.to_blocks(
-            reference.noise(x.numel(), seed, x.device).reshape(x.shape), dim, decided.block_size
-        )
+        u = reference.to_blocks(reference.noise(x.numel(), seed, x.device).reshape(x.shape), dim, decided.block_size)
     values, scales, _ = reference.quantize_blocks(blocks, decided, absmax, u)
     if decided.scale_rule in get_args(ScaleRule):
         # A block of scale NaN keeps no codes of its own: zeros.
@@ -288,7 +267,8 @@ def quantize(
 
 
 @lru_cache(maxsize=32)
-def _decode_table(element: Element) -> Tensor:
+def decode_table(element: Element) -> Tensor:
+    """The value of each code, float32 [2^bits]."""
     return torch.tensor([element.values[code] for code in range(1 << element.bits)], dtype=torch.float32)
 
 

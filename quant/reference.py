@@ -216,3 +216,21 @@ def from_blocks(blocks: Tensor, like: Tensor, dim: int) -> Tensor:
         return blocks.new_zeros(like.shape)
     rows = blocks.reshape(*shape[:-1], -1)
     return rows[..., : shape[-1]].movedim(-1, dim).contiguous()
+
+
+def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """x (any shape, not empty) -> (y of x's shape and dtype, scales [groups, 1] in the order of `to_blocks`).
+
+    absmax as in `quantize_blocks`. Stochastic rounding draws its noise by an element's place in x.
+    """
+    if plan.block_size is None:  # nothing is shared along an axis
+        blocks = x.reshape(1, -1)
+    else:
+        blocks = to_blocks(x, dim, plan.block_size)
+    u = None
+    if plan.rounding == "stochastic":
+        u = noise(x.numel(), plan.seed, x.device).reshape(x.shape)
+        u = u.reshape(1, -1) if plan.block_size is None else to_blocks(u, dim, plan.block_size)
+    _, scales, y = quantize_blocks(blocks.float(), plan, absmax, u)
+    y = y.to(x.dtype)
+    return y.reshape(x.shape) if plan.block_size is None else from_blocks(y, x, dim), scales

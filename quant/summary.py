@@ -1,9 +1,7 @@
 """One pass over a tensor: its moments, counts and binade sketch.
 
-The *binade sketch* counts values by the top 12 bits of their IEEE binary32 form: sign, 8 exponent bits, 3 mantissa
-bits. So a bin is an eighth of a binade, every power of two and every format's range limit lies on an edge, counts are
-exact, and two sketches merge by addition. For bfloat16 the pass is a histogram of its 65,536 codes, from which all else
-follows exactly.
+For bfloat16 and float16 on a CPU the pass is a histogram of the 65,536 codes, from which all else follows exactly. For
+float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. CUDA tensors are read by `kernels_summary`.
 """
 
 from __future__ import annotations
@@ -15,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BINS = 1 << 12
-INFINITY_BIN = 0xFF << 3  # the top 12 bits of +Inf; NaN shares the exponent
-SIGN_BIN = 1 << 11
-CHUNK = 1 << 20
+from quant.quantizer import resolve_backend
+from quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
+
+__all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
+
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,11 @@ class Summary:
     counts: np.ndarray
 
     @property
+    def sketch(self) -> Sketch:
+        """The binade sketch, for quantiles, Q-Q points and distances: see `quant.sketch`."""
+        return Sketch(self.bins, self.counts)
+
+    @property
     def crest_factor(self) -> float:
         """absmax / rms."""
         return self.absmax / self.rms if self.rms else math.nan
@@ -58,17 +63,23 @@ class Summary:
         return math.log2(self.absmax / self.absmin) if self.absmax > 0 else math.nan
 
 
-def summarize(x: Tensor) -> Summary:
+def summarize(x: Tensor, backend: str = "auto") -> Summary:
     """Moments, counts and the binade sketch of a float32, bfloat16 or float16 tensor of any shape and device.
 
-    Raises TypeError for another dtype.
+    backend as in fake_quantize: auto is Triton for CUDA tensors. Counts are the same from each.
+    Raises TypeError for another dtype, ValueError for an unknown backend.
     """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
+    chosen = resolve_backend(backend, x)
     x = x.detach().reshape(-1)
-    if x.dtype == torch.bfloat16:
-        return _from_codes(x)
-    return _from_values(x)
+    if chosen == "triton" and x.numel():
+        return _from_kernel(x)
+    if x.dtype == torch.float32:
+        return _from_values(x)
+    return _from_codes(x)
 
 
 def _histogram(codes: Tensor, size: int) -> np.ndarray:
@@ -81,8 +92,9 @@ def _from_codes(x: Tensor) -> Summary:
     for chunk in x.split(CHUNK):
         counts += _histogram(chunk.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, 1 << 16)
     used = counts.nonzero()[0]
-    values = (used.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return _from_counts(values, counts[used], sketch=(used >> 4, counts[used]))
+    values = torch.from_numpy(used).to(torch.int16).view(x.dtype).float().numpy()
+    bins = (values.view(np.uint32) >> 20).astype(np.int64)
+    return _from_counts(values.astype(np.float64), counts[used], sketch=(bins, counts[used]))
 
 
 def _from_counts(values: np.ndarray, counts: np.ndarray, sketch: tuple[np.ndarray, np.ndarray]) -> Summary:
@@ -152,16 +164,16 @@ def _from_values(x: Tensor) -> Summary:
     sums = np.zeros(4)
     nans = infs = zeros = 0
     low, high, absmin = math.inf, -math.inf, math.inf
-    shift = 0.0  # moments are taken about a first guess of the mean, so that they do not cancel
-    for index, chunk in enumerate(x.split(CHUNK)):
+    shift = None  # moments are taken about a first guess of the mean, so that they do not cancel
+    for chunk in x.split(CHUNK):
         chunk = chunk.contiguous().float()
         bins = (chunk.view(torch.int32) >> 20) & (BINS - 1)
         part = _histogram(bins, BINS)
-        if part[INFINITY_BIN : SIGN_BIN].any() or part[SIGN_BIN + INFINITY_BIN :].any():
+        if part[INFINITY_BIN:SIGN_BIN].any() or part[SIGN_BIN + INFINITY_BIN :].any():
             nans += int(chunk.isnan().sum())
             infs += int(chunk.isinf().sum())
             chunk = chunk[chunk.isfinite()]
-            part[INFINITY_BIN : SIGN_BIN] = 0
+            part[INFINITY_BIN:SIGN_BIN] = 0
             part[SIGN_BIN + INFINITY_BIN :] = 0
         counts += part
         if not chunk.numel():
@@ -174,44 +186,67 @@ def _from_values(x: Tensor) -> Summary:
             magnitude = torch.where(magnitude == 0, torch.inf, magnitude)
         absmin = min(absmin, float(magnitude.amin()))
         wide = chunk.double()
-        if index == 0:
+        if shift is None:
             shift = float(wide.mean())
         wide = wide - shift
         square = wide * wide
         sums += [float(wide.sum()), float(square.sum()), float(square @ wide), float(square @ square)]
+    return _from_sums(x.numel(), counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
+
+
+def _from_kernel(x: Tensor) -> Summary:
+    from quant import kernels_summary  # triton is imported when first asked for
+
+    found = kernels_summary.one_pass(x)
+    return _from_sums(
+        x.numel(),
+        found.counts,
+        found.sums,
+        found.shift,
+        found.low,
+        found.high,
+        found.absmin,
+        found.zeros,
+        found.nans,
+        found.infs,
+    )
+
+
+def _from_sums(
+    numel: int,
+    counts: np.ndarray,
+    sums: np.ndarray,
+    shift: float,
+    low: float,
+    high: float,
+    absmin: float,
+    zeros: int,
+    nans: int,
+    infs: int,
+) -> Summary:
+    """From dense counts of the finite values and their sums of (x - shift)^k, k = 1 to 4."""
     n = int(counts.sum())
     used = counts.nonzero()[0]
     if n:
-        s1, s2, s3, s4 = sums / n
+        s1, s2, s3, s4 = (float(v) for v in sums / n)
         mean = shift + s1
         central = (s2 - s1**2, s3 - 3 * s1 * s2 + 2 * s1**3, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4)
+        central = (max(central[0], 0.0), *central[1:])
         rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
+        if low == high:  # no spread, whatever the sums' rounding says
+            mean, rms, central = low, abs(low), (0.0, 0.0, 0.0)
     else:
         mean, central, rms = math.nan, (math.nan,) * 3, math.nan
     return _summary(
-        numel=x.numel(),
+        numel=numel,
         low=low if n else math.nan,
         high=high if n else math.nan,
         absmin=absmin if absmin < math.inf else math.nan,
         mean=mean,
         rms=rms,
-        central=(max(central[0], 0.0), *central[1:]) if n else central,
+        central=central,
         zeros=zeros,
         nans=nans,
         infs=infs,
         sketch=(used, counts[used]),
     )
-
-
-def bin_edges(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The interval of each bin as float64 (low, high): low <= value < high for positive bins, low < value <= high for
-    negative ones; the bin of zero holds ±0 and the smallest subnormals."""
-    bins = np.asarray(bins, dtype=np.int64)
-    magnitude = (bins & (SIGN_BIN - 1)).astype(np.uint32)
-    inner = (magnitude << 20).view(np.float32).astype(np.float64)
-    next_up = magnitude + 1
-    outer = np.where(
-        next_up >= INFINITY_BIN, 2.0**128, (np.minimum(next_up, INFINITY_BIN - 1).astype(np.uint32) << 20).view(np.float32)
-    ).astype(np.float64)
-    negative = bins >= SIGN_BIN
-    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)

@@ -1,0 +1,246 @@
+// The compiled CPU twin of reference.py: the same bits, one pass over memory. See cpu.py for how it is built and called.
+//
+// A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
+// along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways.
+//
+// Compiled once for each VALUE (float, or uint16_t for bfloat16), number of TIERS, ROUNDING (0 nearest, 1 half away) and
+// WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes a second, of all ten.
+// Needs strict IEEE float32: no contraction, no reassociation, subnormals and signed zeros kept.
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int MAX_TIERS = 8;
+constexpr int64_t STRIP = 256;
+constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
+
+enum Rule { NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 };
+constexpr int NEAREST = 0, HALF_AWAY = 1;
+
+}  // namespace
+
+extern "C" struct Format {
+    int32_t rule, signed_zero, emax, mantissa_bits;
+    float max, limit;
+    float lowest[MAX_TIERS];  // 2^(lowest exponent) of each tier
+    float step[MAX_TIERS];    // 2^-(mantissa bits) of each tier
+};
+
+namespace {
+
+inline int32_t to_bits(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float from_bits(int32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+inline float load(const float* p) { return *p; }
+
+inline float load(const uint16_t* p) { return from_bits(static_cast<int32_t>(static_cast<uint32_t>(*p) << 16)); }
+
+inline void store(float* p, float y) { *p = y; }
+
+inline void store(uint16_t* p, float y) {  // bfloat16, ties to even
+    uint32_t bits = static_cast<uint32_t>(to_bits(y));
+    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    *p = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+}
+
+inline float pow2(int32_t exponent) {
+    if (exponent >= -126) return from_bits((exponent + 127) << 23);
+    return from_bits(1 << (exponent + 149));
+}
+
+// x on the element's grid. (v + c) - c with c = 1.5 * 2^23 ulp rounds v to a multiple of ulp, ties to even.
+template <int Tiers, int Rounding, bool Wide>
+inline float round_to_element(float x, const Format& f, float top) {
+    int32_t bits = to_bits(x);
+    float v = from_bits(bits & 0x7FFFFFFF);
+    float binade = from_bits(bits & 0x7F800000);
+    binade = binade > f.lowest[0] ? binade : f.lowest[0];
+    binade = binade < top ? binade : top;
+    float back = 1.0f;
+    if (Wide) {  // bfloat16's range is float32's: the constant would leave it
+        float shift = v < 1.0f ? 0x1p32f : 0x1p-32f;
+        back = v < 1.0f ? 0x1p-32f : 0x1p32f;
+        binade *= shift;
+        v *= shift;
+    }
+    float ulp = binade * f.step[0];
+    for (int i = 1; i < Tiers; i++) ulp = binade >= f.lowest[i] ? binade * f.step[i] : ulp;
+    float c = ulp * 0x1.8p23f;
+    float y = (v + c) - c;
+    if (Rounding == HALF_AWAY) y = v - y == 0.5f * ulp ? y + ulp : y;
+    if (Wide) y *= back;
+    y = y > f.max ? f.limit : y;
+    y = from_bits(to_bits(y) | (bits & static_cast<int32_t>(0x80000000)));
+    return f.signed_zero ? y : y + 0.0f;
+}
+
+inline int32_t scale_exponent(float absmax, const Format& f) {
+    bool subnormal = absmax < 0x1p-126f;
+    int32_t bits = to_bits(subnormal ? absmax * 0x1p24f : absmax);
+    if (f.rule == EVEN) bits += 1 << (22 - f.mantissa_bits);
+    int32_t exponent = (bits >> 23) - 127 - (subnormal ? 24 : 0) - f.emax;
+    if (f.rule == CEIL || f.rule == RCEIL) {
+        float threshold = f.rule == CEIL ? 1.0f : f.max * pow2(-f.emax);
+        exponent += from_bits((bits & 0x7FFFFF) | 0x3F800000) > threshold;
+    }
+    return exponent < -127 ? -127 : exponent > 127 ? 127 : exponent;
+}
+
+// What a block multiplies by on the way in and, in two steps, on the way out, and the scale that is reported.
+struct Scale {
+    float in, out, last, reported;
+};
+
+inline Scale block_scale(int32_t magnitude, const Format& f, float encode, float decode) {
+    float absmax = from_bits(magnitude);
+    if (f.rule == NVFP4) {
+        static const Format e4m3 = {NONE, 1, 8, 3, 448.0f, 448.0f, {0x1p-6f}, {0x1p-3f}};
+        float sixth = 1.0f / 6.0f;
+        float wanted = absmax * (encode * sixth);
+        float scale = round_to_element<1, NEAREST, false>(wanted, e4m3, 512.0f);
+        float inverse = 1.0f / (scale * (1.0f / encode));
+        inverse = inverse > FLOAT32_MAX ? FLOAT32_MAX : inverse;
+        return {inverse, scale, decode, scale};
+    }
+    int32_t exponent = scale_exponent(absmax, f);
+    float scale = absmax <= FLOAT32_MAX ? pow2(exponent) : from_bits(0x7FC00000);
+    return {pow2(-exponent), scale, 1.0f, scale};
+}
+
+inline float quantized(float x, const Scale& s, const Format& f, float top, bool nvfp4) {
+    float scaled = x * s.in;
+    if (nvfp4) {
+        scaled = scaled > f.max ? f.max : scaled;
+        scaled = scaled < -f.max ? -f.max : scaled;
+    }
+    float value = round_to_element<TIERS, ROUNDING, WIDE>(scaled, f, top);
+    return nvfp4 ? value * s.out * s.last : value * s.out;
+}
+
+struct Quantizer {
+    const Format f;  // a copy: stores through y cannot alias it
+    const VALUE* x;
+    VALUE* y;
+    float* scales;
+    int64_t axis, inner, block;
+    float top, encode, decode;
+
+    // Values [first, last) of a flat tensor that shares nothing but, perhaps, a tensor scale.
+    void flat(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top, e = encode;
+        if (g.rule == AMAX) {
+            for (int64_t i = first; i < last; i++)
+                store(y + i, round_to_element<TIERS, ROUNDING, WIDE>(load(x + i) * e, g, t) / e);
+        } else {
+            for (int64_t i = first; i < last; i++)
+                store(y + i, round_to_element<TIERS, ROUNDING, WIDE>(load(x + i), g, t));
+        }
+    }
+
+    // Blocks [first, last) of rows, inner = 1.
+    void rows(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top;
+        const bool nvfp4 = g.rule == NVFP4;
+        const int64_t per_row = (axis + block - 1) / block;
+        for (int64_t b = first; b < last; b++) {
+            const int64_t begin = (b % per_row) * block;
+            const int64_t length = axis - begin < block ? axis - begin : block;
+            const VALUE* from = x + (b / per_row) * axis + begin;
+            VALUE* to = y + (b / per_row) * axis + begin;
+            int32_t magnitude = 0;
+            for (int64_t i = 0; i < length; i++) {
+                int32_t m = to_bits(load(from + i)) & 0x7FFFFFFF;
+                magnitude = m > magnitude ? m : magnitude;
+            }
+            const Scale s = block_scale(magnitude, g, encode, decode);
+            if (scales) scales[b] = s.reported;
+            if (nvfp4)
+                for (int64_t i = 0; i < length; i++)
+                    store(to + i, quantized(load(from + i), s, g, t, true));
+            else
+                for (int64_t i = 0; i < length; i++)
+                    store(to + i, quantized(load(from + i), s, g, t, false));
+        }
+    }
+
+    // Strips [first, last): a strip is up to STRIP neighbouring blocks of one row of blocks, inner > 1.
+    void strips(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top;
+        const bool nvfp4 = g.rule == NVFP4;
+        const int64_t per_column = (axis + block - 1) / block;
+        const int64_t per_row = (inner + STRIP - 1) / STRIP;
+        int32_t magnitude[STRIP];
+        float in[STRIP], out[STRIP];
+        for (int64_t strip = first; strip < last; strip++) {
+            const int64_t column = (strip % per_row) * STRIP;
+            const int64_t row = strip / per_row;
+            const int64_t begin = (row % per_column) * block;
+            const int64_t length = axis - begin < block ? axis - begin : block;
+            const int64_t width = inner - column < STRIP ? inner - column : STRIP;
+            const int64_t base = ((row / per_column) * axis + begin) * inner + column;
+            std::memset(magnitude, 0, sizeof magnitude);
+            for (int64_t i = 0; i < length; i++) {
+                const VALUE* from = x + base + i * inner;
+                for (int64_t j = 0; j < width; j++) {
+                    int32_t m = to_bits(load(from + j)) & 0x7FFFFFFF;
+                    magnitude[j] = m > magnitude[j] ? m : magnitude[j];
+                }
+            }
+            for (int64_t j = 0; j < width; j++) {
+                const Scale s = block_scale(magnitude[j], g, encode, decode);
+                in[j] = s.in;
+                out[j] = s.out;
+                if (scales) scales[row * inner + column + j] = s.reported;
+            }
+            for (int64_t i = 0; i < length; i++) {
+                const VALUE* from = x + base + i * inner;
+                VALUE* to = y + base + i * inner;
+                if (nvfp4)
+                    for (int64_t j = 0; j < width; j++)
+                        store(to + j, quantized(
+                                          load(from + j), Scale{in[j], out[j], decode, 0.0f}, g, t, true));
+                else
+                    for (int64_t j = 0; j < width; j++)
+                        store(to + j, quantized(
+                                          load(from + j), Scale{in[j], out[j], 1.0f, 0.0f}, g, t, false));
+            }
+        }
+    }
+};
+
+}  // namespace
+
+// Work items [first, last): values where no block shares a scale, blocks where inner = 1, strips otherwise.
+extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner,
+                         int64_t block, float absmax, int64_t first, int64_t last) {
+    Quantizer q{*format, x, y, scales, axis, inner, block};
+    const Format& f = q.f;
+    q.top = pow2(f.emax) * (WIDE ? 1.0f : 2.0f);
+    q.encode = q.decode = 1.0f;
+    if (f.rule == AMAX) q.encode = f.max / (absmax < 1e-12f ? 1e-12f : absmax);
+    if (f.rule == NVFP4) {
+        q.encode = absmax == 0.0f ? 1.0f : 2688.0f / absmax;
+        q.encode = q.encode > FLOAT32_MAX ? FLOAT32_MAX : q.encode;
+        q.decode = absmax / 2688.0f;
+    }
+    if (f.rule == NONE || f.rule == AMAX)
+        q.flat(first, last);
+    else if (inner == 1)
+        q.rows(first, last);
+    else
+        q.strips(first, last);
+}

@@ -1,0 +1,26 @@
+"""Kernels for the CPU are built once a session, in a directory of the session's own. Small tensors need one thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant import cpu
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builds(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BINADE_CACHE_DIR", str(tmp_path_factory.mktemp("builds")))
+        cpu._directory.cache_clear()
+        yield
+    cpu._directory.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads that spin for work cost more than these small tensors do, on a machine that does anything else."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,75 @@
+"""A wrong argument gets a TypeError or ValueError that names it and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant import FORMATS, UnknownFormat, compare, fake_quantize, quantize, summarize
+from quant.gemm import GemmFormats
+
+X = torch.zeros(4, 8)
+
+
+@pytest.mark.parametrize("call", [fake_quantize, quantize], ids=["fake_quantize", "quantize"])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "words"),
+    [
+        ((X, "mxfp9"), {}, UnknownFormat, ["'mxfp9'", "mxfp8", "nvfp4", "mxfp8_e4m3"]),
+        ((X, "mxfp9"), {}, ValueError, ["mxfp9"]),
+        ((X, None), {}, (TypeError, ValueError), ["None"]),
+        ((X.int(), "mxfp8"), {}, TypeError, ["int32", "float32", "bfloat16", "float16"]),
+        ((X.double(), "mxfp8"), {}, TypeError, ["float64", "float32"]),
+        (([1.0], "mxfp8"), {}, TypeError, ["Tensor", "list"]),
+        ((X, "mxfp8", 2), {}, ValueError, ["dim 2", "-2 to 1"]),
+        ((X, "mxfp8", -3), {}, ValueError, ["dim -3", "-2 to 1"]),
+        ((torch.tensor(1.0), "mxfp8", 1), {}, ValueError, ["dim 1", "-1 to 0"]),
+        ((X, "mxfp8", 0.5), {}, TypeError, ["dim", "float"]),
+        ((X, "mxfp8"), {"block_size": 0}, ValueError, ["block_size is 0", "at least 1"]),
+        ((X, "mxfp8"), {"block_size": -4}, ValueError, ["block_size is -4"]),
+        ((X, "mxfp8"), {"block_size": 1.5}, TypeError, ["block_size", "float"]),
+        ((X, "mxfp8"), {"block_size": True}, TypeError, ["block_size", "bool"]),
+        ((X, "hifp8"), {"block_size": 32}, ValueError, ["block_size", "hifp8"]),
+        ((X, "mxfp8"), {"scale_rule": "round"}, ValueError, ["'round'", "floor, ceil, even, rceil"]),
+        ((X, "hifp8"), {"scale_rule": "floor"}, ValueError, ["'floor'", "hifp8", "none"]),
+        ((X, "nvfp4"), {"scale_rule": "ceil"}, ValueError, ["'ceil'", "nvfp4"]),
+        ((X, "mxfp8"), {"rounding": "up"}, ValueError, ["'up'", "nearest, half_away, stochastic"]),
+        ((X, "mxfp8"), {"overflow": "wrap"}, ValueError, ["'wrap'", "saturate"]),
+        ((X, "mxfp4"), {"overflow": "inf"}, ValueError, ["'inf'", "mxfp4", "saturate"]),
+        ((X, "mxfp8"), {"rounding": "stochastic", "seed": 0.5}, TypeError, ["seed", "float"]),
+    ],
+)
+def test_quantizers(call, args, kwargs, error, words):
+    with pytest.raises(error) as caught:
+        call(*args, **kwargs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_backend():
+    with pytest.raises(ValueError, match="'jax' is unknown: auto, triton, torch"):
+        fake_quantize(X, "mxfp8", backend="jax")
+
+
+def test_errors_come_before_work_on_empty_tensors():
+    with pytest.raises(ValueError, match="jax"):
+        fake_quantize(torch.zeros(0), "mxfp8", backend="jax")
+
+
+def test_formats_lookup():
+    assert "mxfp8_e4m3" in FORMATS and FORMATS["mxfp8_e4m3"] is FORMATS["mxfp8"] and "x" not in FORMATS
+    with pytest.raises(UnknownFormat, match="'x' is unknown: bf16, "):
+        FORMATS["x"]
+    assert FORMATS.get("x") is None
+
+
+def test_gemm_formats_are_checked_when_written_down():
+    with pytest.raises(UnknownFormat, match="mxfp5"):
+        GemmFormats(forward_a="mxfp5")
+
+
+def test_compare_and_summarize():
+    with pytest.raises(ValueError, match=r"\(4, 8\).*\(8, 4\)"):
+        compare(X, X.t())
+    with pytest.raises(TypeError, match="int64.*float32, bfloat16, float16"):
+        summarize(torch.arange(3))

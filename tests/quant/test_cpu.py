@@ -1,0 +1,119 @@
+"""The compiled CPU kernels: the same bits on large tensors and many threads, built only where it pays, optional."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from quant import cpu, fake_quantize
+from quant.quantizer import apply, plan, tensor_absmax
+from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
+
+FLOAT32 = cpu.Kind("float", 1, 0, 0)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """No kernel loaded, none on disk."""
+    monkeypatch.setattr(cpu, "_kernels", {})
+    monkeypatch.setattr(cpu, "_worked", {})
+    monkeypatch.setenv("BINADE_CACHE_DIR", str(tmp_path))
+    cpu._directory.cache_clear()
+    yield tmp_path
+    cpu._directory.cache_clear()
+
+
+needs_compiler = pytest.mark.skipif(cpu._compiler() is None, reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", formats())
+def test_large_tensors_in_threads(name, dtype):
+    torch.set_num_threads(2)
+    x = awkward((515, 700), dtype, seed=3, specials=name not in ("fp8_e4m3", "fp8_e5m2", "nvfp4"))
+    x = torch.where(x.isfinite() | x.isnan(), x, 1.0) if name == "nvfp4" else x
+    decided, absmax = plan(name), tensor_absmax(x)
+    run = cpu.kernel(cpu.kind_of(decided, dtype))
+    assert run is not None and x.numel() > 2 * cpu.PER_THREAD
+    for dim in (-1, 0):
+        y, scales = cpu.compiled(x, decided, dim, absmax, True, run)
+        want, want_scales = cpu.in_pieces(x, decided, dim, absmax)
+        assert_same_bits(y, want, x)
+        if decided.block_size is not None:
+            assert_same_bits(scales, want_scales.contiguous().reshape(-1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("rounding", ["nearest", "half_away"])
+@pytest.mark.parametrize("name", formats())
+def test_every_bf16_pattern(name, rounding):
+    """In one block each, and with the pattern's neighbours: whatever the processor's vector width, no lane differs."""
+    x = torch.tensor(bf16_patterns())
+    x = x[x.isfinite()] if name in ("fp8_e4m3", "fp8_e5m2", "nvfp4") else x
+    decided = plan(name, rounding=rounding)
+    for values in (x, x.bfloat16()):
+        run = cpu.kernel(cpu.kind_of(decided, values.dtype))
+        y, _ = cpu.compiled(values, decided, 0, tensor_absmax(values), False, run)
+        assert_same_bits(y, cpu.in_pieces(values, decided, 0, tensor_absmax(values))[0], values)
+
+
+@needs_compiler
+def test_a_later_process_finds_the_build(fresh):
+    assert cpu.kernel(FLOAT32, values=10) is None
+    assert cpu.kernel(FLOAT32) is not None and len(list(fresh.glob("*.so"))) == 1 and not list(fresh.glob("*.tmp"))
+    cpu._kernels.clear()
+    assert cpu.kernel(FLOAT32, values=10) is not None
+
+
+def test_small_tensors_wait_for_no_compiler(fresh, monkeypatch):
+    monkeypatch.setattr(cpu, "_build", lambda kind, path: pytest.fail("a small tensor started the compiler"))
+    for _ in range(50):
+        fake_quantize(torch.randn(64, 64), "mxfp8")
+    assert cpu._worked == {FLOAT32: 50 * 64 * 64}
+
+
+def test_a_build_is_worth_it_for_a_large_tensor_or_many_small_ones(fresh, monkeypatch):
+    built = []
+    monkeypatch.setattr(cpu, "_load", lambda kind: built.append(kind))
+    assert cpu.kernel(FLOAT32, values=cpu.BUILD_AT - 1) is None and not built
+    cpu.kernel(FLOAT32, values=cpu.BUILD_AT)
+    assert built == [FLOAT32]
+    other = cpu.Kind("uint16_t", 1, 0, 0)
+    for _ in range(cpu.BUILD_AFTER // 2**20 - 1):
+        cpu.kernel(other, values=2**20)
+    assert built == [FLOAT32]
+    cpu.kernel(other, values=2**20)
+    assert built == [FLOAT32, other]
+
+
+@pytest.mark.parametrize("found", [None, "/bin/false"], ids=["no compiler", "a compiler that fails"])
+def test_without_a_compiler_it_says_so_once(fresh, monkeypatch, caplog, found):
+    monkeypatch.setattr(cpu, "_compiler", lambda: found)
+    monkeypatch.setattr(cpu, "BUILD_AT", 1000)
+    x = awkward((40, 64), seed=1)
+    with caplog.at_level(logging.WARNING, logger="quant.cpu"):
+        results = [fake_quantize(x, name) for name in ("mxfp8", "mxfp8", "hifp8", "bf16")]
+    assert len(caplog.records) == 1 and "compile" in caplog.text
+    assert_same_bits(results[0], cpu.in_pieces(x, plan("mxfp8"), -1, tensor_absmax(x))[0])
+
+
+def test_an_unwritable_cache_is_replaced(fresh, monkeypatch):
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("BINADE_CACHE_DIR", str(fresh / "file" / "below"))
+    cpu._directory.cache_clear()
+    assert cpu._directory().is_dir() and "binade-" in cpu._directory().name
+
+
+def test_stochastic_has_no_compiled_kernel():
+    assert cpu.kind_of(plan("mxfp8", rounding="stochastic"), torch.float32) is None
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "hifp8"])
+def test_pieces_are_the_whole(name, monkeypatch):
+    x = awkward((70, 130), seed=4, specials=name != "nvfp4")
+    whole = apply(x, plan(name), 0)[0]
+    monkeypatch.setattr(cpu, "PIECE", 200)
+    assert_same_bits(cpu.in_pieces(x, plan(name), 0, tensor_absmax(x))[0], whole)

@@ -1,0 +1,123 @@
+"""GEMM by GEMM against torch's autograd on operands that the test quantizes itself, each with a format of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quant import fake_quantize
+from quant.gemm import GemmFormats, Observed, linear, matmul
+from tests.quant.helpers import assert_same_bits, devices
+
+EACH = GemmFormats("mxfp8", "mxfp4", "mxfp8_e5m2", "mxint8", "nvfp4", "hifp8")
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def q(x: Tensor, fmt: str | None, dim: int) -> Tensor:
+    return x if fmt is None else fake_quantize(x, fmt, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("shape", [(70,), (3, 40)], ids=["2d", "3d"])
+def test_linear(shape, dtype):
+    """tokens x in · (out x in)ᵀ; none of the lengths is a multiple of 32 in common."""
+    x = random(*shape, 50, seed=1, dtype=dtype).requires_grad_()
+    w = random(90, 50, seed=2, dtype=dtype).requires_grad_()
+    grad = random(*shape, 90, seed=3, dtype=dtype)
+    y = linear(x, w, EACH)
+    y.backward(grad)
+    flat, flat_grad = x.detach().reshape(-1, 50), grad.reshape(-1, 90)
+    assert_same_bits(y, q(x.detach(), "mxfp8", -1) @ q(w.detach(), "mxfp4", 1).t())
+    assert_same_bits(x.grad, q(grad, "mxfp8_e5m2", -1) @ q(w.detach(), "mxint8", 0))
+    assert_same_bits(w.grad, q(flat_grad, "nvfp4", 0).t() @ q(flat, "hifp8", 0))
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_matmul(transpose_b):
+    m, k, n = 40, 70, 50
+    a = random(2, 3, m, k, seed=1).requires_grad_()
+    b = random(2, 3, *((n, k) if transpose_b else (k, n)), seed=2).requires_grad_()
+    grad = random(2, 3, m, n, seed=3)
+    y = matmul(a, b, EACH, transpose_b=transpose_b)
+    y.backward(grad)
+    straight = b.detach().mT if transpose_b else b.detach()  # [k, n]
+    want_b = q(a.detach(), "hifp8", -2).mT @ q(grad, "nvfp4", -2)  # [k, n]
+    torch.testing.assert_close(y, q(a.detach(), "mxfp8", -1) @ q(straight, "mxfp4", -2))
+    torch.testing.assert_close(a.grad, q(grad, "mxfp8_e5m2", -1) @ q(straight, "mxint8", -1).mT)
+    torch.testing.assert_close(b.grad, want_b.mT if transpose_b else want_b)
+
+
+@pytest.mark.parametrize("which", ["forward_a", "forward_b", "dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a"])
+@pytest.mark.parametrize("product", ["linear", "matmul"])
+def test_one_operand_at_a_time(product, which):
+    """A format named for one operand changes the one result it enters, and no other."""
+
+    def run(formats: GemmFormats) -> dict[str, Tensor]:
+        x, w = random(40, 64, seed=1).requires_grad_(), random(33, 64, seed=2).requires_grad_()
+        y = linear(x, w, formats) if product == "linear" else matmul(x, w, formats, transpose_b=True)
+        y.backward(random(40, 33, seed=3))
+        return {"forward": y.detach(), "dgrad": x.grad, "wgrad": w.grad}
+
+    plain, changed = run(GemmFormats()), run(GemmFormats(**{which: "mxfp4"}))
+    differ = [gemm for gemm in plain if not torch.equal(plain[gemm], changed[gemm])]
+    assert differ == [which.split("_")[0]]
+
+
+@pytest.mark.parametrize("product", ["linear", "matmul"])
+def test_without_formats_it_is_torch(product):
+    x, w = random(5, 12, seed=1).requires_grad_(), random(7, 12, seed=2).requires_grad_()
+    y = linear(x, w, GemmFormats()) if product == "linear" else matmul(x, w, GemmFormats(), transpose_b=True)
+    y.square().sum().backward()
+    a, b = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    torch.nn.functional.linear(a, b).square().sum().backward()
+    torch.testing.assert_close(y, torch.nn.functional.linear(a, b))
+    torch.testing.assert_close(x.grad, a.grad)
+    torch.testing.assert_close(w.grad, b.grad)
+
+
+def test_tap_sees_operands_and_results():
+    seen: list[Observed] = []
+    x, w = random(2, 40, 64, seed=1).requires_grad_(), random(33, 64, seed=2).requires_grad_()
+    y = linear(x, w, EACH, tap=seen.append)
+    grad = random(2, 40, 33, seed=3)
+    y.backward(grad)
+    names = [(o.name, o.format, o.dim) for o in seen]
+    assert names[:3] == [("a", "mxfp8", -1), ("b", "mxfp4", -1), ("y", None, -1)]
+    assert names[3] == ("grad", "mxfp8_e5m2", -1) and [n for n, *_ in names[4:]] == ["grad_a", "grad_b"]
+    a, b, result, g, grad_a, grad_b = seen
+    assert_same_bits(a.tensor, x.detach())
+    assert_same_bits(a.quantized, fake_quantize(x.detach(), "mxfp8"))
+    assert_same_bits(b.quantized, fake_quantize(w.detach(), "mxfp4"))
+    assert_same_bits(g.quantized, fake_quantize(grad, "mxfp8_e5m2"))
+    assert a.scales.shape == (80, 2, 1) and not a.tensor.requires_grad
+    for observed, value in ((result, y), (grad_a, x.grad), (grad_b, w.grad)):
+        assert_same_bits(observed.tensor, value.detach())
+
+
+def test_only_needed_gradients_are_computed():
+    seen: list[str] = []
+    x, w = random(8, 32, seed=1), random(6, 32, seed=2).requires_grad_()
+    linear(x, w, EACH, tap=lambda o: seen.append(o.name)).sum().backward()
+    assert "grad_a" not in seen and "grad_b" in seen
+
+
+@pytest.mark.parametrize("device", devices())
+def test_backends_agree(device):
+    x, w = random(70, 50, seed=1).to(device), random(90, 50, seed=2).to(device)
+    results = []
+    for backend in ("torch", "triton"):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = linear(a, b, EACH, backend=backend)
+        y.square().sum().backward()
+        results.append((y, a.grad, b.grad))
+    for first, second in zip(*results, strict=True):
+        assert_same_bits(first, second)
+
+
+def test_formats_by_alias_and_none():
+    assert GemmFormats(forward_a="mxfp8_e4m3").forward_a == "mxfp8"
+    assert not GemmFormats().quantized and GemmFormats(wgrad_a="bf16").quantized

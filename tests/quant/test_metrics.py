@@ -1,0 +1,222 @@
+"""Every metric against numpy, scipy, or a value worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from quant import FORMATS, compare, fake_quantize, quantize, score, usage
+from quant.metrics import (
+    METRICS,
+    block_crest_factor,
+    channel_absmax,
+    errors,
+    outlier_ratio,
+    saturated_fraction,
+    score_of,
+    stable_rank,
+)
+from quant.quantizer import apply, plan
+from tests.quant.helpers import MX, RULES, formats
+
+
+def pair(n: int = 5000) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0)) * 3 + 0.5
+    x[::7] = 0.0
+    return x, fake_quantize(x, "mxfp4")
+
+
+def test_errors_against_numpy():
+    x, q = pair()
+    found = errors(x, q)
+    a, b = x.double().numpy(), q.double().numpy()
+    assert found.sqnr_db == pytest.approx(10 * np.log10((a**2).sum() / ((b - a) ** 2).sum()), rel=1e-12)
+    assert found.mse == pytest.approx(((b - a) ** 2).mean(), rel=1e-12)
+    assert found.relative_error == pytest.approx(np.linalg.norm(b - a) / np.linalg.norm(a), rel=1e-12)
+    assert found.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-12)
+    assert found.projection == pytest.approx(a @ b / (a @ a), rel=1e-12)
+    assert found.max_abs_error == np.abs(b - a).max()
+    assert found.flush_to_zero == ((a != 0) & (b == 0)).sum() / (a != 0).sum() > 0
+    assert found.underflow_of_all == ((a != 0) & (b == 0)).sum() / a.size
+    assert math.isnan(found.saturated)
+
+
+def test_errors_span_chunks(monkeypatch):
+    x, q = pair()
+    whole = errors(x, q)
+    monkeypatch.setattr("quant.metrics.CHUNK", 777)
+    for key, value in vars(errors(x, q)).items():
+        assert value == pytest.approx(getattr(whole, key), rel=1e-12, nan_ok=True)
+
+
+def test_errors_leave_out_what_is_not_finite_in_x():
+    x, q = pair(100)
+    bad_x, bad_q = torch.cat([x, torch.tensor([math.nan, math.inf])]), torch.cat([q, torch.tensor([math.nan, 1.0])])
+    whole, found = errors(x, q), errors(bad_x, bad_q)
+    assert (found.sqnr_db, found.mse, found.flush_to_zero) == (whole.sqnr_db, whole.mse, whole.flush_to_zero)
+    assert math.isnan(errors(torch.ones(2), torch.tensor([1.0, math.nan])).max_abs_error)
+
+
+def test_errors_where_nothing_is_defined():
+    same = errors(torch.ones(4), torch.ones(4))
+    assert same.sqnr_db == math.inf and same.mse == 0 and same.cosine == 1 and same.flush_to_zero == 0
+    zero = errors(torch.zeros(4), torch.zeros(4))
+    assert all(math.isnan(v) for v in (zero.sqnr_db, zero.relative_error, zero.cosine, zero.projection))
+    assert zero.mse == 0 and math.isnan(zero.flush_to_zero) and zero.underflow_of_all == 0
+    empty = errors(torch.zeros(0), torch.zeros(0))
+    assert all(math.isnan(v) for v in vars(empty).values())
+
+
+def test_compare_holds_the_errors_and_the_distances():
+    x, q = pair()
+    found = compare(x, q)
+    assert set(METRICS) <= set(found) and {"ks", "wasserstein", "js"} <= set(found)
+    assert found["sqnr_db"] == errors(x, q).sqnr_db
+    full = compare(x, q, "mxfp4")
+    assert full["saturated"] == score(x, "mxfp4").saturated and full["codes_used"] == usage(x, "mxfp4").codes_used
+
+
+# Saturated elements, by brute force: |x| above the largest value times the scale that quantize stored.
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", MX)
+def test_saturated_by_the_stored_scales(name, rule, dim):
+    x = torch.randn(70, 90, generator=torch.Generator().manual_seed(1))
+    scales = torch.exp2(quantize(x, name, dim, scale_rule=rule).scales.double() - 127).reshape(x.shape[1 - dim], -1)
+    each = scales.repeat_interleave(32, 1)[:, : x.shape[dim]]
+    limit = each if dim == 1 else each.t()
+    want = float((x.double().abs() > limit * FORMATS[name].max).double().mean())
+    assert score(x, name, dim, scale_rule=rule).saturated == want
+    if rule in ("ceil", "rceil"):
+        assert want == 0.0
+    elif rule == "floor":
+        assert want > 0.0
+
+
+def test_saturated_with_a_block_size_of_its_own():
+    x = torch.full((8,), 1.0)
+    x[::4] = 3.9
+    assert score(x, "mxfp4", block_size=4).saturated == 2 / 8  # 3.9 > 6 · 2^-1
+
+
+def test_saturated_without_a_scale():
+    assert score(torch.tensor([32768.0, 32769.0, 1.0, -4e4]), "hifp8").saturated == 0.5
+    assert score(torch.tensor([448.0, 449.0]), "fp8_e4m3", scale_rule="none").saturated == 0.5
+    assert score(torch.tensor([65504.0, 65505.0]), "fp16").saturated == 0.5
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_tensor_scaled_by_its_absmax_has_no_saturation(name):
+    for seed in range(20):
+        x = torch.randn(100, generator=torch.Generator().manual_seed(seed)) * 10.0**seed
+        assert score(x, name).saturated == 0.0
+
+
+def test_saturated_nvfp4():
+    """absmax 2688: block scales e4m3(blockmax / 6). 6.3/6 rounds to 1: 6.3 and 6.1 exceed 6, 5.9 does not."""
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 16], x[0, 17], x[0, 18] = 2688.0, 6.3, -6.1, 5.9
+    assert score(x, "nvfp4").saturated == 2 / 32
+    for seed in range(20):  # the block of the tensor's absmax has the scale 448 exactly
+        x = torch.zeros(1, 16)
+        x[0, 0] = 10.0 * torch.rand(1, generator=torch.Generator().manual_seed(seed))
+        assert score(x, "nvfp4").saturated == 0.0
+    x = torch.tensor([[2688.0] + [0.0] * 15 + [1e-3] * 16])
+    assert score(x, "nvfp4").saturated == 0.0  # the second block's scale is 0: flushed
+
+
+def test_saturated_leaves_out_nan_and_infinity():
+    x = torch.ones(64)
+    x[3], x[40] = math.inf, math.nan
+    assert score(x, "mxfp8").saturated == 0.0 and score(x, "hifp8").saturated == 0.0
+
+
+def test_a_format_means_its_defaults():
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
+    decided = plan("mxfp4")
+    q, scales = apply(x, decided, -1, want_scales=True)
+    assert score_of(x, q, FORMATS["mxfp4"], scales, -1) == score_of(x, q, decided, scales, -1) == score(x, "mxfp4")
+    assert saturated_fraction(x, FORMATS["mxfp4"], scales, 0.0, -1) == score(x, "mxfp4").saturated
+
+
+@pytest.mark.parametrize("name", formats())
+def test_usage_counts_each_element_once(name):
+    x = torch.randn(7, 45, generator=torch.Generator().manual_seed(3))
+    used = usage(x, name)
+    assert used.code_counts.sum() == x.numel()
+    assert used.code_entropy_bits == pytest.approx(stats.entropy(used.code_counts, base=2), rel=1e-12)
+    assert (
+        used.code_entropy_bits <= math.log2(used.codes_used) + 1e-12
+        and used.codes_total == 1 << FORMATS[name].element.bits
+    )
+
+
+def test_usage_by_hand():
+    """Two blocks of MXFP4: [4, 2, 2, 0, ...] at 2^0 and all 1/8 at 2^-5; a zero block and one of NaN are left out."""
+    x = torch.zeros(1, 128)
+    x[0, :3] = torch.tensor([4.0, 2.0, 2.0])
+    x[0, 32:64] = 0.125
+    x[0, 96] = math.nan
+    used = usage(x, "mxfp4")
+    assert dict(zip(used.codes.tolist(), used.code_counts.tolist(), strict=True)) == {0: 29 + 32, 4: 2, 6: 1 + 32}
+    assert used.scale_exponents.tolist() == [-5, 0] and used.scale_counts.tolist() == [1, 1]
+    assert (used.scale_exponent_min, used.scale_exponent_max, used.codes_used) == (-5.0, 0.0, 3)
+
+
+def test_usage_leaves_out_padding():
+    used = usage(torch.ones(3, 5), "mxfp8", 1)
+    assert used.codes.tolist() == [0x78] and used.code_counts.tolist() == [15] and used.code_entropy_bits == 0.0  # 256
+    assert used.scale_exponents.tolist() == [-8] and used.scale_counts.tolist() == [3]
+
+
+def test_usage_nvfp4_scale_exponents():
+    x = torch.zeros(1, 64)
+    x[0, 0], x[0, 16], x[0, 32] = 2688.0, 6.0, 1e-4  # scales 448, 1 and 0; the last block is all zero
+    used = usage(x, "nvfp4")
+    assert used.scale_exponents.tolist() == [0, 8] and used.scale_counts.tolist() == [1, 1]
+
+
+def test_usage_of_nothing():
+    used = usage(torch.zeros(0), "mxfp8")
+    assert used.codes_used == 0 and math.isnan(used.code_entropy_bits) and math.isnan(used.scale_exponent_min)
+    assert math.isnan(usage(torch.ones(3), "hifp8").scale_exponent_max)
+
+
+def test_outlier_ratio():
+    x = torch.zeros(1000)
+    x[0], x[1] = 1000.0, math.nan
+    assert outlier_ratio(x) == 1 / 999 and outlier_ratio(x, k=40.0) == 0.0
+    y = torch.randn(20000, generator=torch.Generator().manual_seed(4))
+    want = (np.abs(y.double().numpy() - y.double().numpy().mean()) > 2 * y.double().numpy().std()).mean()
+    assert outlier_ratio(y, k=2.0) == want
+    assert math.isnan(outlier_ratio(torch.zeros(0)))
+
+
+def test_channel_absmax():
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(channel_absmax(x), torch.tensor(np.abs(x.numpy()).max((0, 1))))
+    with pytest.raises(ValueError, match="channel"):
+        channel_absmax(torch.tensor(1.0))
+
+
+def test_block_crest_factor():
+    x = torch.zeros(1, 40)
+    x[0, 0] = 8.0  # absmax 8, rms 8 / sqrt(32)
+    x[0, 32:] = -2.0
+    assert block_crest_factor(x).tolist() == pytest.approx([32**0.5, 1.0], rel=1e-12)
+
+
+def test_stable_rank():
+    a = torch.randn(20, 30, generator=torch.Generator().manual_seed(6))
+    want = np.linalg.norm(a.double().numpy()) ** 2 / np.linalg.norm(a.double().numpy(), 2) ** 2
+    assert stable_rank(a) == pytest.approx(want, rel=1e-10)
+    assert stable_rank(torch.eye(7)) == pytest.approx(7) and stable_rank(torch.ones(4, 9)) == pytest.approx(1)
+    assert math.isnan(stable_rank(torch.zeros(2, 2)))
+    with pytest.raises(ValueError, match=r"\(3,\)"):
+        stable_rank(torch.ones(3))
+    with pytest.raises(ValueError, match="NaN"):
+        stable_rank(torch.full((2, 2), math.nan))

@@ -1,0 +1,65 @@
+"""Stochastic rounding: the two neighbours only, the right mean, the same by the same seed everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant import FORMATS, fake_quantize
+from quant.reference import noise
+from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices, formats
+
+N = 1 << 14
+
+
+@pytest.mark.parametrize("name", formats())
+def test_mean_is_the_value(name):
+    """Of N draws the mean is within 5 standard errors of x; the values seen are x's two neighbours on the grid."""
+    fmt = FORMATS[name]
+    for value in (0.8125 + 2.0**-9, 0.3 * 2.0**-2, -0.7):
+        x = torch.full((N, fmt.block_size or 2), value)
+        x[:, 0] = torch.tensor(2.0**fmt.element.emax if fmt.scaling == "block" else 1.0)
+        x = torch.where(x.abs() < 2.0**60, x, 1.0)
+        y = fake_quantize(x, name, rounding="stochastic", seed=11)[:, 1].double()
+        seen = y.unique()
+        assert len(seen) <= 2 and float(seen[0]) <= value * (1 + 1e-6) + 1e-9
+        error = float(y.mean()) - float(x[0, 1])
+        spread = float(seen[-1] - seen[0])
+        assert abs(error) <= 5 * spread / 2 / N**0.5 + 2e-7 * abs(value)
+        if len(seen) == 2:
+            assert float(seen[0]) <= float(x[0, 1]) <= float(seen[1])
+
+
+@pytest.mark.parametrize("name", formats())
+def test_grid_values_stay(name):
+    x = awkward((8, 64), seed=1, specials=False)
+    y = fake_quantize(x, name)
+    if FORMATS[name].scaling in ("none", "block"):
+        assert_same_bits(fake_quantize(y, name, rounding="stochastic", seed=3), y)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("name", formats())
+def test_seed_decides(name, device):
+    x = torch.randn(40, 66, generator=torch.Generator().manual_seed(0))
+    first = fake_quantize(x, name, rounding="stochastic", seed=1)
+    assert_same_bits(first, fake_quantize(x, name, rounding="stochastic", seed=1))
+    assert_same_bits(first, fake_quantize(x.to(device), name, rounding="stochastic", seed=1, backend="triton"))
+    assert not torch.equal(first, fake_quantize(x, name, rounding="stochastic", seed=2))
+    for seed in (0, 2**31, 2**32 - 1):
+        chosen = {"rounding": "stochastic", "seed": seed}
+        assert_same_bits(
+            fake_quantize(x.to(device), name, 0, backend="triton", **chosen), by_reference(x, name, 0, **chosen)
+        )
+
+
+def test_noise_is_uniform_and_a_function_of_the_index():
+    u = noise(1 << 16, 5, torch.device("cpu"))
+    assert float(u.min()) >= 0 and float(u.max()) < 1
+    assert abs(float(u.double().mean()) - 0.5) < 5 * (1 / 12) ** 0.5 / 2**8
+    counts = torch.histc(u, 256, 0, 1)
+    chi_square = float(((counts - 256) ** 2 / 256).sum())
+    assert 150 < chi_square < 380  # 255 degrees of freedom: mean 255, deviation 22.6
+    assert torch.equal(u[1000:], noise((1 << 16) - 1000, 5, torch.device("cpu"), start=1000))
+    near = torch.corrcoef(torch.stack([u[1:], u[:-1]]))[0, 1]
+    assert abs(float(near)) < 5 / 2**8
