@@ -39,10 +39,15 @@ def in_use(port: int) -> bool:
 
 def serve(port: int) -> int:
     if in_use(port):
-        print(f"app: port {port} is taken: stop what uses it, or choose another (PORT={port + 1} make run)", file=sys.stderr)
+        advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
+        print(f"app: port {port} is taken: {advice}", file=sys.stderr)
         return 1
+    from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
 
+    # Our pages are declared in main.py. Left to itself, Streamlit would take app/pages for pages of its old kind until
+    # main.py has run once: an address like /runs, opened first, would be blank.
+    PagesManager.uses_pages_directory = False
     page = Path(__file__).with_name("main.py")
     print(f"Binade: http://{HOST}:{port}", flush=True)
     try:

@@ -18,6 +18,7 @@ from torch import Tensor
 from data.catalog import Catalog
 from data.filter import Filter
 
+SKETCH_SMALLEST = 2.0**-129  # below lies the sketch's bin of zero
 MAX_EXACT_FLOAT32 = 1 << 24  # a larger float32 tensor would have to be sorted: its sketch is drawn instead
 
 
@@ -42,7 +43,9 @@ def distribution_of(group: str, x: Tensor) -> Distribution | None:
     """A tensor's own values, exactly; None for a float32 tensor too large to sort at once."""
     flat = x.reshape(-1)
     if flat.dtype == torch.bfloat16:
-        codes = np.concatenate([chunk.view(torch.int16).numpy().view(np.uint16) for chunk in flat.split(1 << 24)] or [[]])
+        codes = np.concatenate(
+            [chunk.view(torch.int16).numpy().view(np.uint16) for chunk in flat.split(1 << 24)] or [[]]
+        )
         counts = np.bincount(codes.astype(np.int64), minlength=1 << 16)
         used = counts.nonzero()[0]
         values, counts = (used.astype(np.uint32) << 16).view(np.float32).astype(np.float64), counts[used]
@@ -58,21 +61,47 @@ def distribution_of(group: str, x: Tensor) -> Distribution | None:
     total = counts.sum()
     mean = float(counts @ values / total) if total else math.nan
     std = math.sqrt(counts @ (values - mean) ** 2 / total) if total else math.nan
+    if len(values) == 1:  # not what rounding in the mean leaves
+        mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
 
 
 def distributions(
     catalog: Catalog, where: Filter, by: str | None = None, tensor_ids: list[str] | None = None
 ) -> list[Distribution]:
-    """The selection's distributions from the sketch, one a group (the values of column `by`, or "all")."""
+    """The selection's distributions from the sketch, one a group (the values of column `by`, or "all").
+
+    The outermost bins end at the smallest and the largest value, which are known.
+    """
     sketch = catalog.distribution(where, by, tensor_ids)
-    moments = catalog.moments(where, by, tensor_ids).set_index("group")
+    moments = catalog.moments(where, by, tensor_ids)
+    moments = moments.set_index(moments["group"].map(group_name))
     found = []
     for group, bins in sketch.groupby("group", sort=True, dropna=False):
-        row = moments.loc[group]
-        arrays = (bins[name].to_numpy() for name in ("low", "high", "count"))
-        found.append(Distribution(str(group), *arrays, float(row["mean"]), float(row["std"]), exact=False))
+        row = moments.loc[group_name(group)]
+        low, high = (bins[name].to_numpy().clip(row["min"], row["max"]) for name in ("low", "high"))
+        mean, std = float(row["mean"]), float(row["std"])
+        found.append(Distribution(group_name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
     return found
+
+
+def group_name(group: object) -> str:
+    """A group as people read it; a tensor for which the word does not apply or is not known is in "none"."""
+    return "none" if pd.isna(group) else str(group)
+
+
+def magnitudes(d: Distribution) -> Distribution:
+    """log2 of the magnitudes of the nonzero values, mean and deviation not computed."""
+    outer, inner = np.maximum(np.abs(d.low), np.abs(d.high)), np.minimum(np.abs(d.low), np.abs(d.high))
+    nonzero = _nonzero(d, inner)
+    low, high, count = np.log2(inner[nonzero]), np.log2(outer[nonzero]), d.count[nonzero]
+    order = np.argsort(low, kind="stable")
+    return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact)
+
+
+def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
+    """Which bins hold nonzero values. The sketch's bin of zero holds the smallest subnormals too: not told apart."""
+    return inner >= (2.0**-149 if d.exact else SKETCH_SMALLEST)
 
 
 def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
@@ -110,10 +139,12 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
     """The share of values in each interval; a sketch bin that straddles an edge is split by length."""
     if d.exact:
         return np.histogram(d.low, edges, weights=d.count)[0] / d.total
+    point = d.high <= d.low
+    points = np.histogram(d.low[point], edges, weights=d.count[point])[0]
     starts = np.maximum(d.low[:, None], edges[None, :-1])
     ends = np.minimum(d.high[:, None], edges[None, 1:])
     width = np.maximum(d.high - d.low, np.finfo(np.float64).tiny)
-    return (np.clip(ends - starts, 0, None) / width[:, None] * d.count[:, None]).sum(0) / d.total
+    return (points + (np.clip(ends - starts, 0, None) / width[:, None] * d.count[:, None]).sum(0)) / d.total
 
 
 def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
@@ -125,7 +156,7 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     tables = []
     for d in found:
         inner = np.minimum(np.abs(d.low), np.abs(d.high))
-        nonzero = inner > 0  # the sketch's bin of zero holds the smallest subnormals as well: not told apart
+        nonzero = _nonzero(d, inner)
         if not nonzero.any():
             continue
         mantissa, exponent = np.frexp(inner[nonzero])  # 0.5 <= mantissa < 1
@@ -138,7 +169,8 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     span = table["exponent"].max() - table["exponent"].min() + 1
     parts = 8 if span * 8 * len(tables) <= 4000 else 1
     table["eighth"] = np.floor(table["eighth"] * parts / 8)
-    table = table.groupby(["group", "total", "exponent", "eighth"], as_index=False)["count"].sum()
+    table["order"] = table["group"].map({d.group: index for index, d in enumerate(found)})
+    table = table.groupby(["order", "group", "total", "exponent", "eighth"], as_index=False)["count"].sum()
     low = table["exponent"] + np.log2(1 + table["eighth"] / parts)
     high = table["exponent"] + np.log2(1 + (table["eighth"] + 1) / parts)
     share = table["count"] / table["total"] / (high - low)
@@ -175,7 +207,8 @@ def boxes(found: list[Distribution]) -> pd.DataFrame:
 def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
     """What each format does to a selection of operands: columns format, tensors, sqnr_db, flush_to_zero, saturated.
 
-    SQNR is of the summed powers, flush_to_zero of all nonzero elements, saturated of all elements.
+    SQNR is of the summed powers (infinite where nothing is lost, NaN where there is nothing to lose), flush_to_zero of
+    all nonzero elements, saturated of all elements.
     """
     rows = []
     for name, part in scores.groupby("format"):
@@ -186,12 +219,18 @@ def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
             {
                 "format": name,
                 "tensors": len(part),
-                "sqnr_db": 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else math.nan,
+                "sqnr_db": _decibel(signal, noise),
                 "flush_to_zero": (part["flush_to_zero"].fillna(0) * nonzero).sum() / max(nonzero.sum(), 1),
                 "saturated": (part["saturated"] * part["numel"]).sum() / max(part["numel"].sum(), 1),
             }
         )
     return pd.DataFrame(rows, columns=["format", "tensors", "sqnr_db", "flush_to_zero", "saturated"])
+
+
+def _decibel(signal: float, noise: float) -> float:
+    if not signal > 0:
+        return math.nan
+    return 10 * math.log10(signal / noise) if 0 < noise < math.inf else math.inf if noise == 0 else -math.inf
 
 
 def tensor_label(row: pd.Series) -> str:
@@ -202,13 +241,25 @@ def tensor_label(row: pd.Series) -> str:
 
 
 def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
-    """tensor_id to label; tensors that would share one are told apart by iteration, then by run."""
+    """tensor_id to label; tensors that would share one are told apart by the first words in which they differ."""
     labels = {row["tensor_id"]: tensor_label(row) for _, row in rows.iterrows()}
-    for extra in ("iteration", "micro_batch", "run_id", "tensor_id"):
-        seen = pd.Series(labels)
-        doubled = seen[seen.duplicated(keep=False)].index
-        by_id = rows.set_index("tensor_id")
-        for tensor_id in doubled:
-            value = tensor_id if extra == "tensor_id" else by_id.at[tensor_id, extra]
-            labels[tensor_id] += f", {extra.replace('_', ' ')} {value}"
+    by_id = rows.set_index("tensor_id", drop=False)
+    for column, title in DISTINCTIONS.items():
+        for _, same in pd.Series(labels).groupby(pd.Series(labels)):
+            values = by_id.loc[same.index, column].map(group_name)
+            if values.nunique() > 1:
+                for tensor_id, value in values.items():
+                    labels[tensor_id] += f", {title} {value}"
     return labels
+
+
+DISTINCTIONS = {
+    "phase": "phase",
+    "iteration": "iteration",
+    "micro_batch": "micro-batch",
+    "rank": "rank",
+    "expert": "expert",
+    "recipe": "recipe",
+    "run_id": "run",
+    "tensor_id": "tensor",
+}

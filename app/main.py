@@ -6,7 +6,14 @@ import streamlit as st
 
 from app.pages import explore, runs
 
-st.set_page_config(page_title="Binade", page_icon=":material/stacked_bar_chart:", layout="wide")
+# Drawn here: Streamlit's own icons would be fetched from another host.
+ICON = (
+    '<svg viewBox="0 0 16 16"><g fill="#6366f1"><rect x="1" y="10" width="3" height="5"/>'
+    '<rect x="5" y="5" width="3" height="10"/><rect x="9" y="1" width="3" height="14"/>'
+    '<rect x="13" y="7" width="2" height="8"/></g></svg>'
+)
+
+st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
 st.html(
     "<style>"
     ".block-container{padding:3.4rem 2.2rem 3rem;max-width:1760px}"
@@ -18,7 +25,7 @@ st.html(
 )
 page = st.navigation(
     [
-        st.Page(explore.show, title="Explore", icon=":material/query_stats:", url_path="explore", default=True),
+        st.Page(explore.show, title="Explore", icon=":material/query_stats:", default=True),
         st.Page(runs.show, title="Runs", icon=":material/science:", url_path="runs"),
     ],
     position="top",

@@ -8,7 +8,7 @@ import time
 import streamlit as st
 
 from data.catalog import Catalog
-from data.runs import resolve_root
+from data.runs import RunError, resolve_root
 
 SYNC_SECONDS = 2.0
 
@@ -21,7 +21,16 @@ def _open(root: str) -> tuple[Catalog, dict[str, float]]:
 
 
 def catalog() -> Catalog:
-    """The catalog, up to date within two seconds."""
+    """The catalog, up to date within two seconds. A root that cannot be read ends the page with the reason."""
+    try:
+        return _up_to_date()
+    except (RunError, OSError) as error:
+        st.error(f"The runs cannot be read: {error}.", icon=":material/folder_off:")
+        st.markdown("Start the app on another directory: `TENSOR_SAVE_DIR=<directory> make run`")
+        st.stop()
+
+
+def _up_to_date() -> Catalog:
     opened, state = _open(str(resolve_root()))
     if time.monotonic() - state["synced"] > SYNC_SECONDS:
         opened.sync()
@@ -32,7 +41,11 @@ def catalog() -> Catalog:
 def explain_refused(opened: Catalog) -> None:
     """Name what could not be read, if anything."""
     if opened.refused:
-        with st.expander(f"{len(opened.refused)} not readable", icon=":material/warning:"):
+        count = len(opened.refused)
+        title = f"{count} run{'s' * (count != 1)} or part{'s' * (count != 1)} of runs cannot be read and are not shown"
+        if count == 1:
+            title = "A run, or a part of one, cannot be read and is not shown"
+        with st.expander(title, icon=":material/warning:"):
             for line in opened.refused:
                 st.text(line)
 
@@ -42,7 +55,7 @@ def explain_empty(opened: Catalog) -> None:
     st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
     st.markdown("Collect the smallest useful run, then reload this page:")
     st.code("python -m collector quick mxfp8", language="shell")
-    st.markdown("or one of every kind this page was made for:")
+    st.markdown("or one run of each format, to compare them:")
     st.code("python -m collector batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")
 
 

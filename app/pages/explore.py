@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
 from app import analysis, charts
 from app.analysis import Distribution
-from app.filters import TITLES, sidebar, to_address
+from app.filters import TITLES, follow_address, plain, sidebar, to_address
 from app.state import big, bytes_text, catalog, explain_empty, explain_refused
 from data.catalog import Catalog, CatalogError
 from data.filter import Filter
@@ -15,8 +19,10 @@ from data.store import TensorFileError
 
 MAX_SELECTED = charts.MAX_GROUPS
 MAX_ROWS = 5000
-CHART = 400  # pixels
+CHART = 360  # pixels, without the legend
 GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
+AXES = {"log2": "log₂ magnitude", "linear": "linear"}
+LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 
 
 def show() -> None:
@@ -26,26 +32,38 @@ def show() -> None:
     if not opened.totals().tensors:
         explain_empty(opened)
         return
+    follow_address(opened, {"by": GROUPINGS, "axis": tuple(AXES)})
     where = sidebar(opened)
     _totals(opened, where)
     rows = opened.tensors(where, limit=MAX_ROWS)
     if rows.empty:
-        st.info(f"No tensor matches: {where.sentence()}. Take something out of the filter.", icon=":material/filter_alt_off:")
+        st.info(
+            f"No tensor matches: {plain(where.sentence())}. Take something out of the filter.",
+            icon=":material/filter_alt_off:",
+        )
         to_address(where)
         return
     chosen = _table(opened, where, rows)
-    by = _views(opened, where, chosen)
-    to_address(where, tensor=chosen["tensor_id"].tolist(), by=by)
+    by, axis = _controls(one_by_one=not chosen.empty)
+    to_address(
+        where,
+        tensor=chosen["tensor_id"].tolist(),
+        by=by if by != GROUPINGS[0] else None,
+        axis=axis if axis != next(iter(AXES)) else None,
+    )
+    _views(opened, where, chosen, by, axis)
 
 
 def _totals(opened: Catalog, where: Filter) -> None:
     totals = opened.totals(where)
-    st.caption(f"Shown: {where.sentence()}.")
+    st.caption(f"Shown: {plain(where.sentence())}.")
     cells = st.columns(4)
     cells[0].metric("Tensors", f"{totals.tensors:,}", border=True)
     cells[1].metric("Values", big(totals.elements), border=True)
     cells[2].metric(
-        "With values", f"{totals.with_values:,}", border=True,
+        "With values",
+        f"{totals.with_values:,}",
+        border=True,
         help="Tensors whose values are on disk; of the others, statistics and sketch are kept",
     )
     cells[3].metric("Size of the values", bytes_text(totals.nbytes), border=True)
@@ -61,22 +79,40 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
         flush_to_zero=rows["flush_to_zero"] * 100,
         saturated=rows["saturated"] * 100,
     )
-    wanted = st.query_params.get_all("tensor")
+    wanted = st.query_params.get_all("tensor")[:MAX_SELECTED]
     default = [index for index, tensor_id in enumerate(rows["tensor_id"]) if tensor_id in wanted]
     number = st.column_config.NumberColumn
     text = st.column_config.TextColumn
+    shown, huge = _huge_as_text(shown, {"absmax": "absmax", "std": "Std"})
     event = st.dataframe(
         shown,
-        key=f"tensors_{hash(where)}",
+        # Another filter, other rows or a visit by another address: then the address says which rows are selected.
+        key=f"tensors_{hash((where, tuple(rows['tensor_id']), st.session_state['visit']))}",
         hide_index=True,
         height=318,
         placeholder="",
         on_select="rerun",
         selection_mode="multi-row",
-        selection_default={"selection": {"rows": default[:MAX_SELECTED]}} if default else None,
+        selection_default={"selection": {"rows": default}} if default else None,
         column_order=(
-            "layer_index", "module", "tensor_name", "operation", "phase", "quant_type", "format", "sqnr_db",
-            "flush_to_zero", "saturated", "absmax", "std", "kurtosis", "shape", "dtype", "iteration", "recipe", "run_id",
+            "layer_index",
+            "module",
+            "tensor_name",
+            "operation",
+            "phase",
+            "quant_type",
+            "format",
+            "sqnr_db",
+            "flush_to_zero",
+            "saturated",
+            "absmax",
+            "std",
+            "kurtosis",
+            "shape",
+            "dtype",
+            "iteration",
+            "recipe",
+            "run_id",
         ),
         column_config={
             "layer_index": number("Layer", width=60),
@@ -85,10 +121,18 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
             "operation": text("Operation", width=90),
             "phase": text("Phase", width=60),
             "quant_type": text("Quant type", width=90),
-            "format": text("Rounded to", width=100, help="The exact format this operand was rounded to; empty for results and bf16"),
-            "sqnr_db": number("SQNR (dB)", format="%.2f", width=90, help="10·log₁₀(Σx² / Σ(q−x)²) of the rounding that was done here"),
-            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help="Nonzero values that became zero, of the nonzero"),
-            "saturated": number("Saturated (%)", format="%.3f", width=105, help="Values above the format's largest once scaled, of all"),
+            "format": text(
+                "Rounded to", width=100, help="The exact format this operand was rounded to; empty for results and bf16"
+            ),
+            "sqnr_db": number(
+                "SQNR (dB)", format="%.2f", width=90, help="10·log₁₀(Σx² / Σ(q−x)²) of the rounding that was done here"
+            ),
+            "flush_to_zero": number(
+                "Flushed (%)", format="%.3f", width=95, help="Nonzero values that became zero, of the nonzero"
+            ),
+            "saturated": number(
+                "Saturated (%)", format="%.3f", width=110, help="Values above the format's largest once scaled, of all"
+            ),
             "absmax": number("absmax", format="%.3g", width=85),
             "std": number("Std", format="%.3g", width=85),
             "kurtosis": number("Kurtosis", format="%.2f", width=85, help="E(x−μ)⁴/σ⁴: 3 for a normal"),
@@ -97,6 +141,7 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
             "iteration": number("Iteration", width=80),
             "recipe": text("Recipe", width=110),
             "run_id": text("Run", width=330),
+            **huge,
         },
     )
     chosen = [index for index in event["selection"]["rows"] if index < len(rows)]
@@ -105,130 +150,198 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.iloc[chosen[:MAX_SELECTED]]
 
 
-def _views(opened: Catalog, where: Filter, chosen: pd.DataFrame) -> str | None:
-    """The charts; returns the grouping, for the address."""
+def _huge_as_text(table: pd.DataFrame, titles: dict[str, str]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Columns with numbers too large for a number column become text: (the table, their configuration)."""
+    huge = {name: title for name, title in titles.items() if (table[name].abs() > LARGEST_SHOWN).any()}
+    texts = {name: table[name].map(lambda v: "" if pd.isna(v) else f"{v:.3g}") for name in huge}
+    text = st.column_config.TextColumn
+    return table.assign(**texts), {name: text(title, width=90, alignment="right") for name, title in huge.items()}
+
+
+def _controls(one_by_one: bool) -> tuple[str, str]:
+    """(what groups are compared by, the axis) as chosen above the charts."""
+    left, right = st.columns([3, 1])
+    by = left.segmented_control(
+        "Compare by",
+        GROUPINGS,
+        key="by",
+        required=True,
+        format_func=lambda name: TITLES[name],
+        disabled=one_by_one,
+        help="Each selected tensor is shown by itself: clear the selection to compare groups" if one_by_one else None,
+    )
+    axis = right.segmented_control("Axis", AXES, key="axis", required=True, format_func=lambda name: AXES[name])
+    return by or GROUPINGS[0], axis or next(iter(AXES))
+
+
+def _views(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str, axis: str) -> None:
+    """The charts and tables of what is selected."""
     ids = chosen["tensor_id"].tolist() or None
-    by = None
     if ids is None:
-        by = _grouping(opened, where)
         found, by_title = analysis.distributions(opened, where, by), TITLES[by].lower()
-        source = f"{opened.totals(where).tensors:,} tensors · from sketches"
+        count = opened.totals(where).tensors
+        source = f"{count:,} tensor{'s' * (count != 1)} · from sketches"
         if len(found) > MAX_SELECTED:
             st.caption(f"{len(found)} groups: the {MAX_SELECTED} with the most values are drawn.")
-            largest = sorted(found, key=lambda d: -d.total)[:MAX_SELECTED]
-            found = [d for d in found if d in largest]
+            least = sorted(d.total for d in found)[-MAX_SELECTED]
+            found = [d for d in found if d.total >= least][:MAX_SELECTED]
     else:
         found, source = _exact(opened, chosen)
         by_title = "tensor"
-    if not any(d.total for d in found):
+    if found := [d for d in found if d.total]:
+        subtitle = f"{big(sum(d.total for d in found))} values · {source}"
+        note = _left_out(opened, where, ids, axis) + _resolution(found, axis)
+        _charts(found, subtitle, note, by_title, axis)
+    else:
         st.info("Nothing to draw: there is no finite value.", icon=":material/block:")
-        return by
-    subtitle = f"{big(sum(d.total for d in found))} values · {source}"
+    _statistics(opened, where, chosen, by)
+    _formats(opened, where, ids)
+
+
+def _charts(found: list[Distribution], subtitle: str, note: str, by: str, axis: str) -> None:
+    """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
+    groups = [d.group for d in found]
+    height = CHART + charts.legend_height(groups)
     left, right = st.columns(2, gap="large")
     with left:
-        scale = st.segmented_control(
-            "Axis", ["log₂ magnitude", "linear"], default="log₂ magnitude", required=True, key="axis", label_visibility="collapsed"
-        )
-        if scale == "linear":
-            st.altair_chart(charts.linear_histogram(analysis.linear_histogram(found), subtitle, by_title), key="histogram", height=CHART)
-            st.caption("The axis leaves out 0.01 % of the values, at its ends." + _resolution(found))
+        table = analysis.linear_histogram(found) if axis == "linear" else analysis.log2_histogram(found)
+        draw = charts.linear_histogram if axis == "linear" else charts.log2_histogram
+        if table.empty:
+            st.info("No magnitudes to draw: all values are zero.", icon=":material/block:")
         else:
-            st.altair_chart(charts.log2_histogram(analysis.log2_histogram(found), subtitle, by_title), key="histogram", height=CHART)
-            st.caption(_left_out(opened, where, ids))
+            st.altair_chart(draw(table, subtitle, by, groups), key="histogram", height=height)
+        st.caption(note)
     with right:
-        st.html("<div style='height:1.65rem'></div>")
         points = analysis.qq_normal(found)
         if points.empty:
             st.info("No Q–Q plot: all values are equal.", icon=":material/block:")
         else:
-            st.altair_chart(charts.qq_normal(points, subtitle, by_title), key="qq", height=CHART)
+            st.altair_chart(charts.qq_normal(points, subtitle, by, groups), key="qq", height=height)
             st.caption("On the dashed line values are normal; above it at the right, the tail is heavier.")
-    spread = analysis.boxes(found)
-    marks = f"box: quartiles · line: 0.1 % to 99.9 % · dots: extremes · {subtitle}"
-    st.altair_chart(charts.boxes(spread, marks, by_title), key="boxes", height=charts.boxes_height(spread))
-    _statistics(opened, where, chosen, by)
-    _formats(opened, where, ids)
-    return by
-
-
-def _grouping(opened: Catalog, where: Filter) -> str:
-    wanted = st.query_params.get("by")
-    if "by" not in st.session_state:
-        st.session_state["by"] = wanted if wanted in GROUPINGS else "quant_type"
-    return st.segmented_control(
-        "Compare by", GROUPINGS, key="by", required=True, format_func=lambda name: TITLES[name]
-    ) or "quant_type"
+    log2 = axis != "linear"
+    spread = analysis.boxes([analysis.magnitudes(d) for d in found] if log2 else found)
+    if not spread.empty:
+        marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
+        chart = charts.boxes(spread, f"{marks} · {subtitle}", by, groups, log2=log2)
+        st.altair_chart(chart, key="boxes", height=charts.boxes_height(spread))
 
 
 def _exact(opened: Catalog, chosen: pd.DataFrame) -> tuple[list[Distribution], str]:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read, and it is said."""
     labels = analysis.unique_labels(chosen)
-    found, from_sketch = [], 0
+    found, not_kept, damaged = [], [], []
     for tensor_id, label in labels.items():
         exact = None
         try:
             exact = analysis.distribution_of(label, opened.load(tensor_id))
-        except CatalogError as error:
-            st.info(f"{error}.", icon=":material/info:")
+        except CatalogError:
+            not_kept.append(label)
         except TensorFileError as error:
-            st.error(f"{error}. Drawn from its sketch instead.", icon=":material/broken_image:")
+            damaged.append((label, str(error)))
         if exact is None:
-            from_sketch += 1
             for d in analysis.distributions(opened, Filter(), None, [tensor_id]):
-                found.append(Distribution(label, d.low, d.high, d.count, d.mean, d.std, exact=False))
+                found.append(replace(d, group=label))
         else:
             found.append(exact)
-    own = len(labels) - from_sketch
+    if not_kept:
+        st.info(
+            f"The values of {plain('; '.join(not_kept))} were not kept: drawn from the sketch instead.",
+            icon=":material/info:",
+        )
+    if damaged:
+        count = len(damaged)
+        title = "A tensor file cannot be read" if count == 1 else f"{count} tensor files cannot be read"
+        st.error(f"{title}: drawn from the sketch instead.", icon=":material/broken_image:")
+        with st.expander("Which, and why"):
+            for label, reason in damaged:
+                st.text(f"{label}: {_one_line(reason)}")
+    own = sum(d.exact for d in found)
     parts = [f"{own} tensor{'s' * (own != 1)}, exact"] if own else []
-    if from_sketch:
-        parts.append(f"{from_sketch} from the sketch")
+    if own < len(found):
+        parts.append(f"{len(found) - own} from the sketch")
     return found, " · ".join(parts)
 
 
-def _left_out(opened: Catalog, where: Filter, ids: list[str] | None) -> str:
+def _one_line(text: str, longest: int = 400) -> str:
+    """A message without line breaks, terminal colours and what follows the first few sentences."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:longest]
+
+
+def _left_out(opened: Catalog, where: Filter, ids: list[str] | None, axis: str) -> str:
+    """What the charts do not show of the values."""
     row = opened.moments(where if ids is None else Filter(), None, ids).iloc[0]
-    share = row["zeros"] / row["numel"] if row["numel"] else 0
     odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
-    text = f"Zeros have no magnitude and are not drawn: {share:.2%} of the values."
-    return text + (f" Also left out: {' and '.join(odd)}." if odd else "")
+    also = f" Left out: {' and '.join(odd)}." if odd else ""
+    if axis == "linear":
+        return f"The histogram's axis leaves out 0.01 % of the values, at its ends.{also}"
+    if not row["zeros"]:
+        return f"No value is zero.{also}"
+    share = row["zeros"] / row["numel"]
+    text = f"{share:.2%}" if share >= 1e-4 else f"{int(row['zeros']):,}"
+    return f"Zeros have no magnitude and are not drawn: {text} of the values.{also}"
 
 
-def _resolution(found: list[Distribution]) -> str:
-    return "" if all(d.exact for d in found) else " Sketches count values in bins of 1/8 binade, spread evenly here."
+def _resolution(found: list[Distribution], axis: str) -> str:
+    if axis != "linear" or all(d.exact for d in found):
+        return ""
+    return " Sketches count values in bins of 1/8 binade, spread evenly here."
 
 
-def _statistics(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str | None) -> None:
+def _statistics(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> None:
     if chosen.empty:
         table = opened.moments(where, by)
-        table["group"] = table["group"].astype(str)
+        table["group"] = table["group"].map(analysis.group_name)
         first = TITLES[by]
     else:
-        table = opened.moments(Filter(), "tensor_id", chosen["tensor_id"].tolist())
+        ids = chosen["tensor_id"].tolist()
+        table = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
         table["group"] = table["group"].map(analysis.unique_labels(chosen))
         first = "Tensor"
     table = table.assign(flush_to_zero=table["flush_to_zero"] * 100, saturated=table["saturated"] * 100)
     number = st.column_config.NumberColumn
     st.markdown("**Statistics** · over the finite values")
+    titles = {"mean": "Mean", "std": "Std", "min": "Min", "max": "Max", "absmin": "Smallest |x| > 0"}
+    table, huge = _huge_as_text(table, titles)
     st.dataframe(
         table,
         hide_index=True,
         placeholder="",
-        column_order=("group", "tensors", "numel", "mean", "std", "min", "max", "absmin", "zeros", "nans", "infs", "sqnr_db", "flush_to_zero", "saturated"),
+        column_order=(
+            "group",
+            "tensors",
+            "numel",
+            "mean",
+            "std",
+            "min",
+            "max",
+            "absmin",
+            "zeros",
+            "nans",
+            "infs",
+            "sqnr_db",
+            "flush_to_zero",
+            "saturated",
+        ),
         column_config={
             "group": st.column_config.TextColumn(first),
-            "tensors": number("Tensors"),
-            "numel": number("Values", format="localized"),
-            "mean": number("Mean", format="%.3g"),
-            "std": number("Std", format="%.3g"),
-            "min": number("Min", format="%.3g"),
-            "max": number("Max", format="%.3g"),
-            "absmin": number("Smallest |x| > 0", format="%.2e"),
-            "zeros": number("Zeros", format="localized"),
-            "nans": number("NaN"),
-            "infs": number("Inf"),
-            "sqnr_db": number("SQNR (dB)", format="%.2f", help="Of the operands that were quantized, powers summed"),
-            "flush_to_zero": number("Flushed (%)", format="%.3f"),
-            "saturated": number("Saturated (%)", format="%.3f"),
+            "tensors": number("Tensors", format="localized", width=70),
+            "numel": number("Values", format="localized", width=100),
+            "mean": number("Mean", format="%.3g", width=105),
+            "std": number("Std", format="%.3g", width=100),
+            "min": number("Min", format="%.3g", width=100),
+            "max": number("Max", format="%.3g", width=95),
+            "absmin": number("Smallest |x| > 0", format="%.2e", width=130),
+            "zeros": number("Zeros", format="localized", width=85),
+            "nans": number("NaN", format="localized", width=60),
+            "infs": number("Inf", format="localized", width=60),
+            "sqnr_db": number(
+                "SQNR (dB)", format="%.2f", width=90, help="Of the operands that were quantized, powers summed"
+            ),
+            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help="Nonzero values that became zero"),
+            "saturated": number(
+                "Saturated (%)", format="%.3f", width=110, help="Values above the largest, once scaled"
+            ),
+            **huge,
         },
     )
 

@@ -6,51 +6,83 @@ import pandas as pd
 import streamlit as st
 
 from app import charts
-from app.state import catalog, explain_empty, explain_refused
+from app.state import bytes_text, catalog, explain_empty, explain_refused
+from data.catalog import Catalog
 from data.runs import read_losses
 
-STATE_ICONS = {"done": "✓ done", "running": "● running", "failed": "✕ failed", "cancelled": "◌ cancelled", "crashed": "✕ crashed"}
+STATES = {
+    "done": "✓ done",
+    "running": "● running",
+    "failed": "✕ failed",
+    "cancelled": "◌ cancelled",
+    "crashed": "✕ crashed",
+}
 
 
 def show() -> None:
-    st.title("Runs", anchor=False)
     opened = catalog()
+    st.title("Runs", anchor=False)
     explain_refused(opened)
     runs = opened.runs()
     if runs.empty:
         explain_empty(opened)
         return
+    _totals(runs)
+    _table(runs)
+    _losses(opened, runs)
+
+
+def _totals(runs: pd.DataFrame) -> None:
+    counts = runs["state"].value_counts()
+    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
+    st.caption(
+        f"{len(runs):,} run{'s' * (len(runs) != 1)} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
+        f"{bytes_text(float(runs['bytes'].sum()))} in tensor files"
+    )
+
+
+def _table(runs: pd.DataFrame) -> None:
     table = runs.assign(
-        state=runs["state"].map(STATE_ICONS), seconds=(runs["finished"] - runs["started"]).dt.total_seconds(),
+        state=runs["state"].map(STATES),
+        seconds=(runs["finished"] - runs["started"]).dt.total_seconds(),
         megabytes=runs["bytes"] / 1e6,
     )
+    number, text = st.column_config.NumberColumn, st.column_config.TextColumn
+    reasons = ("reason",) if runs["reason"].notna().any() else ()
     st.dataframe(
         table,
         hide_index=True,
         placeholder="",
         column_order=(
-            "run_id", "state", "recipe", "model", "size", "dataset", "backend", "tensors", "tensors_without_raw",
-            "megabytes", "loss_first", "loss_last", "seconds", "reason",
+            *("state", *reasons, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
+            *("tensors_without_raw", "megabytes", "loss_first", "loss_last", "backend", "run_id"),
         ),
         column_config={
-            "run_id": st.column_config.TextColumn("Run", width="medium"),
-            "state": st.column_config.TextColumn("State"),
-            "recipe": st.column_config.TextColumn("Recipe"),
-            "model": st.column_config.TextColumn("Model"),
-            "size": st.column_config.TextColumn("Size"),
-            "dataset": st.column_config.TextColumn("Dataset"),
-            "backend": st.column_config.TextColumn("Quantized by"),
-            "tensors": st.column_config.NumberColumn("Tensors"),
-            "tensors_without_raw": st.column_config.NumberColumn(
-                "Without values", help="Recorded with statistics only: over the byte budget, or values not asked for"
+            "state": text("State", width=85),
+            "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
+            "recipe": text("Recipe", width=125),
+            "model": text("Model", width=105),
+            "size": text("Size", width=55),
+            "dataset": text("Dataset", width=95),
+            "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
+            "seconds": number("Time (s)", format="%.1f", width=75),
+            "tensors": number("Tensors", format="localized", width=75),
+            "tensors_without_raw": number(
+                "Without values",
+                format="localized",
+                width=120,
+                help="Recorded with statistics only: over the byte budget, or values not asked for",
             ),
-            "megabytes": st.column_config.NumberColumn("Tensor files (MB)", format="%.1f"),
-            "loss_first": st.column_config.NumberColumn("First loss", format="%.4f", help="nats per token"),
-            "loss_last": st.column_config.NumberColumn("Last loss", format="%.4f", help="nats per token"),
-            "seconds": st.column_config.NumberColumn("Time (s)", format="%.1f"),
-            "reason": st.column_config.TextColumn("Reason", width="large"),
+            "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
+            "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
+            "loss_last": number("Last loss", format="%.4f", width=80, help="nats per token"),
+            "backend": text("Quantized by", width=180),
+            "run_id": text("Run", width=330),
         },
     )
+
+
+def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
     latest = runs.head(charts.MAX_GROUPS).iloc[::-1]
     again = latest["recipe"].duplicated(keep=False)
     labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
@@ -62,4 +94,6 @@ def show() -> None:
     if losses:
         if len(runs) > len(latest):
             st.caption(f"Losses of the {len(latest)} newest of {len(runs)} runs.")
-        st.altair_chart(charts.losses(pd.DataFrame(losses)), height=440)
+        table = pd.DataFrame(losses)
+        height = 380 + charts.legend_height(list(dict.fromkeys(table["group"])))
+        st.altair_chart(charts.losses(table), height=height)

@@ -1,0 +1,45 @@
+"""What the app's tests share: one thread for torch (two cores, small tensors), and pages run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from streamlit.testing.v1 import AppTest
+
+from app import state
+
+MAIN = Path(__file__).parents[2] / "app" / "main.py"
+
+torch.set_num_threads(1)
+
+
+def runs_page() -> None:
+    from app.pages import runs
+
+    runs.show()
+
+
+@pytest.fixture
+def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
+    """visit(root, page="explore", **query): the page as it is after its first run. It must not have failed."""
+    roots = set()
+
+    def open_page(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
+        monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
+        roots.add(str(root))
+        at = AppTest.from_file(str(MAIN)) if page == "explore" else AppTest.from_function(runs_page)
+        at.default_timeout = 120
+        for name, value in query.items():
+            at.query_params[name] = value
+        at.run()
+        assert not at.exception, at.exception[0].message
+        return at
+
+    yield open_page
+    for root in roots:
+        if Path(root).is_dir():
+            state._open(root)[0].close()
+    state._open.clear()

@@ -1,0 +1,469 @@
+"""What the charts are drawn from, against numpy, scipy and the tensors themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from scipy import stats
+
+import quant
+from app import analysis
+from app.analysis import Distribution, distribution_of
+from data.catalog import Catalog
+from data.filter import Filter
+from quant.metrics import score
+from tests.app.roots import odd_tensors, record
+
+BIN = 1 / 8  # a sketch bin is an eighth of a binade: its ends differ by at most this share of the lower one
+NAMES = ("input", "weight", "attention_probs", "attention_scores", "grad_output", "grad_weight")
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path):
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tensors(catalog: Catalog) -> dict[str, tuple[str, torch.Tensor]]:
+    """A real tensor of each of NAMES: its id and its values."""
+    rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[2], iteration=[1]))
+    ids = {name: rows.loc[rows["tensor_name"] == name, "tensor_id"].iloc[0] for name in NAMES}
+    return {name: (tensor_id, catalog.load(tensor_id)) for name, tensor_id in ids.items()}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory):
+    """(catalog, tensor by name, id by name) of tensors that break assumptions."""
+    root = tmp_path_factory.mktemp("odd")
+    values = odd_tensors()
+    ids = dict(zip(values, record(root, list(values.values())), strict=True))
+    with Catalog.open(root) as opened:
+        yield opened, values, ids
+
+
+def flat(x: torch.Tensor) -> np.ndarray:
+    """The finite values as float64."""
+    values = x.double().flatten().numpy()
+    return values[np.isfinite(values)]
+
+
+def sketched(catalog: Catalog, tensor_id: str) -> Distribution:
+    (found,) = analysis.distributions(catalog, Filter(), None, [tensor_id])
+    return found
+
+
+floats = hnp.arrays(
+    np.float32,
+    st.integers(0, 300),
+    elements=st.one_of(
+        st.floats(width=32), st.sampled_from([0.0, -0.0, 1.0, 2.0**-149, -(2.0**-127), 3e38, math.nan, math.inf])
+    ),
+)
+shares = st.lists(st.floats(0, 1), min_size=1, max_size=20).map(np.array)
+
+
+class TestDistributionOf:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_counts_every_value_of_a_real_tensor(self, tensors, name):
+        x = tensors[name][1]
+        d = distribution_of(name, x)
+        values, counts = np.unique(flat(x), return_counts=True)
+        assert np.array_equal(d.low, values) and np.array_equal(d.high, values) and np.array_equal(d.count, counts)
+        assert d.exact and d.total == x.numel()
+        assert d.mean == pytest.approx(flat(x).mean(), rel=1e-9, abs=1e-15)
+        assert d.std == pytest.approx(flat(x).std(), rel=1e-9)
+
+    @given(floats)
+    def test_float32(self, values):
+        d = distribution_of("x", torch.from_numpy(values))
+        finite = values[np.isfinite(values)].astype(np.float64)
+        assert np.array_equal(np.repeat(d.low, d.count), np.sort(finite))
+        if not finite.size:
+            assert math.isnan(d.mean) and math.isnan(d.std)
+
+    @given(floats)
+    def test_bfloat16_as_float32(self, values):
+        x = torch.from_numpy(values).bfloat16()
+        a, b = distribution_of("x", x), distribution_of("x", x.float())
+        assert np.array_equal(np.repeat(a.low, a.count), np.repeat(b.low, b.count))
+
+    def test_too_large_to_sort(self):
+        x = torch.zeros(1).expand(analysis.MAX_EXACT_FLOAT32 + 1)
+        assert distribution_of("x", x) is None
+
+    @pytest.mark.parametrize("value", [0.1, -3e38, 1e-40, 0.0])
+    @pytest.mark.parametrize("count", [1, 3, 1000])
+    def test_a_constant_has_no_spread(self, value, count):
+        d = distribution_of("x", torch.full((count,), value))
+        assert d.std == 0.0 and d.mean == d.low[0]
+        assert analysis.qq_normal([d]).empty
+
+
+class TestQuantiles:
+    @given(floats, shares)
+    def test_exact_ones_are_numpys_inverted_cdf(self, values, p):
+        d = distribution_of("x", torch.from_numpy(values))
+        finite = values[np.isfinite(values)].astype(np.float64)
+        if finite.size:
+            assert np.array_equal(analysis.quantiles(d, p), np.quantile(finite, p, method="inverted_cdf"))
+        else:
+            assert np.isnan(analysis.quantiles(d, p)).all()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_from_the_sketch_are_within_a_bin(self, catalog, tensors, name):
+        tensor_id, x = tensors[name]
+        p = np.linspace(0, 1, 201)
+        exact = np.quantile(flat(x), p, method="inverted_cdf")
+        found = analysis.quantiles(sketched(catalog, tensor_id), p)
+        assert (
+            np.abs(found - exact) <= BIN * np.maximum(np.abs(exact), np.abs(found)) + analysis.SKETCH_SMALLEST
+        ).all()
+        assert found[0] == exact[0] and found[-1] == exact[-1]  # the extremes are known
+
+    def test_of_huge_values_are_finite(self, odd):
+        catalog, values, ids = odd
+        found = analysis.quantiles(sketched(catalog, ids["huge"]), np.linspace(0, 1, 11))
+        assert np.isfinite(found).all()
+        assert found[-1] == flat(values["huge"]).max()
+
+
+class TestLinearHistogram:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_is_numpys(self, tensors, name):
+        values = flat(tensors[name][1])
+        table = analysis.linear_histogram([distribution_of(name, tensors[name][1])], bins=64)
+        edges = [*table["low"], table["high"].iloc[-1]]
+        counts, _ = np.histogram(values, edges)
+        np.testing.assert_allclose(table["share"], counts / values.size, rtol=1e-12)
+        assert values.size * (1 - table["share"].sum()) <= values.size * 1e-4 + 1
+        assert np.isin(edges[0], values) and np.isin(edges[-1], values)
+
+    def test_groups_share_their_bins(self, tensors):
+        found = [distribution_of(name, x) for name, (_, x) in tensors.items()]
+        table = analysis.linear_histogram(found)
+        assert list(table["group"].unique()) == list(NAMES)
+        assert table.groupby("group")["low"].apply(tuple).nunique() == 1
+        assert (table.groupby("group")["share"].sum() >= 1 - 1e-4 - 1e-12).all()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_from_the_sketch_is_off_by_what_straddles_edges(self, catalog, tensors, name):
+        """A bin's values are spread evenly over it: a share is wrong by no more than the sketch bins at its two edges."""
+        tensor_id, _ = tensors[name]
+        d, exact = sketched(catalog, tensor_id), distribution_of(name, tensors[name][1])
+        edges = np.linspace(d.low[0], d.high[-1], 41)
+        difference = np.abs(analysis._shares(d, edges) - analysis._shares(exact, edges))
+        straddling = np.array([d.count[(d.low <= edge) & (edge <= d.high)].sum() for edge in edges]) / d.total
+        assert (difference <= straddling[:-1] + straddling[1:] + 1e-12).all()
+        assert analysis._shares(d, edges).sum() == pytest.approx(1)
+
+    @given(st.lists(floats, min_size=1, max_size=3))
+    def test_never_fails(self, arrays):
+        found = [distribution_of(str(i), torch.from_numpy(a)) for i, a in enumerate(arrays)]
+        table = analysis.linear_histogram(found)
+        assert (table["share"] >= 0).all() and np.isfinite(table[["low", "high", "share"]].to_numpy(float)).all()
+        assert (table["high"] > table["low"]).all()
+        assert set(table["group"]) == {d.group for d in found if d.total}
+
+
+class TestLog2Histogram:
+    @pytest.mark.parametrize("source", ["exact", "sketch"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_whole_binades_are_numpys(self, catalog, tensors, name, source):
+        tensor_id, x = tensors[name]
+        d = distribution_of(name, x) if source == "exact" else sketched(catalog, tensor_id)
+        table = analysis.log2_histogram([d])
+        values = flat(x)
+        _, exponents = np.frexp(values[values != 0])
+        wanted = pd.Series(exponents - 1).value_counts() / values.size
+        area = table["share"] * (table["high"] - table["low"])
+        found = area.groupby(np.floor(table["low"] + 1e-9).astype(int)).sum()
+        pd.testing.assert_series_equal(
+            found.sort_index(), wanted.sort_index(), check_names=False, check_index_type=False
+        )
+        assert area.sum() == pytest.approx(np.count_nonzero(values) / values.size)
+
+    @given(st.lists(floats, min_size=1, max_size=3))
+    def test_integrates_to_the_nonzero_share(self, arrays):
+        table = analysis.log2_histogram([distribution_of(str(i), torch.from_numpy(a)) for i, a in enumerate(arrays)])
+        area = (table["share"] * (table["high"] - table["low"])).groupby(table["group"]).sum()
+        for index, values in enumerate(arrays):
+            finite = values[np.isfinite(values)]
+            if np.count_nonzero(finite):
+                assert area[str(index)] == pytest.approx(np.count_nonzero(finite) / finite.size)
+            else:
+                assert str(index) not in area
+
+    def test_eighths(self):
+        values = torch.tensor([1.0, 1.12, 1.125, 1.9, -1.99, 0.0])
+        table = analysis.log2_histogram([distribution_of("x", values)]).set_index("low")
+        assert (2**table.index).tolist() == pytest.approx([1, 1.125, 1.875])
+        assert (table["share"] * (table["high"] - table.index)).tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6])
+
+    def test_keeps_the_order_of_the_groups(self, tensors):
+        found = [distribution_of(name, tensors[name][1]) for name in reversed(NAMES)]
+        assert list(analysis.log2_histogram(found)["group"].unique()) == list(reversed(NAMES))
+
+    def test_marks_stay_few(self):
+        wide = torch.exp2(torch.arange(-140.0, 127.0))
+        found = [distribution_of(str(i), wide) for i in range(10)]
+        table = analysis.log2_histogram(found)
+        assert len(table) <= 4000
+        assert (table["high"] - table["low"]).round(9).eq(1).all()
+
+
+class TestQuantileQuantile:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_is_scipys_probability_plot(self, tensors, name):
+        """At probplot's ranks, (i - 1/2) / n, the curve has the sorted values."""
+        values = np.sort(flat(tensors[name][1]))[::7]  # not all distinct ranks, but real ones
+        x = torch.from_numpy(values.astype(np.float32))
+        d = distribution_of(name, x)
+        n = values.size
+        table = analysis.qq_normal([d])
+        mean, std = values.mean(), values.std()
+        ranks = np.clip(np.ceil(stats.norm.cdf(table["theoretical"]) * n).astype(int), 1, n)
+        close = (
+            np.abs(stats.norm.cdf(table["theoretical"]) * n - np.round(stats.norm.cdf(table["theoretical"]) * n)) < 1e-6
+        )
+        wanted = (values[ranks - 1] - mean) / std
+        np.testing.assert_allclose(table["sample"][~close], wanted[~close], rtol=1e-6, atol=1e-9)
+        assert table["theoretical"].iloc[-1] == pytest.approx(stats.norm.ppf(1 - 0.5 / n))
+        assert table["sample"].iloc[0] == pytest.approx((values[0] - mean) / std)
+        assert table["sample"].iloc[-1] == pytest.approx((values[-1] - mean) / std)
+
+    def test_against_probplot(self):
+        """scipy.stats.probplot of the same sample: linear between its points, ours steps; they agree within a step."""
+        values = np.random.default_rng(3).normal(2.0, 0.5, 4001).astype(np.float32)
+        d = distribution_of("x", torch.from_numpy(values))
+        (theirs_x, theirs_y), _ = stats.probplot(values.astype(np.float64), dist="norm")
+        table = analysis.qq_normal([d])
+        at = np.searchsorted(theirs_x, table["theoretical"].to_numpy()).clip(1, len(theirs_x) - 1)
+        sample = table["sample"].to_numpy() * d.std + d.mean
+        below, above = theirs_y[(at - 2).clip(0)], theirs_y[(at + 1).clip(max=len(theirs_y) - 1)]
+        assert ((below <= sample) & (sample <= above)).all()
+
+    def test_a_normal_sample_lies_on_the_diagonal(self):
+        values = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000) * 3 - 1
+        table = analysis.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
+        inner = table[table["theoretical"].abs() < 3]
+        np.testing.assert_allclose(inner["sample"], inner["theoretical"], atol=0.01)
+
+    def test_tails_of_laplace_bend_outwards(self):
+        values = stats.laplace.ppf((np.arange(20_000) + 0.5) / 20_000)
+        table = analysis.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
+        assert table["sample"].iloc[-1] > table["theoretical"].iloc[-1] * 1.2
+        assert table["sample"].iloc[0] < table["theoretical"].iloc[0] * 1.2
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_from_the_sketch_is_within_a_bin(self, catalog, tensors, name):
+        tensor_id, x = tensors[name]
+        d, exact = sketched(catalog, tensor_id), distribution_of(name, x)
+        a, b = analysis.qq_normal([d]), analysis.qq_normal([exact])
+        value = np.abs(b["sample"] * exact.std + exact.mean)
+        bound = (BIN / (1 - BIN) * value + analysis.SKETCH_SMALLEST) / exact.std + 1e-6
+        assert (np.abs(a["sample"] - b["sample"]) <= bound).all()
+
+
+class TestBoxes:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_are_numpys_quantiles(self, tensors, name):
+        x = tensors[name][1]
+        row = analysis.boxes([distribution_of(name, x)]).iloc[0]
+        wanted = np.quantile(flat(x), [0, 0.001, 0.25, 0.5, 0.75, 0.999, 1], method="inverted_cdf")
+        assert row[["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]].tolist() == wanted.tolist()
+
+    @pytest.mark.parametrize("name", NAMES)
+    def test_of_magnitudes(self, catalog, tensors, name):
+        tensor_id, x = tensors[name]
+        values = np.log2(np.abs(flat(x)[flat(x) != 0]))
+        wanted = np.quantile(values, [0, 0.001, 0.25, 0.5, 0.75, 0.999, 1], method="inverted_cdf")
+        exact = analysis.boxes([analysis.magnitudes(distribution_of(name, x))]).iloc[0, 1:].to_numpy(float)
+        np.testing.assert_allclose(exact, wanted, rtol=1e-12)
+        sketch = analysis.boxes([analysis.magnitudes(sketched(catalog, tensor_id))]).iloc[0, 1:].to_numpy(float)
+        assert (np.abs(sketch - wanted) <= math.log2(1 + BIN) + 1e-9).all()
+
+    def test_of_nothing(self):
+        assert analysis.boxes([distribution_of("x", torch.tensor([math.nan]))]).empty
+        assert analysis.boxes([analysis.magnitudes(distribution_of("x", torch.zeros(4)))]).empty
+
+
+class TestDistributions:
+    def test_groups_are_the_tensors_taken_together(self, catalog):
+        where = Filter(layer_index=[1], tensor_name=["input"], iteration=[0])
+        rows = catalog.tensors(where)
+        found = {d.group: d for d in analysis.distributions(catalog, where, "quant_type")}
+        assert set(found) == {"bf16", "hifp8", "mxfp8", "mxfp4"}
+        for name, part in rows.groupby("quant_type"):
+            values = np.concatenate([flat(catalog.load(tensor_id)) for tensor_id in part["tensor_id"]])
+            d = found[name]
+            assert d.total == values.size
+            assert d.mean == pytest.approx(values.mean(), rel=1e-6)
+            assert d.std == pytest.approx(values.std(), rel=1e-6)
+            counts = np.histogram(values, [*d.low[d.low > 0], values.max()])[0]
+            assert counts.tolist() == d.count[d.low > 0].tolist()
+
+    def test_layers_in_the_order_of_their_numbers(self, odd):
+        found = analysis.distributions(odd[0], Filter(), "layer_index")
+        assert [d.group for d in found] == sorted((d.group for d in found), key=int)
+
+    def test_a_word_that_does_not_apply_is_a_group_of_its_own(self, odd):
+        (d,) = analysis.distributions(odd[0], Filter(layer_index=[4]), "expert")
+        assert d.group == "none" and d.total == 2048
+
+    @pytest.mark.parametrize("name", odd_tensors())
+    def test_odd_tensors(self, odd, name):
+        catalog, values, ids = odd
+        finite = flat(values[name])
+        found = analysis.distributions(catalog, Filter(), None, [ids[name]])
+        exact = distribution_of(name, catalog.load(ids[name]))
+        assert exact.total == finite.size
+        assert sum(d.total for d in found) == finite.size
+        for d in [*found, exact]:
+            if finite.size:
+                assert (d.low[0], d.high[-1]) == (finite.min(), finite.max())
+        for group in (found, [exact]):
+            for table in (
+                analysis.linear_histogram(group),
+                analysis.log2_histogram(group),
+                analysis.qq_normal(group),
+                analysis.boxes(group),
+                analysis.boxes([analysis.magnitudes(d) for d in group]),
+            ):
+                assert np.isfinite(table.drop(columns="group").to_numpy(float)).all()
+            linear = analysis.linear_histogram(group)
+            assert linear.empty == (finite.size == 0)
+            if finite.size:
+                assert linear["share"].sum() == pytest.approx(1, abs=1e-3)
+        assert analysis.log2_histogram([exact]).empty == (np.count_nonzero(finite) == 0)
+
+
+class TestFormatComparison:
+    @pytest.mark.parametrize(
+        "where",
+        [
+            Filter(layer_index=(1,), tensor_name=("weight",), iteration=(0,)),
+            Filter(layer_index=(2,), component=("FA",), operation=("forward",), quant_type=("mxfp4",)),
+            Filter(module=("fc2",), tensor_name=("grad_output",), quant_type=("hifp8",)),
+        ],
+        ids=Filter.sentence,
+    )
+    def test_is_the_error_over_all_values_together(self, catalog, where):
+        """Quantize each operand along its own axis, then measure all values as one tensor."""
+        rows = catalog.tensors(where).set_index("tensor_id")
+        scores = catalog.scores(where)
+        table = analysis.format_comparison(scores).set_index("format")
+        assert len(table) >= 3
+        for fmt, line in table.iterrows():
+            xs, qs, saturated = [], [], 0.0
+            for tensor_id in scores.loc[scores["format"] == fmt, "tensor_id"]:
+                x = catalog.load(tensor_id)
+                axis = int(rows.at[tensor_id, "contracted_axis"])
+                xs.append(flat(x))
+                qs.append(flat(quant.fake_quantize(x, fmt, dim=axis)))
+                saturated += score(x, fmt, axis).saturated * x.numel()
+            x, q = np.concatenate(xs), np.concatenate(qs)
+            assert line["tensors"] == len(xs)
+            assert line["sqnr_db"] == pytest.approx(10 * math.log10((x @ x) / ((q - x) @ (q - x))), rel=1e-9)
+            assert line["flush_to_zero"] == pytest.approx(((x != 0) & (q == 0)).sum() / (x != 0).sum(), rel=1e-9)
+            assert line["saturated"] == pytest.approx(saturated / x.size, rel=1e-9)
+
+    def test_saturated_counts_clipped_values(self):
+        x = torch.tensor([[6.1] + [1.0] * 31])  # floor scale 1: above 6 is clipped in mxfp4
+        assert score(x, "mxfp4").saturated == 1 / 32
+
+    @staticmethod
+    def scores(**columns: list[float]) -> pd.DataFrame:
+        usual = {
+            "format": "mxfp8",
+            "numel": 100,
+            "zeros": 0,
+            "rms": 1.0,
+            "mse": 0.01,
+            "flush_to_zero": 0.0,
+            "saturated": 0.0,
+        }
+        length = max(map(len, columns.values()))
+        return pd.DataFrame({name: columns.get(name, [value] * length) for name, value in usual.items()})
+
+    @pytest.mark.parametrize(
+        ("rms", "mse", "wanted"),
+        [
+            ([1.0], [0.01], 20.0),
+            ([1.0, 0.0], [0.0, 0.0], math.inf),
+            ([0.0], [0.0], math.nan),
+            ([math.nan, 1.0], [math.nan, 0.1], 10.0),
+            ([1.0], [math.inf], -math.inf),
+            ([1.0, 3.0], [0.05, 0.05], 20.0),
+        ],
+    )
+    def test_decibels(self, rms, mse, wanted):
+        table = analysis.format_comparison(self.scores(rms=rms, mse=mse))
+        assert table["sqnr_db"].iloc[0] == pytest.approx(wanted, nan_ok=True)
+
+    def test_weights_by_what_a_share_is_of(self):
+        table = analysis.format_comparison(
+            self.scores(numel=[100, 300], zeros=[50, 0], flush_to_zero=[0.2, 0.1], saturated=[0.4, 0.0])
+        )
+        assert table["flush_to_zero"].iloc[0] == pytest.approx((10 + 30) / 350)
+        assert table["saturated"].iloc[0] == pytest.approx(40 / 400)
+
+    def test_of_nothing(self):
+        assert analysis.format_comparison(self.scores(rms=[]).iloc[:0]).empty
+
+    def test_odd_tensors(self, odd):
+        table = analysis.format_comparison(odd[0].scores())
+        assert set(table["format"]) == {"hifp8", "mxfp8", "mxfp4"}
+        assert np.isfinite(table[["sqnr_db", "flush_to_zero", "saturated"]].to_numpy()).all()
+
+
+class TestLabels:
+    def test_of_a_tensor(self, catalog):
+        row = catalog.tensors(Filter(quant_type=["mxfp8"])).iloc[0]
+        assert analysis.tensor_label(row) == "L1 qkv input (forward, mxfp8)"
+
+    def test_are_unique_over_a_whole_root(self, catalog):
+        rows = catalog.tensors()
+        labels = analysis.unique_labels(rows)
+        assert list(labels) == rows["tensor_id"].tolist()
+        assert len(set(labels.values())) == len(rows)
+
+    def test_say_only_what_tells_tensors_apart(self, catalog):
+        rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[1], module=["qkv"], tensor_name=["input"]))
+        assert list(analysis.unique_labels(rows).values()) == [
+            "L1 qkv input (forward, mxfp8), iteration 0",
+            "L1 qkv input (forward, mxfp8), iteration 1",
+        ]
+        assert list(analysis.unique_labels(rows.head(1)).values()) == ["L1 qkv input (forward, mxfp8)"]
+
+    def test_of_runs_that_differ_in_nothing_else(self, catalog):
+        row = catalog.tensors(Filter(quant_type=["mxfp8"])).head(1)
+        twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
+        labels = list(analysis.unique_labels(twins).values())
+        assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
+
+    @settings(max_examples=30)
+    @given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=1, max_size=8))
+    def test_are_unique_whatever_differs(self, words):
+        names = ("iteration", "micro_batch", "rank", "layer_index")
+        rows = pd.DataFrame([dict(zip(names, word, strict=True)) for word in words]).assign(
+            tensor_id=[f"r/{i}" for i in range(len(words))], expert=None, run_id="r", recipe="mxfp8", phase="pre",
+            module="fc1", tensor_name="input", operation="forward", quant_type="mxfp8",
+        )  # fmt: skip
+        labels = analysis.unique_labels(rows)
+        assert len(set(labels.values())) == len(rows)
+
+
+def test_a_distribution_cannot_be_changed():
+    d = distribution_of("x", torch.ones(2))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        d.group = "y"

@@ -1,0 +1,282 @@
+"""The charts: valid, titled, with units, few marks, and one colour for a format on every one of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import altair as alt
+import pandas as pd
+import pytest
+import torch
+
+import quant
+from app import analysis, charts
+from collector.recipe import TEN_RECIPES
+from data.segment import TENSOR_SCHEMA
+
+FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
+TENSORS = [f"L{i} fc1 input (forward, mxfp8)" for i in range(10)]
+
+
+def found(groups: list[str]) -> list[analysis.Distribution]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        analysis.distribution_of(name, torch.randn(4000, generator=random).mul(2.0**i).bfloat16())
+        for i, name in enumerate(groups)
+    ]
+
+
+def comparison(**columns: list[float]) -> pd.DataFrame:
+    table = pd.DataFrame({"format": ["hifp8", "mxfp8", "mxfp4", "nvfp4"], "tensors": 3})
+    usual = {"sqnr_db": [31.0, 30.0, 19.0, 20.0], "flush_to_zero": [0, 0.1, 0.2, 0], "saturated": [0, 0, 0, 0.5]}
+    return table.assign(**usual | columns)
+
+
+def losses(groups: list[str]) -> pd.DataFrame:
+    return pd.DataFrame([{"group": g, "iteration": i, "loss": 5.0 - i} for g in groups for i in range(-2, 3)])
+
+
+def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
+    each = found(groups)
+    return {
+        "linear": charts.linear_histogram(analysis.linear_histogram(each), "4 k values", by, groups),
+        "log2": charts.log2_histogram(analysis.log2_histogram(each), "4 k values", by, groups),
+        "qq": charts.qq_normal(analysis.qq_normal(each), "4 k values", by, groups),
+        "boxes": charts.boxes(analysis.boxes(each), "4 k values", by, groups),
+        "log2 boxes": charts.boxes(
+            analysis.boxes([analysis.magnitudes(d) for d in each]), "4 k values", by, groups, log2=True
+        ),
+        "losses": charts.losses(losses(groups)),
+    }
+
+
+def walk(node: Any) -> Iterator[dict]:
+    if isinstance(node, dict):
+        yield node
+        for value in node.values():
+            yield from walk(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from walk(value)
+
+
+def spec(chart: alt.TopLevelMixin) -> dict:
+    """The chart as the browser gets it; altair checks it against Vega-Lite's schema, json that there is no NaN."""
+    made = chart.to_dict()
+    return json.loads(json.dumps(made, allow_nan=False))
+
+
+def encodings(made: dict) -> Iterator[tuple[str, dict]]:
+    for node in walk(made):
+        for channel, value in node.get("encoding", {}).items():
+            for one in value if isinstance(value, list) else [value]:
+                yield channel, one
+
+
+def marks(made: dict) -> int:
+    return sum(len(rows) for rows in made.get("datasets", {}).values())
+
+
+def color_of(made: dict) -> dict[str, str]:
+    found = {}
+    for channel, encoding in encodings(made):
+        if channel == "color":
+            found |= dict(zip(encoding["scale"]["domain"], encoding["scale"]["range"], strict=True))
+    return found
+
+
+CASES = {"one": ["mxfp8"], "formats": FORMATS, "recipes": list(TEN_RECIPES), "tensors": TENSORS}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def specs(request) -> dict[str, dict]:
+    return {name: spec(chart) for name, chart in all_charts(CASES[request.param]).items()}
+
+
+def test_titles_say_what_and_of_what(specs):
+    for name, made in specs.items():
+        assert made["title"]["text"], name
+        assert made["title"]["subtitle"], name
+
+
+def test_axes_have_titles_with_units(specs):
+    """Every axis that measures something says what, and a magnitude or a deviation says in what."""
+    for name, made in specs.items():
+        titles = {channel: e["title"] for channel, e in encodings(made) if channel in "xy" and e.get("title")}
+        assert set(titles) == ({"x"} if "boxes" in name else {"x", "y"}), name
+        text = " ".join(titles.values())
+        wanted = {"qq": "(σ)", "log2": "(binades)", "log2 boxes": "(binades)", "losses": "(nats per token)"}
+        assert wanted.get(name, "value") in text, name
+
+
+def test_nothing_shown_is_a_column_name(specs):
+    raw = {name for name in TENSOR_SCHEMA.names if "_" in name} | {"low", "high", "share", "p0_1", "q1", "theoretical"}
+    for name, made in specs.items():
+        shown = [node["title"] for node in walk(made) if isinstance(node.get("title"), str)]
+        shown += [made["title"]["text"], made["title"]["subtitle"]]
+        for text in shown:
+            assert text not in raw and "_" not in text, (name, text)
+        for channel, encoding in encodings(made):
+            if channel == "tooltip":
+                assert encoding.get("title"), (name, encoding)
+
+
+def test_marks_are_few(specs):
+    for name, made in specs.items():
+        assert marks(made) <= 5000, (name, marks(made))
+
+
+def test_marks_are_few_for_wide_tensors():
+    wide = torch.exp2(torch.linspace(-140, 126, 4000))
+    each = [analysis.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
+    assert marks(spec(charts.log2_histogram(analysis.log2_histogram(each), "x", "tensor"))) <= 5000
+    assert marks(spec(charts.linear_histogram(analysis.linear_histogram(each), "x", "tensor"))) <= 5000
+    assert marks(spec(charts.qq_normal(analysis.qq_normal(each), "x", "tensor"))) <= 5000
+
+
+@pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
+def test_a_group_has_one_colour_on_all_charts(groups):
+    seen = [color_of(spec(chart)) for chart in all_charts(groups).values()]
+    assert all(colors == seen[0] for colors in seen)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        FORMATS,
+        list(reversed(FORMATS)),
+        [f"linear_{name}" for name in FORMATS[1:]],
+        list(TEN_RECIPES),
+        [f"L1 qkv input (forward, {name})" for name in FORMATS],
+        [f"L1 qkv input (forward, {name}), iteration 3" for name in FORMATS],
+        ["mxfp8 at 08:31:18 UTC", "mxfp8 at 08:40:00 UTC", "bf16 at 08:31:12 UTC"],
+        ["mxfp8_e5m2", "mxfp8"],
+    ],
+    ids=lambda groups: groups[0],
+)
+def test_a_format_has_its_colour_wherever_it_is_named(groups):
+    for group, color in zip(groups, charts.colors(groups), strict=True):
+        (name,) = [name for name in quant.FORMATS if charts._format_in(group) == name]
+        assert name in group and color == charts.FORMAT_COLORS[name]
+
+
+def test_recipes_of_one_format_differ():
+    made = spec(charts.losses(losses(list(TEN_RECIPES))))
+    dashes = {
+        group: tuple(dash)
+        for channel, e in encodings(made)
+        if channel == "strokeDash"
+        for group, dash in zip(e["scale"]["domain"], e["scale"]["range"], strict=True)
+    }
+    looks = {(color, dashes[group]) for group, color in color_of(made).items()}
+    assert len(looks) == len(TEN_RECIPES)
+
+
+def test_a_long_name_is_not_taken_for_its_end():
+    assert charts._format_in("FA_linear_mxfp8_e5m2") == "mxfp8_e5m2"
+    assert charts._format_in("L1 fc1 input (forward, mxfp6_e2m3)") == "mxfp6_e2m3"
+    assert charts._format_in("20261121_083112_llama32-1b_bf16_beb4ff") is None
+    assert charts._format_in("L1 mxfp8s") is None
+
+
+def test_groups_that_name_no_format_borrow_no_formats_colour():
+    assert not set(charts.PALETTE) & set(charts.FORMAT_COLORS.values())
+    groups = [str(layer) for layer in range(1, 11)]
+    assert len(set(charts.colors(groups))) == len(groups)
+    assert set(charts.colors(TENSORS)) == set(charts.PALETTE)
+
+
+def test_every_format_has_a_colour_of_its_own():
+    assert set(charts.FORMAT_COLORS) == set(quant.FORMATS)
+    everything = [*charts.FORMAT_COLORS.values(), *charts.PALETTE]
+    assert len(set(everything)) == len(everything)
+
+
+def luminance(color: str) -> float:
+    """WCAG 2 relative luminance."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("background", ["#ffffff", "#0f1219"], ids=["light", "dark"])
+def test_every_colour_stands_out(background):
+    """WCAG 2.1, 1.4.11: graphics need a contrast of 3 to 1."""
+    for color in (*charts.FORMAT_COLORS.values(), *charts.PALETTE, charts.GREY):
+        light, dark = sorted((luminance(color), luminance(background)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, color
+
+
+def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
+    table = pd.DataFrame(
+        {
+            "group": ["a"] * 3 + ["b"],
+            "low": [0.0, 1.0, 3.0, 2.0],
+            "high": [1.0, 2.0, 4.0, 5.0],
+            "share": [0.1, 0.2, 0.7, 1.0],
+        }
+    )
+    line = charts._outline(table)
+    corners = [(row.group, row.low, row.share) for row in line.itertuples()]
+    assert corners == [
+        *[("a", 0.0, 0.0), ("a", 0.0, 0.1), ("a", 1.0, 0.2), ("a", 2.0, 0.0), ("a", 3.0, 0.7), ("a", 4.0, 0.0)],
+        *[("b", 2.0, 0.0), ("b", 2.0, 1.0), ("b", 5.0, 0.0)],
+    ]
+
+
+@pytest.mark.parametrize("make", ["log2_histogram", "linear_histogram"])
+def test_outlines_enclose_what_the_bins_hold(make):
+    table = getattr(analysis, make)(found(FORMATS))
+    line = charts._outline(table)
+    for group, part in line.groupby("group"):
+        steps = (part["share"].iloc[:-1].to_numpy() * part["low"].diff().iloc[1:].to_numpy()).sum()
+        bins = table[table["group"] == group]
+        assert steps == pytest.approx((bins["share"] * (bins["high"] - bins["low"])).sum(), rel=1e-9)
+
+
+class TestFormatPanels:
+    def test_have_titles_units_and_figures(self):
+        for panel, (_, name, unit, _) in zip(charts.format_panels(comparison()), charts.ERROR_PANELS, strict=True):
+            made = spec(panel)
+            assert made["title"]["text"] == name
+            assert unit in [e.get("title") for channel, e in encodings(made) if channel == "x"]
+            assert color_of(made) == {n: charts.FORMAT_COLORS[n] for n in ("hifp8", "mxfp8", "mxfp4", "nvfp4")}
+
+    @pytest.mark.parametrize(
+        ("value", "label"),
+        [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "-3.0")],
+    )
+    def test_any_value_has_a_label(self, value, label):
+        made = spec(charts.format_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])
+        rows = [row for data in made["datasets"].values() for row in data if row.get("format") == "hifp8"]
+        assert rows[0]["label"] == label
+
+    def test_without_any_value(self):
+        for panel in charts.format_panels(comparison(sqnr_db=[math.nan] * 4)):
+            spec(panel)
+
+
+@pytest.mark.parametrize("values", [[math.nan, 3.0], [math.inf, 3.0], [1.0, 1.0]])
+def test_losses_that_diverge(values):
+    table = pd.DataFrame({"group": "mxfp4", "iteration": [0, 1], "loss": values})
+    spec(charts.losses(table))
+
+
+@pytest.mark.parametrize("value", [0.0, -3e38, 1e-40])
+@pytest.mark.parametrize("draw", ["linear_histogram", "boxes"])
+def test_a_single_value_can_be_drawn(value, draw: str):
+    each = [analysis.distribution_of("bf16", torch.full((5,), value).bfloat16())]
+    compute: Callable = getattr(analysis, draw)
+    spec(getattr(charts, draw)(compute(each), "5 values", "quant type"))
+
+
+@pytest.mark.parametrize("length", [4, 15, 40, 90])
+def test_legends_have_room(length):
+    """The height grows with the rows that the legend takes, so that it takes none from the plot."""
+    groups = [f"{i}{'x' * length}" for i in range(10)]
+    assert charts.legend_height(groups[:1]) == 0
+    assert charts.legend_height(groups) >= 18 * math.ceil(10 / charts._columns(groups))
+    assert charts._columns(groups) * (length * 7 + 44) <= charts.LEGEND_WIDTH or charts._columns(groups) == 1

@@ -1,0 +1,77 @@
+"""python -m tests.browser.shots URL OUTDIR: pictures of every page, whole, at two widths, light and dark.
+
+URL may carry a filter; it is kept for the page it names and left out for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.browser.driver import launch, settle
+
+PAGES = {"explore": "/", "runs": "/runs"}
+WIDTHS = (1280, 1920)
+SCHEMES = ("light", "dark")
+
+
+def grow(page: Page, height: int = 0) -> None:
+    """Make the window as high as the page, which scrolls inside it, so that a picture shows all of it."""
+    for _ in range(3):
+        needed = page.evaluate("() => document.querySelector('[data-testid=stMain]').scrollHeight")
+        size = page.viewport_size
+        assert size
+        if needed <= size["height"]:
+            return
+        page.set_viewport_size({"width": size["width"], "height": max(needed, height)})
+        settle(page)
+
+
+def shoot(browser: Browser, url: str, file: Path, width: int, scheme: str, height: int = 900) -> None:
+    """One picture of one address."""
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    try:
+        page = context.new_page()
+        page.goto(url)
+        settle(page)
+        grow(page)
+        page.screenshot(path=file)
+    finally:
+        context.close()
+
+
+def addresses(url: str) -> dict[str, str]:
+    """Page to address: of the page that the URL names with its query, of the others without."""
+    parts = urlsplit(url)
+    return {
+        name: urlunsplit((parts.scheme, parts.netloc, path, parts.query if path == (parts.path or "/") else "", ""))
+        for name, path in PAGES.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="shots", description="Take pictures of every page of a running app.")
+    parser.add_argument("url", help="for example http://127.0.0.1:8501/?quant_type=mxfp8")
+    parser.add_argument("outdir", type=Path)
+    parser.add_argument("--page", choices=[*PAGES], help="this page only")
+    given = parser.parse_args(argv)
+    given.outdir.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        browser = launch(playwright)
+        for name, address in addresses(given.url).items():
+            if given.page in (None, name):
+                for width in WIDTHS:
+                    for scheme in SCHEMES:
+                        file = given.outdir / f"{name}-{width}-{scheme}.png"
+                        shoot(browser, address, file, width, scheme)
+                        print(file)
+        browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
