@@ -1,8 +1,8 @@
 """The index of a root, and the only SQL in the project.
 
 `<root>/index.duckdb` belongs to one process at a time. Who finds it locked (or the root read-only) indexes the same
-segments into memory instead: slower to open, the same answers. What is on disk is the truth; `sync` brings the index up
-to it, adding each segment once and dropping runs that are gone.
+segments into memory instead: slower to open, the same answers; so does who finds the disk full. What is on disk is the
+truth; `sync` brings the index up to it, adding each segment once and dropping runs that are gone.
 """
 
 from __future__ import annotations
@@ -74,15 +74,13 @@ class Catalog:
                 break
             catalog = cls(path, connection, shared=False)
             try:
-                catalog.sync()
+                catalog._catch_up()
                 return catalog
             except duckdb.Error:  # damaged, or no room for it
                 catalog.close()
                 _discard(index)
-        connection = duckdb.connect(":memory:")
-        connection.execute(SCHEMA.read_text())
-        catalog = cls(path, connection, shared=True)
-        catalog.sync()
+        catalog = cls(path, _in_memory(), shared=True)
+        catalog._catch_up()
         return catalog
 
     def close(self) -> None:
@@ -115,9 +113,21 @@ class Catalog:
     def sync(self) -> int:
         """Take in new segments and run states, drop runs that are gone; returns how many segments were added.
 
-        A segment that cannot be read is passed over and named in `refused`, and tried again next time.
+        A segment that cannot be read is passed over and named in `refused`, and tried again next time. An index that
+        cannot be written any more (the disk is full) is left as it is, and what it held is read into memory.
         """
-        with self._lock, self._cursor() as cursor:
+        with self._lock:
+            try:
+                return self._catch_up()
+            except duckdb.Error:
+                if self.in_memory:
+                    raise
+                self._connection.close()
+                self._connection, self.in_memory = _in_memory(), True
+                return self._catch_up()
+
+    def _catch_up(self) -> int:
+        with self._cursor() as cursor:
             runs, self.refused = list_runs(self.root)
             known = {(run, name): mtime for run, name, mtime in cursor.execute("FROM segment").fetchall()}
             present = {run.run_id for run in runs}
@@ -175,6 +185,8 @@ class Catalog:
                 cursor.execute("INSERT INTO segment VALUES (?, ?, ?)", [run.run_id, name, mtime])
             return 1
         except duckdb.Error as error:
+            if not self.in_memory and any(reason in str(error) for reason in UNAVAILABLE):
+                raise  # it is the index that failed
             self.refused.append(f"segment {run.run_id}/{name} cannot be read: {str(error).splitlines()[0]}")
             return 0
 
@@ -350,6 +362,12 @@ def _connect(index: Path) -> duckdb.DuckDBPyConnection | None:
             connection.close()
         _discard(index)
     return None
+
+
+def _in_memory() -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect(":memory:")
+    connection.execute(SCHEMA.read_text())
+    return connection
 
 
 def _prepare(connection: duckdb.DuckDBPyConnection, schema: str) -> bool:

@@ -121,7 +121,13 @@ class RunWriter:
         write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
 
     def finish(self, state: str, reason: str | None = None) -> None:
-        self.update(state=state, reason=reason, finished=now())
+        """Say how the run ended, on a full disk too."""
+        try:
+            self.update(state=state, reason=reason, finished=now())
+        except OSError:  # no room for a second status.json: the first one's own block will do
+            with open(self.directory / "status.json", "r+b") as file:
+                file.write(json.dumps(asdict(self.status)).encode())
+                file.truncate()
 
     def append_loss(self, record: dict[str, Any]) -> None:
         with open(self.directory / "loss.jsonl", "a") as file:
@@ -166,6 +172,7 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
             runs.append(read_run(directory))
         except RunError as error:
             refused.append(str(error))
+    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name tells seconds only
     return runs, refused
 
 

@@ -1,0 +1,55 @@
+"""What the collector's tests share: the command line called in this process, on small runs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from collector.__main__ import main
+from data.runs import RunInfo, list_runs
+
+# One layer, 32 tokens, operands quantized by torch: a second or less.
+SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--scores", "")
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These tensors are too small to share between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """python -m collector in this process, on the root tmp_path/"runs": its exit status."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
+
+    def call(*arguments: str) -> int:
+        try:
+            return main(arguments)
+        except SystemExit as end:
+            return end.code
+
+    yield call
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def collect(command, tmp_path: Path) -> Callable[..., RunInfo]:
+    """`run` with SMALL options and more: the run it made."""
+
+    def call(*arguments: str) -> RunInfo:
+        known = {run.run_id for run in list_runs(tmp_path / "runs")[0]}
+        assert command("run", *SMALL, *arguments) == 0
+        (made,) = [run for run in list_runs(tmp_path / "runs")[0] if run.run_id not in known]
+        return made
+
+    return call

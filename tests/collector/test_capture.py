@@ -1,0 +1,472 @@
+"""Capture: which tensors are recorded, with what values and errors, and that nothing else changes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+
+import quant
+from collector import Recorder, instrument
+from collector.capture import InstrumentError
+from collector.config import MODELS
+from collector.model import CoreAttention, GPTModel
+from collector.parallel import ParallelLinear
+from data.catalog import Catalog
+from data.filter import Filter
+from data.runs import CANCELLED, DONE, FAILED, read_run
+from quant.formats import FORMATS
+
+SHAPE = replace(MODELS["llama32-1b"]["tiny"], hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16)
+SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
+LINEARS = ("qkv", "proj", "fc1", "fc2")
+LINEAR_NAMES = {
+    ("input", "forward", "pre"),
+    ("weight", "forward", "pre"),
+    ("output", "forward", "post"),
+    ("grad_output", "backward", "pre"),
+    ("grad_input", "backward", "post"),
+    ("grad_weight", "backward", "post"),
+}
+CORE_NAMES = {
+    ("query", "forward", "pre"),
+    ("key", "forward", "pre"),
+    ("value", "forward", "pre"),
+    ("attention_scores", "forward", "post"),
+    ("attention_probs", "forward", "post"),
+    ("output", "forward", "post"),
+    ("grad_output", "backward", "pre"),
+    ("grad_query", "backward", "post"),
+    ("grad_key", "backward", "post"),
+    ("grad_value", "backward", "post"),
+}
+
+
+def build() -> GPTModel:
+    model = GPTModel(SHAPE)
+    model.initialize(0)
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(257, (2, 41), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def step(model: GPTModel) -> torch.Tensor:
+    tokens, labels = batch()
+    logits = model(tokens)
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    return logits.detach()
+
+
+class Hooks:
+    """What each layer saw, by torch's own hooks: {(layer, module, tensor name): tensor}."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self.seen: dict[tuple, torch.Tensor] = {}
+        self._handles = []
+        for layer in model.modules():
+            if isinstance(layer, (ParallelLinear, CoreAttention)):
+                self._handles += [layer.register_forward_pre_hook(self.before), layer.register_forward_hook(self.after)]
+
+    def keep(self, layer, name: str, tensor: torch.Tensor) -> None:
+        self.seen[layer.site.layer_index, layer.site.module, name] = tensor.detach().clone()
+
+    def before(self, layer, inputs: tuple) -> None:
+        names = ("query", "key", "value") if isinstance(layer, CoreAttention) else ("input",)
+        for name, x in zip(names, inputs, strict=True):
+            self.keep(layer, name, x)
+            x.register_hook(lambda grad, name=name: self.keep(layer, f"grad_{name}", grad))
+
+    def after(self, layer, inputs: tuple, output: torch.Tensor) -> None:
+        self.keep(layer, "output", output)
+        output.register_hook(lambda grad: self.keep(layer, "grad_output", grad))
+        if isinstance(layer, ParallelLinear):
+            self.keep(layer, "weight", layer.weight.to(output.dtype))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def record(root: Path, recipe: str, **options) -> tuple[GPTModel, Hooks]:
+    model = build()
+    hooks = Hooks(model)
+    config = {"model": "m", "size": "s", "dataset": "d", "recipe": recipe}
+    options = {"scores": SCORES} | options
+    with Recorder(root, label="test", config=config, **options) as recorder:
+        with instrument(model, recipe, recorder, backend="torch"), recorder.at(3, 1):
+            step(model)
+    hooks.remove()
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear):
+            hooks.keep(layer, "grad_weight", layer.weight.grad)
+    return model, hooks
+
+
+@pytest.fixture(scope="module", params=["mxfp8", "FA_linear_mxfp4", "hifp8", "bf16"])
+def recorded(request, tmp_path_factory):
+    """(recipe, open catalog, hooks) of one recorded step."""
+    root = tmp_path_factory.mktemp("recorded")
+    _, hooks = record(root, request.param)
+    with Catalog.open(root) as catalog:
+        yield request.param, catalog, hooks
+
+
+def part_formats(recipe: str) -> dict[str, str]:
+    """quant type by kind of product."""
+    fmt = recipe.removeprefix("FA_linear_")
+    return {"linear": fmt, "qk": fmt, "pv": "bf16" if recipe.startswith("FA") else fmt}
+
+
+def kind_of(row) -> str:
+    if row.module != "core":
+        return "linear"
+    qk = ("query", "key", "attention_scores", "grad_query", "grad_key")
+    return "qk" if row.tensor_name in qk else "pv"
+
+
+class TestRecorded:
+    def test_exactly_these_tensors(self, recorded):
+        _, catalog, _ = recorded
+        frame = catalog.tensors()
+        found = Counter(frame[["layer_index", "module", "tensor_name", "operation", "phase"]].itertuples(index=False))
+        expected = Counter(
+            (layer, module, *names)
+            for layer in (1, 2)
+            for module, all_names in [*((m, LINEAR_NAMES) for m in LINEARS), ("core", CORE_NAMES)]
+            for names in all_names
+        )
+        assert Counter(tuple(key) for key in found.elements()) == expected
+        assert len(frame) == 2 * 34
+        core = frame["module"] == "core"
+        assert (frame["layer_type"] == np.where(core, "attention", "linear")).all()
+        assert (frame["component"] == np.where(core, "FA", "linear")).all()
+
+    def test_words_are_the_runs(self, recorded):
+        recipe, catalog, _ = recorded
+        frame = catalog.tensors()
+        words = {"model": "m", "size": "s", "dataset": "d", "recipe": recipe}
+        for name, value in (words | {"iteration": 3, "micro_batch": 1, "rank": 0}).items():
+            assert set(frame[name]) == {value}, name
+        assert frame["expert"].isna().all()
+        for row in frame.itertuples():
+            assert row.quant_type == part_formats(recipe)[kind_of(row)]
+
+    def test_values_are_what_the_layer_saw(self, recorded):
+        _, catalog, hooks = recorded
+        frame = catalog.tensors()
+        compared = 0
+        for row in frame.itertuples():
+            if row.tensor_name in ("attention_scores", "attention_probs"):
+                continue
+            x = catalog.load(row.tensor_id)
+            seen = hooks.seen[row.layer_index, row.module, row.tensor_name]
+            assert torch.equal(x.float(), seen.float()), f"{row.module} {row.tensor_name}"
+            assert tuple(row.shape) == tuple(x.shape) == tuple(seen.shape)
+            assert x.dtype == torch.bfloat16 and row.dtype == "bfloat16" and row.nbytes == 2 * x.numel()
+            compared += 1
+        assert compared == 2 * 32
+
+    def test_scores_and_probs_follow_from_query_and_key(self, recorded):
+        recipe, catalog, hooks = recorded
+        fmt = part_formats(recipe)["qk"]
+        for layer in (1, 2):
+            q, k = (hooks.seen[layer, "core", name] for name in ("query", "key"))
+            k = k.repeat_interleave(SHAPE.heads // SHAPE.kv_heads, 1)
+            if fmt != "bf16":
+                q, k = quant.fake_quantize(q, fmt), quant.fake_quantize(k, fmt)
+            scores = q @ k.mT * SHAPE.head_dim**-0.5
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            for name, expected in (
+                ("attention_scores", scores),
+                ("attention_probs", scores.float().masked_fill(future, -torch.inf).softmax(-1).bfloat16()),
+            ):
+                (row,) = catalog.tensors(Filter(layer_index=[layer], tensor_name=[name])).itertuples()
+                assert torch.equal(catalog.load(row.tensor_id), expected), name
+
+    def test_summary_is_the_files(self, recorded):
+        _, catalog, _ = recorded
+        for row in catalog.tensors().itertuples():
+            x = catalog.load(row.tensor_id).double().numpy().ravel()
+            expected = {
+                "min": x.min(), "max": x.max(), "mean": x.mean(), "std": x.std(), "rms": np.sqrt((x**2).mean()),
+                "absmax": np.abs(x).max(), "absmin": np.abs(x[x != 0]).min(), "zeros": (x == 0).sum(),
+                "kurtosis": ((x - x.mean()) ** 4).mean() / x.var() ** 2,
+                "skewness": ((x - x.mean()) ** 3).mean() / x.std() ** 3, "nans": 0, "infs": 0,
+            }  # fmt: skip
+            scale = {"mean": x.std(), "skewness": 1.0}
+            for name, value in expected.items():
+                assert getattr(row, name) == pytest.approx(value, rel=1e-9, abs=1e-12 * scale.get(name, 0)), name
+
+    def test_errors_are_recomputed_from_the_file(self, recorded):
+        recipe, catalog, _ = recorded
+        operands = {"input", "weight", "query", "key", "value", "attention_probs", "grad_output"}
+        checked = 0
+        for row in catalog.tensors().itertuples():
+            kind = kind_of(row)
+            fmt = part_formats(recipe)[kind]
+            quantized = row.tensor_name in operands and fmt != "bf16"
+            if kind == "qk" and recipe.startswith("FA"):
+                quantized = row.tensor_name in ("query", "key")
+            if not quantized:
+                assert pd.isna(row.format) and pd.isna(row.sqnr_db), f"{row.module} {row.tensor_name}"
+                continue
+            expected_format = "mxfp8_e5m2" if fmt == "mxfp8" and row.tensor_name == "grad_output" else fmt
+            assert row.format == expected_format
+            axis = -2 if row.tensor_name == "value" else -1
+            assert row.contracted_axis == axis
+            check_errors(catalog.load(row.tensor_id), row.format, axis, row._asdict())
+            checked += 1
+        by_layer = 0 if recipe == "bf16" else 3 * len(LINEARS) + (2 if recipe.startswith("FA") else 5)
+        assert checked == 2 * by_layer
+
+    def test_scores_are_recomputed_from_the_file(self, recorded):
+        _, catalog, _ = recorded
+        scores = catalog.scores()
+        frame = catalog.tensors().set_index("tensor_id")
+        operands = frame[frame["contracted_axis"].notna()]
+        assert set(operands["tensor_name"]) == {
+            "input", "weight", "query", "key", "value", "attention_probs", "grad_output"
+        }  # fmt: skip
+        assert Counter(scores["tensor_id"]) == dict.fromkeys(operands.index, len(SCORES))
+        assert set(scores["format"]) == set(SCORES)
+        for row in scores.itertuples():
+            axis = int(frame.loc[row.tensor_id, "contracted_axis"])
+            check_errors(catalog.load(row.tensor_id), row.format, axis, row._asdict())
+
+    def test_files_describe_themselves(self, recorded):
+        recipe, catalog, _ = recorded
+        for row in catalog.tensors().itertuples():
+            path = catalog.path(row.tensor_id)
+            content = torch.load(path, weights_only=True, mmap=True)
+            assert set(content) == {"tensor", "tensor_info", "metadata"}
+            meta = content["metadata"]
+            assert (meta["layer_type"], meta["layer_idx"], meta["operation"]) == (
+                row.layer_type, row.layer_index, row.operation
+            )  # fmt: skip
+            assert (meta["tensor_name"], meta["iteration"], meta["sample_idx"]) == (row.tensor_name, 3, 1)
+            assert content["tensor_info"]["shape"] == list(row.shape)
+            assert path.parent.name == row.quant_type
+            assert path.name.endswith(
+                f"_iter003_{row.layer_type}_L{row.layer_index}_{row.operation}_{row.phase}_{row.component}_{row.quant_type}"
+                f"_rank00_sample001_group000_{row.tensor_name}.pt"
+            )
+
+    def test_every_file_is_named_by_one_row(self, recorded):
+        _, catalog, _ = recorded
+        named = [catalog.path(tensor_id) for tensor_id in catalog.tensors()["tensor_id"]]
+        assert sorted(named) == sorted(path for path in catalog.root.rglob("tensors/**/*") if path.is_file())
+
+
+def check_errors(x: torch.Tensor, fmt: str, axis: int, found: dict) -> None:
+    """The metrics of METRICS.md, in NumPy."""
+    q = quant.fake_quantize(x, fmt, dim=axis).double().numpy()
+    x = x.double().numpy()
+    e = q - x
+    n = x.size
+    expected = {
+        "sqnr_db": 10 * np.log10((x**2).sum() / (e**2).sum()) if (e**2).sum() else np.inf,
+        "mse": (e**2).mean(),
+        "relative_error": np.linalg.norm(e) / np.linalg.norm(x),
+        "cosine": (x * q).sum() / np.linalg.norm(x) / np.linalg.norm(q) if q.any() else np.nan,
+        "projection": (q * x).sum() / (x**2).sum(),
+        "max_abs_error": np.abs(e).max(),
+        "flush_to_zero": ((x != 0) & (q == 0)).sum() / (x != 0).sum(),
+        "underflow_of_all": ((x != 0) & (q == 0)).sum() / n,
+    }
+    element = FORMATS[fmt].element
+    if fmt == "hifp8":
+        expected["saturated"] = (np.abs(x) > 32768).mean()
+    elif fmt != "nvfp4":  # MX, floor rule; NVFP4's block scale is the quantizer's own tests' matter
+        x = np.moveaxis(x, axis, -1)
+        padded = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 32)])
+        blocks = np.abs(padded.reshape(-1, 32))
+        top = blocks.max(1, keepdims=True)
+        scale = np.exp2(np.floor(np.log2(np.where(top > 0, top, 1))) - element.emax)
+        expected["saturated"] = (blocks / scale > element.max).sum() / n
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-9, nan_ok=True), f"{fmt} {name}"
+
+
+def gradients(model: GPTModel) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters()]
+
+
+def test_recipe_bf16_changes_nothing_to_the_bit(tmp_path):
+    plain, recorded = build(), build()
+    logits = step(plain)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(recorded, "bf16", recorder):
+        assert torch.equal(step(recorded), logits)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(recorded), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "FA_mxfp4"])
+def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
+    alone, recorded = build(), build()
+    with instrument(alone, recipe):
+        logits = step(alone)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(recorded, recipe, recorder):
+        assert torch.equal(step(recorded), logits)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(recorded), strict=True))
+
+
+class TestInstrument:
+    def quantizations(self, model: GPTModel) -> list[int]:
+        return [id(m.quantization) for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
+
+    def test_puts_the_model_back(self):
+        model = build()
+        before, logits = self.quantizations(model), step(model)
+        with instrument(model, "mxfp4"):
+            assert not set(self.quantizations(model)) & set(before)
+            assert not torch.equal(step(model), logits)
+        assert self.quantizations(model) == before
+        assert torch.equal(step(model), logits)
+
+    def test_puts_the_model_back_after_an_exception(self):
+        model = build()
+        before = self.quantizations(model)
+        with pytest.raises(ZeroDivisionError), instrument(model, "mxfp4"):
+            raise ZeroDivisionError
+        with pytest.raises(KeyboardInterrupt), instrument(model, "mxfp4"):
+            raise KeyboardInterrupt
+        assert self.quantizations(model) == before
+
+    def test_can_be_nested(self):
+        model = build()
+        with instrument(model, "hifp8"):
+            outer, logits = self.quantizations(model), step(model)
+            with instrument(model, "bf16"):
+                assert not torch.equal(step(model), logits)
+            assert self.quantizations(model) == outer and torch.equal(step(model), logits)
+
+    def test_refuses_what_it_cannot_do(self):
+        with pytest.raises(InstrumentError, match="Linear has no ParallelLinear"), instrument(
+            torch.nn.Linear(2, 2), "mxfp8"
+        ):  # fmt: skip
+            pass
+        model = build()
+        before = self.quantizations(model)
+        with pytest.raises(ValueError, match="recipe 'nope' is unknown"), instrument(model, "nope"):
+            pass
+        assert self.quantizations(model) == before
+
+
+class TestRecorder:
+    @pytest.mark.parametrize(
+        ("error", "state", "reason"),
+        [(None, DONE, None), (ValueError("bad\nthing"), FAILED, "bad"), (KeyboardInterrupt(), CANCELLED, None)],
+        ids=["done", "failed", "cancelled"],
+    )
+    def test_says_how_the_run_ended(self, tmp_path, error, state, reason):
+        model = build()
+        with pytest.raises(type(error)) if error else nullcontext():
+            with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+                step(model)
+                if error:
+                    raise error
+        status = read_run(recorder.writer.directory).status
+        assert (status.state, status.reason, status.tensors) == (state, reason, 68)
+        with Catalog.open(tmp_path) as catalog:  # what was captured is kept
+            assert catalog.totals().tensors == catalog.totals().with_values == 68
+
+    def test_counts_iterations_for_loops_of_ones_own(self, tmp_path):
+        model = build()
+        with Recorder(tmp_path, tensors=("query",)) as recorder, instrument(model, "bf16", recorder):
+            for _ in range(3):
+                step(model)
+                recorder.step()
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.tensors()["iteration"].tolist() == [0, 0, 1, 1, 2, 2]
+            assert catalog.runs()["iteration"].tolist() == [2]
+        assert len(read_run(recorder.writer.directory).segments) == 3
+
+    def test_an_unknown_score_is_refused_before_a_run_exists(self, tmp_path):
+        with pytest.raises(ValueError, match="format 'nope' is unknown"):
+            Recorder(tmp_path, scores=("nope",))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path):
+        """Interrupted between writing a file and noting its row: the moment of a SIGTERM, chosen."""
+        model = build()
+
+        class Interrupting(Recorder):
+            def _save(self, *arguments):
+                path = super()._save(*arguments)
+                if self._count == 40:
+                    raise KeyboardInterrupt
+                return path
+
+        with pytest.raises(KeyboardInterrupt), Interrupting(tmp_path) as recorder, instrument(model, "bf16", recorder):
+            step(model)
+        files = [path for path in tmp_path.rglob("*.pt")]
+        with Catalog.open(tmp_path) as catalog:
+            assert sorted(catalog.path(i) for i in catalog.tensors()["tensor_id"]) == sorted(files)
+            assert len(files) == 40
+
+
+class TestOptions:
+    def rows(self, run) -> pd.DataFrame:
+        with Catalog.open(run.directory.parent) as catalog:
+            return catalog.tensors(Filter(run_id=[run.run_id]))
+
+    def test_iterations_and_micro_batches(self, collect):
+        run = collect("--control-iter", "5", "--capture-every", "2", "--micro-batches", "3",
+                      "--collect-micro-batches", "2", "--tensors", "query,weight")  # fmt: skip
+        rows = self.rows(run)
+        counts = Counter(zip(rows["iteration"], rows["micro_batch"], rows["tensor_name"], strict=True))
+        names = {"query": 1, "weight": 4}
+        assert counts == {(i, m, name): n for i in (0, 2, 4) for m in (0, 1) for name, n in names.items()}
+        assert run.status.tensors == len(rows) == 30 and run.status.iteration == 4
+
+    def test_no_micro_batch_records_nothing(self, collect):
+        run = collect("--collect-micro-batches", "0", "--control-iter", "2")
+        assert run.status.tensors == 0 and run.segments == [] and run.status.state == DONE
+        assert list(run.directory.rglob("*.pt")) == []
+
+    def test_no_raw_keeps_rows_only(self, collect):
+        run = collect("--no-raw")
+        rows = self.rows(run)
+        assert len(rows) == run.status.tensors == run.status.tensors_without_raw == 34
+        assert rows["path"].isna().all() and run.status.bytes == 0 and rows["kurtosis"].notna().all()
+        assert list(run.directory.rglob("*.pt")) == []
+
+    @pytest.mark.parametrize("budget", [0, 20_000, 200_000, 700_000])
+    def test_files_stay_within_the_budget(self, collect, budget):
+        run = collect("--max-bytes", str(budget))
+        files = list(run.directory.rglob("*.pt"))
+        rows = self.rows(run)
+        assert sum(os.path.getsize(file) for file in files) == run.status.bytes <= budget
+        assert len(rows) == 34 and rows["path"].notna().sum() == len(files)
+        assert run.status.tensors_without_raw == 34 - len(files)
+        assert (len(files) > 0) == (budget > 0)
+
+    def test_scores_can_be_chosen(self, collect, tmp_path):
+        run = collect("--scores", "mxint8,mxfp8_e4m3,mxfp8", "--tensors", "input")
+        with Catalog.open(tmp_path / "runs") as catalog:
+            assert Counter(catalog.scores(Filter(run_id=[run.run_id]))["format"]) == {"mxint8": 4, "mxfp8": 4}
+
+    def test_warm_up_is_in_bf16_and_not_recorded(self, collect):
+        plain, warm = collect("--control-iter", "3"), collect("--warmup-iterations", "2", "--quantization", "mxfp4")
+        losses = [pd.read_json(run.directory / "loss.jsonl", lines=True) for run in (plain, warm)]
+        assert losses[1]["iteration"].tolist() == [-2, -1, 0]
+        assert losses[0]["loss"][:2].tolist() == losses[1]["loss"][:2].tolist()
+        assert losses[0]["loss"][2] != losses[1]["loss"][2]
+        assert set(self.rows(warm)["iteration"]) == {0}
+
+    def test_a_run_can_be_repeated_to_the_bit(self, collect):
+        first, second = (self.rows(collect("--quantization", "mxfp8", "--control-iter", "2")) for _ in range(2))
+        different = {"tensor_id", "run_id", "captured", "path"}
+        same = [column for column in first.columns if column not in different]
+        pd.testing.assert_frame_equal(first[same], second[same], check_exact=True)
+

@@ -1,0 +1,226 @@
+"""The command line: what it refuses, how it says so, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import termios
+
+import pytest
+
+from collector.config import DATASETS, MODELS, ConfigError, RunConfig, check, check_memory
+from collector.recipe import TEN_RECIPES
+from data.runs import list_runs
+from quant.formats import FORMATS
+from tests.conftest import PROJECT, run_collector
+
+RUN = ("run", "--backend", "torch", "--training-config", "fast")
+WRONG = {
+    "no command": (),
+    "unknown command": ("walk",),
+    "unknown option": ("run", "--fast"),
+    "option of two lines": ("run", "--fo\no\x1b[31m"),
+    "model": (*RUN, "--model", "llama99"),
+    "model of two lines": (*RUN, "--model", "a\nb"),
+    "size": (*RUN, "--size", "huge"),
+    "dataset": (*RUN, "--dataset", "wikipdia"),
+    "dataset with escapes": (*RUN, "--dataset", "\x1b[31mred\n.jsonl"),
+    "missing file": (*RUN, "--dataset", "/nowhere/x.jsonl"),
+    "missing archive": (*RUN, "--dataset", "/nowhere/x.jsonl.gz"),
+    "directory as dataset": (*RUN, "--dataset", "/tmp/.jsonl"),
+    "recipe": (*RUN, "--quantization", "mxfp9"),
+    "recipe of quick": ("quick", "FA_"),
+    "quick without recipe": ("quick",),
+    "one recipe of a batch": ("batch", "--quantization", "bf16,nope"),
+    "no recipe of a batch": ("batch", "--quantization", ","),
+    "linear format": (*RUN, "--linear-quant", "fp3"),
+    "QK format": (*RUN, "--qk-quant", "FA_mxfp8"),
+    "PV format": (*RUN, "--pv-quant", "x"),
+    "score format": (*RUN, "--scores", "mxfp8,fp3"),
+    "tensor": (*RUN, "--tensors", "query,weights"),
+    "device": (*RUN, "--device", "tpu"),
+    "backend": (*RUN, "--backend", "numpy"),
+    "two ranks": (*RUN, "--tp", "2"),
+    "no ranks": (*RUN, "--tp", "0"),
+    "more recorded than there are": (*RUN, "--micro-batches", "1", "--collect-micro-batches", "2"),
+    "training config": ("run", "--training-config", "slow"),
+    "negative learning rate": (*RUN, "--learning-rate", "-0.1"),
+    "learning rate that is no number": (*RUN, "--learning-rate", "nan"),
+    "infinite learning rate": (*RUN, "--learning-rate", "inf"),
+    "seed beyond 64 bits": (*RUN, "--seed", "9" * 30),
+    "negative seed": (*RUN, "--seed", "-1"),
+    "sequence beyond the model": (*RUN, "--sequence-length", "131073"),
+    **{
+        f"{value} as {option}": (*RUN, f"--{option}", value)
+        for option, values in {
+            "control-iter": ("0", "-1", "x", "1.5"),
+            "warmup-iterations": ("-1",),
+            "micro-batches": ("0", "-3"),
+            "collect-micro-batches": ("-1",),
+            "capture-every": ("0", "-1"),
+            "micro-batch-size": ("0", "-1"),
+            "sequence-length": ("0", "-1"),
+            "layers": ("0", "-1", "3", "99"),
+            "max-bytes": ("-1", "-5M", "lots", "5X", "M", "", "nan", "inf", "1e999"),
+        }.items()
+        for value in values
+    },
+}
+
+
+def one_line(text: str) -> bool:
+    return text.startswith("collector: ") and text.endswith("\n") and text[:-1].isprintable()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_line_and_exit_2(command, capsys, tmp_path, name):
+    assert command(*WRONG[name]) == 2
+    out, err = capsys.readouterr()
+    assert one_line(err), err
+    assert out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_wrong_input_in_a_process_of_its_own(tmp_path):
+    done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs")
+    assert (done.returncode, done.stdout) == (2, "")
+    allowed = "wikipedia, dolma, python-docs, or a path to a .jsonl or .jsonl.gz file"
+    assert done.stderr == f"collector: dataset 'wikipdia' is unknown: {allowed}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bad_line_of_a_dataset_is_exit_2(command, capsys, tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n{"txt": "x"}\n')
+    assert command(*RUN, "--dataset", str(tmp_path / "x.jsonl")) == 2
+    assert "x.jsonl, line 2: " in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("root", ["file", "file/below", "/proc/binade", "/proc/self/fd/binade"])
+def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, root):
+    (tmp_path / "file").write_text("mine")
+    assert command(*RUN, "--tensor-save-dir", str(tmp_path / root)) == 1
+    out, err = capsys.readouterr()
+    assert one_line(err) and "cannot write to" in err and "--tensor-save-dir" in err
+    assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_device_that_is_not_there_is_exit_2(command, capsys, tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert command(*RUN, "--device", "cuda") == 2
+    assert "torch sees no GPU here: use --device cpu" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_beyond_the_memory_is_refused():
+    full = RunConfig(size="full")
+    check_memory(full, 16 * full.shape().parameters)
+    with pytest.raises(ConfigError, match=r"needs 18.4 GiB .* 1.0 GiB are free on cpu: use --size tiny or fewer"):
+        check_memory(full, 2**30)
+
+
+def test_what_diverges_fails(command, capsys, tmp_path):
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--tensors", "query")
+    assert command(*RUN, *small, "--learning-rate", "1e30", "--control-iter", "3") == 1
+    assert one_line(capsys.readouterr().err)
+    ((run,), _) = list_runs(tmp_path / "runs")
+    assert run.status.state == "failed" and "diverged" in run.status.reason and run.status.tensors > 0
+
+
+@pytest.mark.parametrize("arguments", [RUN, ("quick", "mxfp8"), ("batch",)], ids=["run", "quick", "batch"])
+def test_dry_run_writes_nothing(command, capsys, tmp_path, arguments):
+    assert command(*arguments, "--dry-run") == 0
+    out, err = capsys.readouterr()
+    assert err == "" and list(tmp_path.iterdir()) == []
+    assert out.count("operand by operand") == (10 if arguments == ("batch",) else 1)
+    assert str(tmp_path / "runs") in out
+
+
+def test_dry_run_shows_each_operand(command, capsys):
+    assert command("run", "--quantization", "FA_linear_mxfp8", "--pv-quant", "mxfp4", "--dry-run") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    formats = {(line[0], line[1], line[2]): line[-1] for line in lines}
+    assert formats["linear", "dgrad", "grad_output"] == "mxfp8_e5m2"
+    assert formats["linear", "forward", "input"] == formats["QK^T", "forward", "query"] == "mxfp8"
+    assert formats["QK^T", "dquery", "key"] == "bf16" and formats["PV", "forward", "value"] == "mxfp4"
+    assert len(formats) == 18
+
+
+def test_list_shows_everything(command, capsys):
+    assert command("list") == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    for name in [*FORMATS, *FORMATS.aliases, *MODELS, *DATASETS, *TEN_RECIPES]:
+        assert name in words
+    for fmt in FORMATS.values():
+        assert f"{fmt.max:g}" in words
+
+
+def test_explicit_sizes_win_over_fast(command, capsys):
+    assert command("quick", "mxfp8", "--sequence-length", "64", "--dry-run") == 0
+    assert " 64 tokens an iteration" in capsys.readouterr().out
+    assert command("run", "--training-config", "fast", "--micro-batch-size", "3", "--dry-run") == 0
+    assert " 384 tokens an iteration" in capsys.readouterr().out
+    assert command("run", "--dry-run") == 0
+    assert " 512 tokens an iteration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("1073741824", 1 << 30), ("500M", 500 << 20), ("4g", 4 << 30), ("1.5K", 1536), ("2T", 2 << 40)],
+)
+def test_sizes(text, size):
+    from collector.__main__ import build_parser
+
+    assert build_parser().parse_args(["run", "--max-bytes", text]).max_bytes == size
+
+
+def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
+    assert command("batch", "--quantization", "bf16,FA_mxfp4", "--backend", "torch", *small) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and all(line.isprintable() for line in out.splitlines())
+    lines = out.splitlines()
+    assert lines[0] == "[1/2] bf16" and "[2/2] FA_mxfp4" in lines
+    runs, _ = list_runs(tmp_path / "runs")
+    assert [run.config["recipe"] for run in runs] == ["bf16", "FA_mxfp4"]
+    for run in runs:
+        log = (run.directory / "log.txt").read_text().splitlines()
+        assert all(line[9:] in lines for line in log) and len(log) >= 5
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(ours, (24, 100))
+    arguments = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--tensor-save-dir", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "collector", *RUN, *arguments, "--control-iter", "2"],
+        cwd=PROJECT,
+        stderr=theirs,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert done.returncode == 0 and "2/2" in shown and "100%" in shown
+    assert "iteration 0" not in done.stdout and len(done.stdout.splitlines()) == 1
+
+
+def test_the_run_remembers_what_it_was_asked(command, tmp_path):
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--tensors", "query,key")
+    assert command(*RUN, *small, "--dataset", "dolma", "--quantization", "hifp8", "--seed", "7") == 0
+    ((run,), _) = list_runs(tmp_path / "runs")
+    config = json.loads((run.directory / "run.json").read_text())
+    asked = {"dataset": "dolma", "recipe": "hifp8", "seed": 7, "layers": 1, "raw": False, "tensors": ["query", "key"]}
+    assert {key: config[key] for key in asked} == asked
+    assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 18
+    assert config["command"].startswith("python -m collector run ") and "--seed 7" in config["command"]
+    assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and len(config["corpus_sha256"]) == 64
+
+
+def test_the_defaults_can_be_run():
+    check(RunConfig())

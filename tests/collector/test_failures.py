@@ -1,0 +1,195 @@
+"""What is left when a run is refused a write, finds the disk full, is killed or cancelled, or is read meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data.catalog import Catalog
+from data.runs import RunInfo, list_runs
+from tests.conftest import PROJECT
+
+# One layer and 64 tokens, without end: 34 tensors an iteration.
+ENDLESS = (
+    "run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "",
+    "--quantization", "mxfp8", "--control-iter", "1000000",
+)  # fmt: skip
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+def start(root: Path, *arguments: str, **options) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "collector", *ENDLESS, "--tensor-save-dir", str(root), *arguments],
+        cwd=PROJECT,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def after_iteration(process: subprocess.Popen[str], number: int) -> None:
+    """Read the collector's output until it says that an iteration is done."""
+    for line in process.stdout:
+        if line.startswith(f"iteration {number} "):
+            return
+    raise AssertionError(process.stderr.read())
+
+
+def only_run(root: Path) -> RunInfo:
+    (run,), refused = list_runs(root)
+    assert refused == []
+    return run
+
+
+def check_rows(root: Path, *, files_too: bool = True) -> int:
+    """Every row's file loads; no part is left; and (files_too) no file is there that no row names. Returns the rows."""
+    with Catalog.open(root) as catalog:
+        assert catalog.refused == []
+        rows = catalog.tensors()
+        for row in rows.itertuples():
+            assert tuple(catalog.load(row.tensor_id).shape) == tuple(row.shape)
+        assert catalog.distribution()["count"].sum() == rows["numel"].sum()
+        if files_too:
+            named = sorted(catalog.path(tensor_id) for tensor_id in rows["tensor_id"])
+            assert named == sorted(path for path in root.glob("*/tensors/**/*") if path.is_file())
+            assert [path for path in root.rglob("*") if path.name.endswith(".part")] == []
+        return len(rows)
+
+
+def check_failed(root: Path, status: int, error: str, expected: str) -> None:
+    assert status == 1 and error.count("\n") == 1 and error.startswith("collector: ")
+    assert expected.lower() in error.lower()
+    run = only_run(root)
+    assert run.status.state == "failed" and expected.lower() in run.status.reason.lower()
+    assert run.status.finished and check_rows(root) == run.status.tensors
+    assert "ended early: OSError" in (run.directory / "log.txt").read_text() or expected.startswith("No space")
+
+
+@pytest.mark.parametrize("limit", [40_000, 300_000], ids=["the first tensors", "the largest tensors"])
+def test_a_refused_write_fails_cleanly(tmp_path, limit):
+    """The kernel refuses to let any file grow beyond the limit: a real error in the middle of a write."""
+    process = start(tmp_path, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    _, error = process.communicate(timeout=120)
+    check_failed(tmp_path, process.returncode, error, "File too large")
+    assert check_rows(tmp_path) > 0
+
+
+def test_a_refused_first_write_leaves_no_run(tmp_path):
+    root = tmp_path / "runs"
+    process = start(root, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and error.startswith("collector: cannot write to ") and error.count("\n") == 1
+    assert list(root.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A tmpfs of the size that the test asks for."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("small_disk", ["1m", "3m", "9m"], indirect=True)
+def test_a_full_disk_fails_cleanly(small_disk):
+    process = start(small_disk)
+    _, error = process.communicate(timeout=120)
+    check_failed(small_disk, process.returncode, error, "No space left on device")
+
+
+@pytest.mark.parametrize("small_disk", ["8k", "12k", "16k"], indirect=True)
+def test_a_disk_full_from_the_start_leaves_no_half_run(small_disk):
+    process = start(small_disk)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1 and error.startswith("collector: ") and error.count("\n") == 1
+    runs, refused = list_runs(small_disk)
+    assert refused == [] and [run.status.state for run in runs] in ([], ["failed"])
+    assert [path for path in small_disk.rglob("*") if path.name.endswith(".part")] == []
+
+
+def test_a_killed_run_has_crashed_and_keeps_its_rows(tmp_path):
+    process = start(tmp_path)
+    after_iteration(process, 2)
+    process.kill()
+    process.communicate()
+    run = only_run(tmp_path)
+    assert run.status.state == "crashed" and run.status.iteration >= 1 and "killed" in run.status.reason
+    assert check_rows(tmp_path, files_too=False) >= 3 * 34
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("times", [1, 3], ids=["once", "thrice"])
+def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
+    process = start(tmp_path)
+    after_iteration(process, 1)
+    for _ in range(times):
+        process.send_signal(signum)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error == "collector: cancelled; what was recorded is kept\n"
+    run = only_run(tmp_path)
+    assert run.status.state == "cancelled" and run.status.finished and run.status.reason is None
+    rows = check_rows(tmp_path)
+    assert rows == run.status.tensors >= 2 * 34
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*.pt")) == run.status.bytes
+
+
+WATCHER = """
+import json, sys
+from data.catalog import Catalog
+from data.filter import Filter
+seen, states = [], []
+with Catalog.open(sys.argv[1]) as catalog:
+    print("ready", flush=True)
+    while not states or states[-1] not in (["done"], ["failed"], ["crashed"]):
+        catalog.sync()
+        assert catalog.refused == [], catalog.refused
+        rows = catalog.tensors()
+        states.append(catalog.runs()["state"].tolist())
+        assert len(rows) % 34 == 0 and (not seen or len(rows) >= seen[-1])
+        if len(rows) != (seen[-1] if seen else 0):
+            for tensor_id in rows["tensor_id"][-34:]:
+                catalog.load(tensor_id).double().sum()
+        assert catalog.distribution()["count"].sum() == rows["numel"].sum()
+        seen.append(len(rows))
+print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in states}))
+"""
+
+
+def test_a_collector_writes_while_a_catalog_reads(tmp_path):
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", WATCHER, str(tmp_path)],
+        cwd=PROJECT,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watcher.stdout.readline() == "ready\n"
+    collector = start(tmp_path, "--control-iter", "12")
+    _, error = collector.communicate(timeout=120)
+    assert collector.returncode == 0, error
+    answer, error = watcher.communicate(timeout=120)
+    assert watcher.returncode == 0, error
+    answer = json.loads(answer)
+    assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 12 * 34
+    assert len(set(answer["seen"])) > 2  # it really read in between
+    assert check_rows(tmp_path) == 12 * 34

@@ -1,0 +1,111 @@
+"""Tensor parallelism: two gloo ranks in two processes against nn.Linear on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from collector.parallel import ColumnParallelLinear, RowParallelLinear, Site
+from tests.conftest import PROJECT
+
+RANKS = 2
+INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
+
+# Each rank: its chunks of the weights, the same input; saves what it sees.
+WORKER = """
+import sys, torch, torch.distributed as dist
+from collector.parallel import ColumnParallelLinear, RowParallelLinear, Site
+rank, store, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+given = torch.load(where + "/given.pt", weights_only=True)
+group = dist.group.WORLD
+first = ColumnParallelLinear(Site(1, "fc1"), given["x"].shape[-1], given["w1"].shape[0], group)
+second = RowParallelLinear(Site(1, "fc2"), given["w1"].shape[0], given["w2"].shape[0], group)
+first.weight.data.copy_(given["w1"].chunk(2)[rank])
+second.weight.data.copy_(given["w2"].chunk(2, 1)[rank])
+x = given["x"].clone().requires_grad_()
+h = first(x)
+h.retain_grad()
+y = second(torch.relu(h))
+before = given["grad"].clone()
+y.backward(given["grad"])
+assert torch.equal(before, given["grad"])
+torch.save({"h": h.detach(), "dh": h.grad, "y": y.detach(), "dx": x.grad, "dw1": first.weight.grad,
+            "dw2": second.weight.grad}, f"{where}/rank{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict]]:
+    where = tmp_path_factory.mktemp("ranks")
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "x": torch.randn(5, 3, INPUTS, generator=generator),
+        "w1": torch.randn(MIDDLE, INPUTS, generator=generator),
+        "w2": torch.randn(OUTPUTS, MIDDLE, generator=generator),
+        "grad": torch.randn(5, 3, OUTPUTS, generator=generator),
+    }
+    torch.save(given, where / "given.pt")
+    command = [sys.executable, "-c", WORKER]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(where / "store"), str(where)], cwd=PROJECT, stderr=subprocess.PIPE)
+        for rank in range(RANKS)
+    ]
+    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], errors
+    return given, [torch.load(Path(where) / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def whole(two_ranks) -> dict[str, torch.Tensor]:
+    """The same on one rank, in nn.Linear."""
+    given, _ = two_ranks
+    first, second = nn.Linear(INPUTS, MIDDLE, bias=False), nn.Linear(MIDDLE, OUTPUTS, bias=False)
+    first.weight.data.copy_(given["w1"])
+    second.weight.data.copy_(given["w2"])
+    x = given["x"].clone().requires_grad_()
+    h = first(x)
+    h.retain_grad()
+    y = second(torch.relu(h))
+    y.backward(given["grad"])
+    return {"h": h, "dh": h.grad, "y": y, "dx": x.grad, "dw1": first.weight.grad, "dw2": second.weight.grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("h", -1), ("dh", -1), ("y", None), ("dx", None), ("dw1", 0), ("dw2", 1)],
+    ids=["column forward", "row dX", "row forward", "column dX", "column dW", "row dW"],
+)
+def test_two_ranks_agree_with_one(two_ranks, whole, name, axis):
+    parts = [rank[name] for rank in two_ranks[1]]
+    if axis is None:
+        assert torch.equal(*parts)
+        torch.testing.assert_close(parts[0], whole[name], rtol=1e-5, atol=1e-5)
+    else:
+        assert all(part.shape[axis] * RANKS == whole[name].shape[axis] for part in parts)
+        torch.testing.assert_close(torch.cat(parts, axis), whole[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_one_rank_is_the_identity(kind):
+    layer = kind(Site(1, "fc1"), 12, 20)
+    nn.init.normal_(layer.weight)
+    assert layer.weight.shape == (20, 12)
+    x = torch.randn(4, 12)
+    torch.testing.assert_close(layer(x), x @ layer.weight.t())
+
+
+def test_a_bf16_input_uses_the_master_weight_in_bf16():
+    layer = ColumnParallelLinear(Site(1, "fc1"), 12, 20)
+    nn.init.normal_(layer.weight)
+    x = torch.randn(4, 12).bfloat16()
+    y = layer(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, x @ layer.weight.detach().bfloat16().t())
+    y.sum().backward()
+    assert layer.weight.grad.dtype == torch.float32

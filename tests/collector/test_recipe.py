@@ -1,0 +1,222 @@
+"""Recipes: which operand of which GEMM gets which format, as declared and as the model really runs."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import quant.gemm
+from collector.capture import instrument
+from collector.config import MODELS
+from collector.model import GPTModel
+from collector.recipe import TEN_RECIPES, RecipeError, parse_recipe
+from quant import fake_quantize
+from quant.formats import FORMATS, GemmFormats, UnknownFormat
+
+# By hand from DESIGN.md: (linear, QK^T, PV), each (forward_a, forward_b, dgrad_grad, dgrad_b, wgrad_grad, wgrad_a).
+NOTHING = (None,) * 6
+
+
+def everything(name: str) -> tuple[str, ...]:
+    gradient = "mxfp8_e5m2" if name == "mxfp8" else name
+    return (name, name, gradient, name, gradient, name)
+
+
+def forward_only(name: str) -> tuple[str | None, ...]:
+    return (name, name, None, None, None, None)
+
+
+EXPECTED = {"bf16": (NOTHING, NOTHING, NOTHING)}
+for _name in ("mxfp8", "mxfp4", "hifp8"):
+    EXPECTED[f"FA_{_name}"] = (NOTHING, forward_only(_name), NOTHING)
+    EXPECTED[f"linear_{_name}"] = (everything(_name), NOTHING, NOTHING)
+    EXPECTED[f"FA_linear_{_name}"] = (everything(_name), forward_only(_name), NOTHING)
+for _name in FORMATS:
+    if _name != "bf16":
+        EXPECTED[_name] = (everything(_name),) * 3
+
+
+def six(formats: GemmFormats) -> tuple[str | None, ...]:
+    return tuple(getattr(formats, field.name) for field in fields(formats))
+
+
+def parts(recipe) -> tuple:
+    return six(recipe.linear.formats), six(recipe.qk.formats), six(recipe.pv.formats)
+
+
+def test_the_ten_are_the_ten():
+    assert len(TEN_RECIPES) == len(set(TEN_RECIPES)) == 10
+    assert set(TEN_RECIPES) <= set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_recipe_says_what_it_should(name):
+    recipe = parse_recipe(name)
+    assert parts(recipe) == EXPECTED[name]
+    kinds = [part.quant_type for part in (recipe.linear, recipe.qk, recipe.pv)]
+    assert kinds == [formats[0] or "bf16" for formats in EXPECTED[name]]
+    lines = recipe.lines()
+    assert [line.split()[-1] for line in lines] == [f or "bf16" for formats in EXPECTED[name] for f in formats]
+
+
+def test_an_alias_is_its_format():
+    for prefix in ("", "FA_", "linear_", "FA_linear_"):
+        assert parts(parse_recipe(f"{prefix}mxfp8_e4m3")) == parts(parse_recipe(f"{prefix}mxfp8"))
+    assert parse_recipe("mxfp8_e4m3").linear.quant_type == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("bf16", {"linear": "mxfp4"}, (everything("mxfp4"), NOTHING, NOTHING)),
+        ("bf16", {"pv": "mxfp8"}, (NOTHING, NOTHING, forward_only("mxfp8"))),
+        ("mxfp8", {"qk": "bf16"}, (everything("mxfp8"), NOTHING, everything("mxfp8"))),
+        ("FA_mxfp8", {"pv": "hifp8"}, (NOTHING, forward_only("mxfp8"), forward_only("hifp8"))),
+        ("FA_linear_mxfp4", {"linear": "bf16"}, (NOTHING, forward_only("mxfp4"), NOTHING)),
+        ("bf16", {"linear": "mxfp8_e4m3"}, (everything("mxfp8"), NOTHING, NOTHING)),
+    ],
+)
+def test_a_part_can_be_set_alone(name, given, expected):
+    assert parts(parse_recipe(name, **given)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["", "FA", "FA_", "linear_", "mxfp9", "fa_mxfp8", "linear_FA_mxfp8", "mxfp8 ", "FA_FA_mxfp8", "MXFP8"]
+)
+def test_unknown_recipes_are_refused(name):
+    with pytest.raises(RecipeError, match="is unknown: bf16, FA_<format>"):
+        parse_recipe(name)
+
+
+@pytest.mark.parametrize("part", ["linear", "qk", "pv"])
+def test_unknown_formats_are_refused(part):
+    with pytest.raises(UnknownFormat, match="'mxfp9' is unknown"):
+        parse_recipe("bf16", **{part: "mxfp9"})
+
+
+@pytest.fixture(scope="module")
+def tokens() -> torch.Tensor:
+    return torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    model = GPTModel(MODELS["llama32-1b"]["tiny"])
+    model.initialize(0)
+    return model
+
+
+def step(model: GPTModel, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    logits = model(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# What contracts what: the axis each operand must be quantized along, from the end, in the order the GEMMs run.
+ORDER = ("forward_a", "forward_b", "dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a")
+LINEAR = QK = tuple(zip(ORDER, (-1, -1, -1, -2, -2, -2), strict=True))
+PV = tuple(zip(ORDER, (-1, -2, -1, -1, -2, -2), strict=True))
+
+
+@pytest.mark.parametrize("name", [*TEN_RECIPES, "mxfp8", "nvfp4"])
+def test_the_quantizer_gets_what_the_recipe_says(model, tokens, monkeypatch, name):
+    """Counts what reaches quant.quantizer.apply: format, shape and contracted axis, for every GEMM of a step."""
+    received: list[tuple[str, tuple[int, ...], int]] = []
+    real = quant.gemm.apply
+
+    def listening(x, plan, dim, backend, want_scales=False):
+        received.append((plan.format.name, tuple(x.shape), dim % x.dim() - x.dim()))
+        return real(x, plan, dim, backend, want_scales=want_scales)
+
+    monkeypatch.setattr(quant.gemm, "apply", listening)
+    with instrument(model, name, backend="torch"):
+        step(model, tokens)
+
+    shape = model.shape
+    length, batch = tokens.shape[1] - 1, len(tokens)
+    linears = {
+        "qkv": (shape.hidden, (shape.heads + 2 * shape.kv_heads) * shape.head_dim),
+        "proj": (shape.heads * shape.head_dim, shape.hidden),
+        "fc1": (shape.hidden, 2 * shape.ffn),
+        "fc2": (shape.ffn, shape.hidden),
+    }
+    expected: list[tuple[str, tuple[int, ...], int]] = []
+
+    def note(formats: tuple, operands: dict[str, tuple[int, ...]], axes: tuple) -> None:
+        by_field = dict(zip((f.name for f in fields(GemmFormats)), formats, strict=True))
+        expected.extend((by_field[field], operands[field], axis) for field, axis in axes if by_field[field])
+
+    linear, qk, pv = EXPECTED[name]
+    group, rows = (batch, shape.kv_heads), shape.heads // shape.kv_heads * length
+    for _ in range(shape.layers):
+        for inputs, outputs in linears.values():
+            x, w, g = (length, batch, inputs), (outputs, inputs), (length, batch, outputs)
+            flat_g, flat_x = (length * batch, outputs), (length * batch, inputs)
+            note(linear, dict(zip(ORDER, (x, w, g, w, flat_g, flat_x), strict=True)), LINEAR)
+        q, kv, s = (*group, rows, shape.head_dim), (*group, length, shape.head_dim), (*group, rows, length)
+        for formats, a, b, g, axes in ((qk, q, kv, s, QK), (pv, s, kv, q, PV)):
+            note(formats, dict(zip(ORDER, (a, b, g, b, g, a), strict=True)), axes)
+    assert sorted(received) == sorted(expected)
+
+
+def outputs_of_first_layer(model: GPTModel, tokens: torch.Tensor, recipe: str) -> dict[str, torch.Tensor]:
+    """What each module of layer 1 gives when fed the same inputs, under a recipe."""
+    kept: dict[str, torch.Tensor] = {}
+    attention, mlp = model.layers[0].self_attention, model.layers[0].mlp
+    generator = torch.Generator().manual_seed(1)
+    with instrument(model, recipe, backend="torch"), torch.no_grad():
+        for name, layer in (("qkv", attention.linear_qkv), ("proj", attention.linear_proj), ("fc1", mlp.linear_fc1),
+                            ("fc2", mlp.linear_fc2)):  # fmt: skip
+            x = torch.randn(16, 2, layer.weight.shape[1], generator=generator).bfloat16()
+            kept[name] = layer(x)
+        q, k, v = (torch.randn(2, heads, 16, 32, generator=generator).bfloat16() for heads in (8, 2, 2))
+        kept["core"] = attention.core_attention(q, k, v)
+    return kept
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "hifp8"])
+def test_each_half_leaves_the_other_alone_to_the_bit(model, tokens, fmt):
+    plain = outputs_of_first_layer(model, tokens, "bf16")
+    only_core = outputs_of_first_layer(model, tokens, f"FA_{fmt}")
+    only_linear = outputs_of_first_layer(model, tokens, f"linear_{fmt}")
+    both = outputs_of_first_layer(model, tokens, f"FA_linear_{fmt}")
+    for name, y in plain.items():
+        same, other = (only_core, only_linear) if name != "core" else (only_linear, only_core)
+        assert torch.equal(y, same[name]), f"{name} changed"
+        assert not torch.equal(y, other[name]), f"{name} did not"
+        assert torch.equal(both[name], other[name])
+
+
+def test_fa_leaves_the_attentions_backward_in_bf16(model):
+    """The straight-through gradient of FA_x: computed from the unquantized operands."""
+    core = model.layers[0].self_attention.core_attention
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, heads, 32, 32, generator=generator).bfloat16() for heads in (8, 2, 2))
+    received = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x
+
+        @staticmethod
+        def backward(ctx, grad):
+            received.append(grad)
+            return grad
+
+    with instrument(model, "FA_mxfp4", backend="torch"):
+        q, k, v = (t.requires_grad_() for t in (q, k, v))
+        core(q, k, v).backward(torch.ones(1, 8, 32, 32, dtype=torch.bfloat16))
+    stacked = q.detach().reshape(1, 2, 128, 32)
+    scores = fake_quantize(stacked, "mxfp4") @ fake_quantize(k.detach(), "mxfp4").mT * core.scale
+    future = torch.ones(32, 32, dtype=torch.bool).triu(1).repeat(4, 1)
+    probs = scores.float().masked_fill(future, -torch.inf).requires_grad_()
+    p = probs.softmax(-1).bfloat16()
+    (p @ v.detach()).backward(torch.ones(1, 2, 128, 32, dtype=torch.bfloat16))
+    grad_scores = probs.grad.bfloat16() * core.scale
+    assert torch.equal(q.grad, (grad_scores @ k.detach()).reshape(1, 8, 32, 32))
+    assert torch.equal(k.grad, grad_scores.mT @ stacked)

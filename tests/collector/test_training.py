@@ -1,0 +1,93 @@
+"""Real runs: the smallest useful one, what its log says, and that training under each format learns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from data.catalog import Catalog
+from data.filter import Filter
+from data.runs import list_runs, read_losses
+from tests.conftest import RECIPES, run_collector
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory):
+    """(root, what the command printed) of `quick mxfp8`."""
+    root = tmp_path_factory.mktemp("quick")
+    done = run_collector("quick", "mxfp8", root=root, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return root, done
+
+
+class TestQuick:
+    def test_every_file_loads_as_anyone_would(self, quick):
+        files = list(quick[0].glob("*/tensors/mxfp8/*.pt"))
+        assert len(files) == 68 == len(list(quick[0].rglob("*.pt")))
+        for file in files:
+            content = torch.load(file, weights_only=True, mmap=True)
+            assert set(content) == {"tensor", "tensor_info", "metadata"}
+            x = content["tensor"]
+            assert x.is_contiguous() and x.device.type == "cpu" and bool(x.isfinite().all())
+            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+    def test_the_catalog_returns_its_rows(self, quick):
+        with Catalog.open(quick[0]) as catalog:
+            rows = catalog.tensors(Filter(quant_type=["mxfp8"]))
+            assert len(rows) == 68 and set(rows["recipe"]) == {"mxfp8"}
+            assert catalog.tensors(Filter(quant_type=["bf16"])).empty
+
+    def test_the_log_says_that_the_kernels_ran(self, quick):
+        root, done = quick
+        ((run,), _) = list_runs(root)
+        log = (run.directory / "log.txt").read_text()
+        (line,) = [line for line in log.splitlines() if " kernels: " in line]
+        launches = int(line.split(" kernels: ")[1].removesuffix(" launches"))
+        # 2 layers of 4 linears and 2 attention products, 6 operands each
+        assert launches == 2 * 6 * 6
+        assert line[9:] in done.stdout and run.config["backend"] in line
+        assert run.config["backend"].startswith("triton ") and run.status.state == "done"
+
+    def test_a_summary_is_printed(self, quick):
+        ((run,), _) = list_runs(quick[0])
+        last = quick[1].stdout.splitlines()[-1]
+        assert last.startswith(f"{run.run_id}: loss ") and "68 tensors" in last
+        assert quick[1].stderr == ""
+
+
+def test_triton_and_torch_train_alike(quick, tmp_path):
+    """The same command with the other backend: the same losses to the last bit."""
+    arguments = ("quick", "mxfp8", "--backend", "torch", "--no-raw")
+    done = run_collector(*arguments, root=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    assert "quantized by torch" in done.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_fall(tmp_path, recipe):
+    done = run_collector(
+        "run", "--quantization", recipe, "--backend", "torch", "--training-config", "fast", "--control-iter", "50",
+        "--capture-every", "50", "--no-raw", "--tensors", "query", "--scores", "",
+        root=tmp_path, env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ((run,), _) = list_runs(tmp_path)
+    losses = [record["loss"] for record in read_losses(run.directory)]
+    assert len(losses) == 50 and abs(losses[0] - math.log(384)) < 0.5  # it starts by guessing
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5
+    assert sum(losses[-5:]) / 5 < math.log(256) * 0.75
+    assert (run.status.loss_first, run.status.loss_last) == (losses[0], losses[-1])
+
+
+def test_the_collected_root_is_whole(collected):
+    runs, refused = list_runs(collected)
+    assert refused == [] and sorted(run.config["recipe"] for run in runs) == sorted(RECIPES)
+    first = {read_losses(run.directory)[0]["loss"] for run in runs}
+    assert len(first) == 1  # the same weights, the same data
+    for run in runs:
+        assert run.status.state == "done" and run.status.tensors == 136 and run.status.iteration == 1
+        assert len(list(run.directory.rglob("*.pt"))) == 136
