@@ -140,7 +140,7 @@ def linear_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[s
     tooltip = [
         alt.Tooltip("low:Q", title="from", format=".4~g"),
         alt.Tooltip("high:Q", title="to", format=".4~g"),
-        alt.Tooltip("share:Q", title="share of values", format=".3~%"),
+        alt.Tooltip("share:Q", title="share of values", format=".3~p"),
     ]
     return _histogram(
         table,
@@ -158,7 +158,7 @@ def log2_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str
     tooltip = [
         alt.Tooltip("low:Q", title="log₂ from", format=".3~f"),
         alt.Tooltip("high:Q", title="log₂ to", format=".3~f"),
-        alt.Tooltip("share:Q", title="share of values per binade", format=".3~%"),
+        alt.Tooltip("share:Q", title="share of values per binade", format=".3~p"),
     ]
     title = _title("Distribution of magnitudes", subtitle)
     return _histogram(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
@@ -89,7 +92,7 @@ def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
     losses = [
         {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
         for run_id, label in zip(latest["run_id"], labels, strict=True)
-        for record in read_losses(opened.root / run_id)
+        for record in _records(opened.root / run_id)
     ]
     if losses:
         if len(runs) > len(latest):
@@ -97,3 +100,12 @@ def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
         table = pd.DataFrame(losses)
         height = 380 + charts.legend_height(list(dict.fromkeys(table["group"])))
         st.altair_chart(charts.losses(table), height=height)
+
+
+def _records(directory: Path) -> list[dict[str, Any]]:
+    """The losses of a run; what is no loss, or a file that cannot be read, is left out."""
+    try:
+        records = read_losses(directory)
+    except (OSError, ValueError):
+        return []
+    return [record for record in records if isinstance(record, dict) and {"iteration", "loss"} <= set(record)]

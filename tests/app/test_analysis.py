@@ -157,7 +157,7 @@ class TestLinearHistogram:
 
     @pytest.mark.parametrize("name", NAMES)
     def test_from_the_sketch_is_off_by_what_straddles_edges(self, catalog, tensors, name):
-        """A bin's values are spread evenly over it: a share is wrong by no more than the sketch bins at its two edges."""
+        """A bin's values are spread evenly: a share is wrong by no more than the sketch bins at its two edges."""
         tensor_id, _ = tensors[name]
         d, exact = sketched(catalog, tensor_id), distribution_of(name, tensors[name][1])
         edges = np.linspace(d.low[0], d.high[-1], 41)

@@ -1,0 +1,347 @@
+"""Each page over each kind of root a user may have: no exception, and the words that help."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import analysis
+from data.catalog import Catalog
+from data.filter import Filter
+from tests.app import roots
+
+RECIPES = {"bf16", "hifp8", "mxfp8", "mxfp4"}
+Visit = Callable[..., AppTest]
+
+
+def words(at: AppTest) -> str:
+    """All prose of a page, Markdown's escapes taken out."""
+    texts = []
+    for kind in ("title", "caption", "markdown", "info", "warning", "error", "text", "code", "expander"):
+        for element in at.get(kind):
+            texts.append(str(getattr(element, "label" if kind == "expander" else "value", "")))
+    return re.sub(r"\\([^A-Za-z0-9\s])", r"\1", "\n".join(texts))
+
+
+def metrics(at: AppTest) -> dict[str, str]:
+    return {metric.label: metric.value for metric in at.metric}
+
+
+def charts(at: AppTest) -> int:
+    return len(at.get("vega_lite_chart"))
+
+
+def rerun(at: AppTest) -> AppTest:
+    at.run()
+    assert not at.exception, at.exception[0].message
+    return at
+
+
+def first(catalog_root: Path, **where) -> str:
+    with Catalog.open(catalog_root) as catalog:
+        return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
+
+
+class TestExplore:
+    def test_shows_the_catalogs_counts(self, visit: Visit, collected: Path):
+        at = visit(collected)
+        with Catalog.open(collected) as catalog:
+            totals = catalog.totals()
+        assert metrics(at)["Tensors"] == metrics(at)["With values"] == f"{totals.tensors:,}"
+        assert len(at.dataframe[0].value) == totals.tensors
+        assert charts(at) == 6
+        assert "all tensors" in words(at)
+
+    def test_filter_narrows_everything_and_the_address_follows(self, visit: Visit, collected: Path):
+        at = visit(collected)
+        at.multiselect(key="filter_quant_type").set_value(["mxfp8"])
+        rerun(at)
+        at.multiselect(key="filter_layer_index").set_value([1])
+        rerun(at)
+        where = Filter(quant_type=["mxfp8"], layer_index=[1])
+        with Catalog.open(collected) as catalog:
+            wanted = catalog.totals(where).tensors
+        assert metrics(at)["Tensors"] == str(wanted)
+        table = at.dataframe[0].value
+        assert set(table["quant_type"]) == {"mxfp8"} and set(table["layer_index"]) == {1} and len(table) == wanted
+        assert at.query_params == {"quant_type": ["mxfp8"], "layer_index": ["1"]} or dict(at.query_params) == {
+            "quant_type": "mxfp8",
+            "layer_index": "1",
+        }
+        assert where.sentence() in words(at)
+
+    def test_what_can_be_chosen_never_ends_in_nothing(self, visit: Visit, collected: Path):
+        at = visit(collected, operation="backward")
+        names = at.multiselect(key="filter_tensor_name").options
+        assert names and all(name.startswith("grad_") for name in names)
+
+    def test_filter_from_the_address(self, visit: Visit, collected: Path):
+        at = visit(collected, quant_type=["mxfp8", "mxfp4"], layer_index="2", axis="linear", by="module")
+        assert at.multiselect(key="filter_quant_type").value == ["mxfp8", "mxfp4"]
+        assert at.multiselect(key="filter_layer_index").value == [2]
+        assert at.session_state["axis"] == "linear" and at.session_state["by"] == "module"
+        assert set(at.dataframe[0].value["quant_type"]) == {"mxfp8", "mxfp4"}
+        assert set(at.dataframe[1].value["group"]) == {"qkv", "core", "proj", "fc1", "fc2"}
+        assert "The histogram's axis leaves out" in words(at)
+        assert not at.warning
+
+    def test_clear(self, visit: Visit, collected: Path):
+        at = visit(collected, quant_type="mxfp8", layer_index="7")
+        assert at.warning
+        at.button[0].click()
+        rerun(at)
+        assert metrics(at) == metrics(visit(collected))
+        assert not at.warning and not at.query_params
+
+    def test_unknown_values_in_the_address_are_named(self, visit: Visit, collected: Path):
+        at = visit(
+            collected,
+            **{
+                "quant_type": ["mxfp8", "mxfp9"],
+                "layer_index": "one",
+                "by": "loss",
+                "axis": "log",
+                "tensor": "no/such",
+            },
+            nonsense="1",
+            iteration="99999999999999",
+        )
+        problems = words(at)
+        for asked in ("mxfp9", "one", "loss", "log", "no/such", "99999999999999"):
+            assert f"'{asked}'" in problems, asked
+        assert at.multiselect(key="filter_quant_type").value == ["mxfp8"]
+        assert len(at.warning) == 1
+        assert "nonsense" not in at.query_params
+
+    @pytest.mark.parametrize("text", ["<script>alert(1)</script>", "**bold**", "$x$", "x" * 3000, "", "a\nb", "'\"%00"])
+    def test_nothing_in_the_address_is_taken_for_more_than_text(self, visit: Visit, collected: Path, text: str):
+        at = visit(collected, model=text, layer_index=text, tensor=text, by=text)
+        assert len(at.warning) == 1 and len(words(at)) < 3000
+        assert "**bold**" not in at.warning[0].value
+
+    def test_a_filter_that_matches_nothing(self, visit: Visit, collected: Path):
+        at = visit(collected, quant_type="mxfp8", operation="forward", tensor_name="grad_input")
+        assert metrics(at)["Tensors"] == "0" and charts(at) == 0
+        assert "No tensor matches: quant type mxfp8, operation forward, tensor grad_input" in words(at)
+        at.multiselect(key="filter_operation").set_value([])
+        assert metrics(rerun(at))["Tensors"] != "0"
+
+    @pytest.mark.parametrize("by", ["recipe", "layer_index", "module", "operation", "tensor_name", "iteration"])
+    def test_compare_by(self, visit: Visit, collected: Path, by: str):
+        at = visit(collected, by=by)
+        with Catalog.open(collected) as catalog:
+            groups = set(catalog.tensors()[by].map(analysis.group_name))
+        assert set(at.dataframe[1].value["group"]) == groups
+        assert ("groups: the 10 with the most values are drawn" in words(at)) == (len(groups) > 10)
+
+    def test_a_selected_tensor_is_drawn_from_its_values(self, visit: Visit, collected: Path):
+        tensor_id = first(collected, quant_type=["mxfp8"], tensor_name=["weight"])
+        at = visit(collected, tensor=tensor_id)
+        assert at.dataframe[1].value["group"].tolist() == ["L1 qkv weight (forward, mxfp8)"]
+        assert at.query_params["tensor"] in (tensor_id, [tensor_id])
+        assert charts(at) == 6
+
+    def test_more_than_ten_in_the_address(self, visit: Visit, collected: Path):
+        with Catalog.open(collected) as catalog:
+            ids = catalog.tensors()["tensor_id"].tolist()
+        at = visit(collected, tensor=ids[::40])
+        assert len(at.dataframe[1].value) == 10
+
+    def test_results_of_a_gemm_are_not_scored_and_it_is_said(self, visit: Visit, collected: Path):
+        at = visit(collected, phase="post", layer_type="linear")
+        assert "only the operands of a GEMM are scored" in words(at)
+
+
+class TestRuns:
+    def test_lists_every_run_with_its_losses(self, visit: Visit, collected: Path):
+        at = visit(collected, "runs")
+        table = at.dataframe[0].value
+        assert set(table["recipe"]) == RECIPES and set(table["state"]) == {"✓ done"}
+        assert (table["loss_last"] < table["loss_first"]).all()
+        assert charts(at) == 1
+        assert "4 runs (4 done)" in words(at)
+
+    def test_a_run_whose_process_is_gone(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        roots.change_status(roots.runs_of(root)[0], state="running", pid=2**22 + 1, finished=None)
+        table = visit(root, "runs").dataframe[0].value
+        assert sorted(table["state"]) == ["✓ done"] * 3 + ["✕ crashed"]
+        assert "process ended" in table.loc[table["state"] == "✕ crashed", "reason"].iloc[0]
+
+    def test_a_failed_run_says_why(self, visit: Visit, tmp_path: Path):
+        with pytest.raises(MemoryError):
+            roots.record(tmp_path, [FailingTensor()])
+        table = visit(tmp_path, "runs").dataframe[0].value
+        assert table["state"].tolist() == ["✕ failed"] and table["reason"].tolist() == ["out of memory"]
+
+    def test_loss_file_cut_short(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        contents = (b"", b'{"iteration": 0, "loss": 5.0}\n{"iter', b"\xff", b"[1]\n")
+        for run, content in zip(roots.runs_of(root), contents, strict=True):
+            roots.replace(run / "loss.jsonl", content)
+        assert charts(visit(root, "runs")) == 1
+
+
+class FailingTensor:
+    """Runs out of memory as soon as it is looked at."""
+
+    def detach(self):
+        raise MemoryError
+
+    reshape = property(detach)
+    shape = ()
+
+
+@pytest.mark.parametrize("page", ["explore", "runs"])
+class TestEveryPage:
+    @pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
+    def test_root_without_runs(self, visit: Visit, tmp_path: Path, page: str, there: bool):
+        root = tmp_path / "runs"
+        if there:
+            root.mkdir()
+        at = visit(root, page)
+        assert f"No runs yet in {root}" in words(at).replace("`", "")
+        assert "python -m collector quick mxfp8" in words(at)
+        assert root.exists() == there
+
+    def test_root_is_a_file(self, visit: Visit, tmp_path: Path, page: str):
+        root = tmp_path / "runs"
+        root.write_text("")
+        at = visit(root, page)
+        assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
+
+    def test_damaged_segment(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
+        root = roots.copy(collected, tmp_path / "runs")
+        run = roots.runs_of(root)[1]
+        segment = min((run / "segments").iterdir())
+        roots.replace(segment / "sketch.parquet", b"PAR1 and no more")
+        at = visit(root, page)
+        assert "cannot be read and is not shown" in words(at)
+        assert f"{run.name}/{segment.name}" in words(at)
+        assert len(at.dataframe[0].value) > 0
+
+    def test_damaged_run(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
+        root = roots.copy(collected, tmp_path / "runs")
+        damaged = roots.runs_of(root)[:2]
+        roots.replace(damaged[0] / "status.json", b"{")
+        roots.replace(damaged[1] / "run.json", b"[]")
+        at = visit(root, page)
+        assert "2 runs or parts of runs cannot be read" in words(at)
+        assert all(run.name in words(at) for run in damaged)
+
+    def test_many_runs(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
+        root = tmp_path / "runs"
+        root.mkdir()
+        sources = roots.runs_of(collected)
+        for index in range(40):
+            roots.copy_run(sources[index % len(sources)], root / f"20260101_000000_copy_{index:06x}")
+        at = visit(root, page)
+        if page == "runs":
+            assert len(at.dataframe[0].value) == 40
+            assert "Losses of the 10 newest of 40 runs" in words(at)
+        else:
+            with Catalog.open(collected) as catalog:
+                each = {run: int(n) for run, n in catalog.tensors().groupby("run_id").size().items()}
+            total = sum(each[sources[index % len(sources)].name] for index in range(40))
+            assert metrics(at)["Tensors"] == f"{total:,}"
+            assert f"The first 5,000 of {total:,} are listed" in words(at)
+
+    def test_runs_that_come_and_go_while_the_page_is_open(
+        self, visit: Visit, collected: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr("app.state.SYNC_SECONDS", 0.0)
+        root = roots.copy(collected, tmp_path / "runs")
+        (gone,) = [run for run in roots.runs_of(root) if "mxfp4" in run.name]
+        at = visit(root, page, **({"quant_type": "mxfp4"} if page == "explore" else {}))
+        shutil.move(gone, tmp_path / gone.name)
+        rerun(at)
+        shown = set(at.dataframe[0].value["recipe"]) if at.dataframe else set()
+        assert shown == (set() if page == "explore" else RECIPES - {"mxfp4"})
+        shutil.move(tmp_path / gone.name, gone)
+        rerun(at)
+        assert set(at.dataframe[0].value["recipe"]) == ({"mxfp4"} if page == "explore" else RECIPES)
+
+
+class TestFilesThatCannotBeRead:
+    @pytest.fixture
+    def root(self, collected: Path, tmp_path: Path) -> Path:
+        return roots.copy(collected, tmp_path / "runs")
+
+    @pytest.mark.parametrize("kept", [0, 1, 3000])
+    def test_cut_short(self, visit: Visit, root: Path, kept: int):
+        tensor_id = first(root, quant_type=["mxfp8"], tensor_name=["key"])
+        with Catalog.open(root) as catalog:
+            path = catalog.path(tensor_id)
+        roots.replace(path, path.read_bytes()[:kept])
+        at = visit(root, tensor=tensor_id)
+        assert at.error[0].value == "A tensor file cannot be read: drawn from the sketch instead."
+        assert path.name in words(at) and "\x1b" not in words(at)
+        assert charts(at) == 6
+
+    def test_deleted(self, visit: Visit, root: Path):
+        ids = [first(root, quant_type=[name], tensor_name=["key"]) for name in ("mxfp8", "mxfp4")]
+        with Catalog.open(root) as catalog:
+            for tensor_id in ids:
+                catalog.path(tensor_id).unlink()
+        at = visit(root, tensor=[*ids, first(root, quant_type=["bf16"], tensor_name=["key"])])
+        assert "2 tensor files cannot be read" in at.error[0].value
+        assert "is missing: it was moved or deleted" in words(at)
+        assert len(at.dataframe[1].value) == 3 and charts(at) == 6
+
+    def test_not_kept(self, visit: Visit, tmp_path: Path):
+        odd = roots.odd_tensors()
+        ids = roots.record(tmp_path, [odd["huge"], odd["constant"]], raw=False)
+        at = visit(tmp_path, tensor=ids)
+        assert metrics(at)["With values"] == "0"
+        assert "were not kept: drawn from the sketch instead" in at.info[0].value
+        assert not at.error
+
+
+@pytest.fixture(scope="module")
+def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of roots.odd_tensors(), one a layer."""
+    root = tmp_path_factory.mktemp("odd")
+    roots.record(root, list(roots.odd_tensors().values()))
+    return root
+
+
+class TestOddTensors:
+    @pytest.fixture
+    def root(self, odd_root: Path) -> Path:
+        return odd_root
+
+    @pytest.mark.parametrize("axis", ["log2", "linear"])
+    @pytest.mark.parametrize("number", range(len(roots.odd_tensors())), ids=list(roots.odd_tensors()))
+    def test_one(self, visit: Visit, root: Path, number: int, axis: str):
+        at = visit(root, tensor=first(root, layer_index=[number + 1]), axis=axis)
+        name = list(roots.odd_tensors())[number]
+        if name in ("all NaN", "all infinite", "empty"):
+            assert "Nothing to draw: there is no finite value." in words(at)
+        if name in ("constant", "zeros", "single"):
+            assert "No Q–Q plot: all values are equal." in words(at)
+        if name == "zeros" and axis == "log2":
+            assert "all values are zero" in words(at)
+        if name == "some NaN":
+            assert re.search(r"Left out: \d+ NaN", words(at))
+
+    def test_all_together(self, visit: Visit, root: Path):
+        at = visit(root)
+        assert "2,048 infinite" in words(at)
+        at = visit(root, by="layer_index", axis="linear")
+        assert len(at.dataframe[1].value) == len(roots.odd_tensors())
+
+    def test_numbers_too_large_for_a_number_column_are_text(self, visit: Visit, root: Path):
+        at = visit(root, tensor=first(root, layer_index=[list(roots.odd_tensors()).index("huge") + 1]))
+        assert re.fullmatch(r"[23]\.?\d*e\+38", at.dataframe[1].value["max"].iloc[0])
+
+
+def test_times_are_in_utc(visit: Visit, collected: Path):
+    started = visit(collected, "runs").dataframe[0].value["started"]
+    now = datetime.now(UTC).replace(tzinfo=None)
+    assert ((now - started).dt.total_seconds() >= 0).all() and ((now - started).dt.total_seconds() < 86_400).all()

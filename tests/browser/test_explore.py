@@ -1,0 +1,236 @@
+"""The real app in a real browser on real runs: what a user clicks, sees and shares."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from playwright.sync_api import Page
+
+from app import analysis
+from data.catalog import Catalog
+from data.filter import Filter
+from tests.app import roots
+from tests.browser.driver import serving, settle
+from tests.conftest import run_collector
+
+pytestmark = pytest.mark.browser
+Visit = Callable[..., Page]
+WHERE = Filter(quant_type=["mxfp8"], layer_index=[1], operation=["forward"])
+QUERY = "/?quant_type=mxfp8&layer_index=1&operation=forward"
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path):
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+def metrics(page: Page) -> dict[str, str]:
+    cells = page.get_by_test_id("stMetric").all()
+    return {
+        cell.get_by_test_id("stMetricLabel").inner_text().strip(): cell.get_by_test_id("stMetricValue").inner_text()
+        for cell in cells
+    }
+
+
+def chips(page: Page) -> list[str]:
+    """The values chosen in the sidebar."""
+    return page.locator("[data-testid=stSidebar] [data-testid=stMultiSelectTagsContainer]").all_inner_texts()
+
+
+def choose(page: Page, title: str, value: str) -> None:
+    """Choose a value of one filter as a user does: open the list, click."""
+    box = page.locator("[data-testid=stMultiSelect]").filter(has=page.get_by_text(title, exact=True))
+    box.locator("input").click()
+    page.get_by_role("option", name=value, exact=True).click()
+    page.keyboard.press("Escape")
+    box.get_by_text(value, exact=True).first.wait_for()
+    page.wait_for_function(
+        "text => document.querySelector('[data-testid=stCaptionContainer]').innerText.includes(text)", arg=value
+    )
+    settle(page)
+
+
+def marks(page: Page, chart: int = 0) -> list[dict[str, str]]:
+    """What a chart has drawn: of each mark with a description, its fields as the browser tells them."""
+    labels = page.locator("[data-testid=stVegaLiteChart]").nth(chart).locator("path[aria-label]").evaluate_all(
+        "paths => paths.map(path => path.getAttribute('aria-label'))"
+    )  # fmt: skip
+    return [dict(part.split(": ", 1) for part in label.split("; ") if ": " in part) for label in labels]
+
+
+def number(text: str) -> float:
+    """A number as Vega writes it: a true minus sign, grouping commas, percent."""
+    value = text.replace("−", "-").replace(",", "")
+    return float(value[:-1]) / 100 if value.endswith("%") else float(value)
+
+
+def chart_text(page: Page, chart: int = 0) -> str:
+    return page.locator("[data-testid=stVegaLiteChart]").nth(chart).locator("svg").evaluate("svg => svg.textContent")
+
+
+def select_row(page: Page, row: int) -> None:
+    """Click the checkbox of a row: the table is a canvas, its first column the checkboxes."""
+    table = page.get_by_test_id("stDataFrame").first
+    table.scroll_into_view_if_needed()
+    box = table.bounding_box()
+    assert box
+    table.click(position={"x": 18, "y": 35 * (row + 1) + 17})
+    page.wait_for_function("() => location.search.includes('tensor=')")
+    settle(page)
+
+
+def query(page: Page) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(page.url).query)
+
+
+def test_shows_the_catalogs_counts(visit: Visit, catalog: Catalog):
+    totals = catalog.totals()
+    shown = metrics(visit())
+    assert shown["Tensors"] == f"{totals.tensors:,}"
+    assert shown["With values"] == f"{totals.with_values:,}"
+
+
+def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(visit: Visit, catalog: Catalog):
+    page = visit()
+    choose(page, "Quant type", "mxfp8")
+    choose(page, "Layer", "1")
+    choose(page, "Operation", "forward")
+    assert metrics(page)["Tensors"] == str(catalog.totals(WHERE).tensors)
+    assert query(page) == WHERE.to_query()
+    assert page.get_by_text("Shown: quant type mxfp8, layer 1, operation forward.").is_visible()
+
+    copy = visit(page.url.removeprefix(page.url.split("/?")[0]))
+    assert copy.url == page.url
+    assert metrics(copy) == metrics(page)
+    assert chips(copy) == chips(page) and "mxfp8" in " ".join(chips(copy))
+    drawn = [marks(page, index) for index in range(6)]
+    assert all(drawn) and [marks(copy, index) for index in range(6)] == drawn
+
+
+def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
+    rows = catalog.tensors(WHERE)
+    row = 1
+    tensor_id = rows.iloc[row]["tensor_id"]
+    page = visit(QUERY)
+    select_row(page, row)
+    assert query(page)["tensor"] == [tensor_id]
+    assert re.search(r"1 tensor, exact", chart_text(page))
+
+    wanted = analysis.log2_histogram([analysis.distribution_of("x", catalog.load(tensor_id))])
+    drawn = [mark for mark in marks(page) if "log₂ from" in mark]
+    assert len(drawn) == len(wanted)
+    for mark, (_, bin_) in zip(drawn, wanted.iterrows(), strict=True):
+        assert number(mark["log₂ from"]) == pytest.approx(bin_["low"], abs=6e-4)
+        assert number(mark["share of values per binade"]) == pytest.approx(bin_["share"], rel=6e-3)
+
+    copy = visit(page.url.removeprefix(page.url.split("/?")[0]))
+    assert marks(copy) == marks(page)
+
+    page.get_by_role("button", name="linear", exact=True).or_(page.get_by_role("radio", name="linear")).first.click()
+    page.wait_for_function("() => location.search.includes('axis=linear')")
+    settle(page)
+    wanted = analysis.linear_histogram([analysis.distribution_of("x", catalog.load(tensor_id))])
+    drawn = [mark for mark in marks(page) if "from" in mark]
+    assert [number(mark["from"]) for mark in drawn] == pytest.approx(wanted["low"].tolist(), rel=6e-4, abs=1e-9)
+    assert [number(mark["share of values"]) for mark in drawn] == pytest.approx(wanted["share"].tolist(), rel=6e-3)
+    assert "Distribution of values" in chart_text(page)
+
+
+def test_the_filter_survives_a_look_at_the_runs_and_the_way_back(visit: Visit, catalog: Catalog):
+    page = visit()
+    everything = metrics(page)
+    choose(page, "Quant type", "mxfp4")
+    before, address = metrics(page), page.url
+    page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
+    page.get_by_role("heading", name="Runs").wait_for()
+    settle(page)
+    page.get_by_test_id("stTopNavLink").filter(has_text="Explore").click()
+    page.get_by_role("heading", name="Explore").wait_for()
+    page.wait_for_url(address)
+    settle(page)
+    assert metrics(page) == before != everything
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_runs_page_can_be_opened_first(visit: Visit, collected: Path, scheme: str):
+    """Also by an app that has shown nothing yet. The table is a canvas with a table for readers beside it."""
+    with serving(collected) as cold:
+        page = visit("/runs", cold, color_scheme=scheme)
+        page.get_by_role("heading", name="Runs").wait_for()
+        settle(page)
+        table = page.get_by_test_id("stDataFrame").first.text_content()
+        for recipe in ("bf16", "hifp8", "mxfp8", "mxfp4"):
+            assert recipe in table
+        assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
+        background = page.evaluate(
+            "() => getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
+        )
+        assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 18, 25)"}[scheme]
+
+
+def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
+    with serving(collected) as second:
+        page = visit(QUERY, second)
+        assert metrics(page) == metrics(visit(QUERY))
+        assert marks(page) == marks(visit(QUERY))
+
+
+def test_a_collector_that_writes_while_the_page_is_open(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    with serving(root) as address:
+        page = visit("/?quant_type=hifp8", address)
+        before = int(metrics(page)["Tensors"].replace(",", ""))
+        done = run_collector("quick", "hifp8", "--backend", "torch", root=root)
+        assert done.returncode == 0, done.stderr
+        with Catalog.open(root) as catalog:
+            after = catalog.totals(Filter(quant_type=["hifp8"])).tensors
+        assert after > before
+        page.reload()
+        settle(page)
+        assert metrics(page)["Tensors"] == f"{after:,}"
+
+
+def test_nothing_leaves_the_machine_and_nothing_complains(visit: Visit):
+    page = visit(color_scheme="dark")
+    choose(page, "Quant type", "mxfp8")
+    select_row(page, 0)
+    page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
+    page.get_by_role("heading", name="Runs").wait_for()
+    settle(page)
+    outside = [url for url in page.requests if urlsplit(url).hostname != "127.0.0.1" and not url.startswith("data:")]
+    assert outside == []
+    assert page.complaints == []
+
+
+def test_dark_text_can_be_read(visit: Visit):
+    page = visit(color_scheme="dark")
+    fills = page.locator("[data-testid=stVegaLiteChart] text").evaluate_all(
+        "texts => texts.filter(text => text.textContent.trim()).map(text => getComputedStyle(text).fill)"
+    )
+    assert fills
+    for fill in set(fills):
+        red, green, blue = (int(part) for part in re.findall(r"\d+", fill)[:3])
+        assert 0.2126 * red + 0.7152 * green + 0.0722 * blue > 90, fill
+
+
+def test_no_label_of_a_chart_is_cut(visit: Visit, catalog: Catalog):
+    """Ten long names: every text of a chart lies within its picture."""
+    ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]
+    page = visit("/?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids))
+    cut = page.locator("[data-testid=stVegaLiteChart] svg").evaluate_all(
+        """pictures => pictures.flatMap(svg => {
+            const frame = svg.getBoundingClientRect();
+            return [...svg.querySelectorAll('text')].filter(text => text.textContent.trim()).filter(text => {
+                const box = text.getBoundingClientRect();
+                return getComputedStyle(text).opacity !== '0' && (
+                    box.left < frame.left - 2 || box.right > frame.right + 2 ||
+                    box.top < frame.top - 2 || box.bottom > frame.bottom + 2);
+            }).map(text => text.textContent);
+        })"""
+    )
+    assert cut == []
