@@ -9,7 +9,7 @@ import torch
 
 from data.catalog import Catalog
 from data.filter import Filter
-from data.runs import list_runs, read_losses
+from data.runs import RunInfo, list_runs, read_losses
 from tests.conftest import RECIPES, run_collector
 
 
@@ -67,15 +67,22 @@ def test_triton_and_torch_train_alike(quick, tmp_path):
     assert "quantized by torch" in done.stdout
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_fall(tmp_path, recipe):
+@pytest.fixture(scope="module")
+def fifty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
+    """A run of 50 iterations by recipe."""
+    root = tmp_path_factory.mktemp("fifty")
     done = run_collector(
-        "run", "--quantization", recipe, "--backend", "torch", "--training-config", "fast", "--control-iter", "50",
-        "--capture-every", "50", "--no-raw", "--tensors", "query", "--scores", "",
-        root=tmp_path, env={"OMP_NUM_THREADS": "1"},
+        "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
+        "--control-iter", "50", "--capture-every", "50", "--no-raw", "--tensors", "query", "--scores", "",
+        root=root, env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    ((run,), _) = list_runs(tmp_path)
+    return {run.config["recipe"]: run for run in list_runs(root)[0]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_fall(fifty, recipe):
+    run = fifty[recipe]
     losses = [record["loss"] for record in read_losses(run.directory)]
     assert len(losses) == 50 and abs(losses[0] - math.log(384)) < 0.5  # it starts by guessing
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5
