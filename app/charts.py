@@ -71,22 +71,27 @@ def legend_height(groups: list[str]) -> int:
     return 36 + 18 * math.ceil(len(groups) / _columns(groups)) if len(groups) > 1 else 0
 
 
-def _legend(groups: list[str], title: str) -> alt.Legend | None:
+def _legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | None:
     if len(groups) < 2:
         return None
     return alt.Legend(
-        title=title, orient="bottom", columns=_columns(groups), labelLimit=LEGEND_WIDTH - 20, rowPadding=2
+        title=title,
+        orient="bottom",
+        columns=_columns(groups),
+        labelLimit=LEGEND_WIDTH - 20,
+        rowPadding=2,
+        symbolType="stroke" if line else alt.Undefined,
     )
 
 
-def _color(groups: list[str], title: str, legend: bool = True) -> alt.Color:
+def _color(groups: list[str], title: str, legend: bool = True, line: bool = False) -> alt.Color:
     scale = alt.Scale(domain=groups, range=colors(groups))
-    return alt.Color("group:N", scale=scale, legend=_legend(groups, title) if legend else None)
+    return alt.Color("group:N", scale=scale, legend=_legend(groups, title, line) if legend else None)
 
 
 def _dash(groups: list[str], title: str) -> alt.StrokeDash:
     scale = alt.Scale(domain=groups, range=[DASHES[n] for n in _styles(groups)[1]])
-    return alt.StrokeDash("group:N", scale=scale, legend=_legend(groups, title))
+    return alt.StrokeDash("group:N", scale=scale, legend=_legend(groups, title, line=True))
 
 
 def _shape(groups: list[str], title: str) -> alt.Shape:
@@ -121,7 +126,7 @@ def _histogram(
     """Filled bars for one group; outlines for several, which would only muddy each other."""
     x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8))
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
-    color = _color(groups, by)
+    color = _color(groups, by, line=True)
     if len(groups) == 1:
         bars = alt.Chart(table, title=title).mark_rect(strokeWidth=0)
         return bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
@@ -312,7 +317,7 @@ def losses(table: pd.DataFrame) -> alt.LayerChart:
                 scale=alt.Scale(nice=False),
             ),
             y=alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False)),
-            color=_color(groups, "run"),
+            color=_color(groups, "run", line=True),
             strokeDash=_dash(groups, "run"),
             tooltip=tooltip,
         )

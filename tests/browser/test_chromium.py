@@ -59,7 +59,8 @@ def test_debians_package_is_installed_as_root(tmp_path: Path, monkeypatch):
     """apt-get is a stand-in that notes what it was asked for and brings a program."""
     program(tmp_path, "apt-get").write_text(
         '#!/bin/sh\necho "$DEBIAN_FRONTEND $*" >> "$0.log"\n'
-        f'[ "$1" = install ] && printf "#!/bin/sh\\n" > {tmp_path}/chromium && /bin/chmod +x {tmp_path}/chromium; exit 0\n'
+        f'[ "$1" = install ] && printf "#!/bin/sh\\n" > {tmp_path}/chromium\n'
+        f'[ "$1" = install ] && /bin/chmod +x {tmp_path}/chromium\nexit 0\n'
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CHROMIUM", raising=False)
