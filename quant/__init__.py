@@ -4,7 +4,8 @@
     y = quant.fake_quantize(x, "mxfp8", dim=-1)
     quant.compare(x, y)["sqnr_db"]
 
-`formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` is its Triton twin.
+`formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` (Triton) and `cpu`
+(C++) are its fast twins.
 """
 
 from quant.formats import FORMATS, Format, UnknownFormat

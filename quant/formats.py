@@ -17,8 +17,9 @@ Sources
 Differences from other libraries, on purpose
     * gfloat's MXINT8 keeps the code -128 (value -2); here, as the MX specification allows in 5.3.4, the grid is
       symmetric and -128 is never produced.
-    * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf; the MX specification leaves it open and
-      training frameworks saturate, so `overflow="saturate"` is the default for every format but fp16 and bf16.
+    * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf, en_dtypes a HiFloat8 overflow into Inf.
+      The MX specification leaves it open and training frameworks saturate: `overflow="saturate"` is the default for
+      every format but fp16 and bf16.
     * Transformer-Engine-like libraries that clamp the NVFP4 block scale from below at 2^-6 (torchao) are not followed:
       E4M3's subnormal block scales are used.
 """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quant.formats import E4M3
-from quant.reference import NVFP4_TENSOR_MAX, Plan
+from quant.reference import NVFP4_TENSOR_MAX, RULES, Plan
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
 if INTERPRETED:
@@ -40,7 +40,6 @@ NVFP4_LIMIT = tl.constexpr(NVFP4_TENSOR_MAX)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 
 ROUNDINGS = {"nearest": 0, "half_away": 1, "stochastic": 2}
-RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
 
 @triton.jit

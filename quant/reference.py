@@ -19,6 +19,8 @@ from quant.formats import E4M3, Element, Format, Overflow, Rounding, ScaleRule
 FLOAT32_MAX = torch.finfo(torch.float32).max
 NVFP4_TENSOR_MAX = 448.0 * 6.0
 E8M0_BIAS = 127
+# Scale rules as the compiled kernels number them.
+RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
 
 @dataclass(frozen=True)
