@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quant.formats import E4M3
-from quant.reference import NVFP4_TENSOR_MAX, Plan
+from quant.reference import NVFP4_TENSOR_MAX, RULES, Plan
 
 INTERPRETED = {"1": True, "0": False}.get(os.environ.get("TRITON_INTERPRET", ""), not torch.cuda.is_available())
 if INTERPRETED:
@@ -43,7 +43,6 @@ SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 launches = 0
 
 ROUNDINGS = {"nearest": 0, "half_away": 1, "stochastic": 2}
-RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
 
 @triton.jit

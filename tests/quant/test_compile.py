@@ -19,11 +19,11 @@ from triton.compiler import ASTSource
 
 from quant import FORMATS, kernels
 from quant.formats import E4M3
-from quant.kernels_summary import COPIES, TILE, summarize_kernel
+from quant.kernels_summary import TILE, WARPS, summarize_kernel
 from quant.quantizer import plan
 from quant.sketch import BINS
 
-def compile_kernel(kernel, types, constants):
+def compile_kernel(kernel, types, constants, warps=4):
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "seed"}
     source = ASTSource(
@@ -32,7 +32,7 @@ def compile_kernel(kernel, types, constants):
         constexprs={(names.index(n),): v for n, v in constants.items()},
         attrs=aligned,
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": warps})
 
 def quantizer(name, adjacent, rounding):
     decided = plan(name, rounding=rounding)
@@ -54,8 +54,9 @@ for name in FORMATS:
             ptx = quantizer(name, adjacent, rounding).asm["ptx"]
             loads = re.findall(r"ld\\.global[.a-z0-9]*\\.b16", ptx)
             print(name, "last" if adjacent else "first", rounding or "nearest", len(loads))
-types = dict(x_ptr="*bf16", counts_ptr="*i32", stats_ptr="*fp64", special_ptr="*i64", shift_ptr="*fp64", numel="i32")
-compile_kernel(summarize_kernel, types, dict(COPIES=COPIES, BINS=BINS, TILE=TILE))
+types = dict(x_ptr="*bf16", counts_ptr="*i32", sums_ptr="*fp64", extremes_ptr="*fp32", special_ptr="*i64",
+             shift_ptr="*fp64", numel="i32")
+compile_kernel(summarize_kernel, types, dict(ROWS=TILE // 8, WIDTH=8, BINS=BINS), WARPS)
 print("summarize")
 """
 
