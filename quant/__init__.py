@@ -4,8 +4,8 @@
     y = quant.fake_quantize(x, "mxfp8", dim=-1)
     quant.compare(x, y)["sqnr_db"]
 
-`formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` is its Triton twin.
-Names are imported when first used, so that `quant.formats` alone needs no torch.
+`formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` (Triton) and `cpu`
+(C++) are its fast twins. Names are imported when first used, so that `quant.formats` alone needs no torch.
 """
 
 from importlib import import_module

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quant import reference
-from quant.reference import Plan
+from quant.reference import RULES, Plan
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
-RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 ROUNDINGS = {"nearest": 0, "half_away": 1}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 

@@ -17,8 +17,9 @@ Sources
 Differences from other libraries, on purpose
     * gfloat's MXINT8 keeps the code -128 (value -2); here, as the MX specification allows in 5.3.4, the grid is
       symmetric and -128 is never produced.
-    * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf; the MX specification leaves it open and
-      training frameworks saturate, so `overflow="saturate"` is the default for every format but fp16 and bf16.
+    * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf, en_dtypes a HiFloat8 overflow into Inf.
+      The MX specification leaves it open and training frameworks saturate: `overflow="saturate"` is the default for
+      every format but fp16 and bf16.
     * Transformer-Engine-like libraries that clamp the NVFP4 block scale from below at 2^-6 (torchao) are not followed:
       E4M3's subnormal block scales are used.
 """
@@ -29,7 +30,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 Tier = tuple[int, int]
 
@@ -82,6 +83,12 @@ class Element:
     def mantissa_bits(self) -> int:
         """Explicit mantissa bits of values near 1."""
         return max(bits for _, bits in self.tiers)
+
+    @cached_property
+    def precise_emax(self) -> int:
+        """The largest exponent at which values have all their mantissa bits: emax, unless precision tapers."""
+        ends = [lowest - 1 for lowest, _ in self.tiers[1:]] + [self.emax]
+        return max(end for end, (_, bits) in zip(ends, self.tiers, strict=True) if bits == self.mantissa_bits)
 
 
 @dataclass(frozen=True)
@@ -206,6 +213,13 @@ class Format:
     rounding: Rounding = "nearest"
     overflow: Overflow = "saturate"
     source: str = ""
+
+    @property
+    def scale_rules(self) -> tuple[str, ...]:
+        """What `scale_rule` may be, the default first."""
+        if self.scaling == "none":
+            return ("none", "pow2") if len(self.element.tiers) > 1 else ("none",)
+        return {"block": get_args(ScaleRule), "tensor": ("amax", "none"), "block_and_tensor": ("nvfp4",)}[self.scaling]
 
     @property
     def bits_per_value(self) -> float:

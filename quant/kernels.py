@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from quant.formats import E4M3
-from quant.reference import NVFP4_TENSOR_MAX, Plan
+from quant.reference import NVFP4_TENSOR_MAX, RULES, Plan
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available()
+INTERPRETED = {"1": True, "0": False}.get(os.environ.get("TRITON_INTERPRET", ""), not torch.cuda.is_available())
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -43,7 +43,6 @@ SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 launches = 0
 
 ROUNDINGS = {"nearest": 0, "half_away": 1, "stochastic": 2}
-RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
 
 @triton.jit
@@ -72,6 +71,7 @@ def round_to_element(
     LIMIT: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
+    SCALED: tl.constexpr,  # |x| is below 2^(EMAX + 1), or NaN or Inf in a block that is lost anyway
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
@@ -86,14 +86,16 @@ def round_to_element(
         binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0**EMAX) * shift
         v = v * shift
     else:
-        binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0 * 2.0**EMAX)
+        binade = tl.maximum(binade, 2.0 ** TIERS[0][0])
+        if not SCALED:
+            binade = tl.minimum(binade, 2.0 * 2.0**EMAX)
     step = 2.0 ** -TIERS[0][1]
     for i in tl.static_range(1, len(TIERS)):
         step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
-    ulp = binade * step
-    c = ulp * (1.5 * 2.0**23)
+    c = binade * (step * (1.5 * 2.0**23))
     y = (v + c) - c
     if ROUNDING != NEAREST:
+        ulp = binade * step
         gap = v - y  # exact
         if ROUNDING == HALF_AWAY:
             y = tl.where(gap == 0.5 * ulp, y + ulp, y)
@@ -102,7 +104,10 @@ def round_to_element(
             y = tl.where(v - floor > u * ulp, floor + ulp, floor)
     if WIDE:
         y = y * tl.where(shift < 1.0, 2.0**32, 2.0**-32)
-    y = tl.where(y > MAX, LIMIT, y)
+    if LIMIT == MAX:
+        y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        y = tl.where(y > MAX, LIMIT, y)
     y = (y.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
     if not SIGNED_ZERO:
         y += 0.0
@@ -139,7 +144,7 @@ def quantize_dequantize_kernel(
     BLOCK_POW2: tl.constexpr,
     GROUPS: tl.constexpr,
     ADJACENT: tl.constexpr,  # inner == 1
-    EVEN: tl.constexpr,  # see `_tiling`
+    WHOLE: tl.constexpr,  # see `_tiling`
     TIERS: tl.constexpr,
     SCALE_TIERS: tl.constexpr,  # E4M3's, for NVFP4
     EMAX: tl.constexpr,
@@ -156,7 +161,7 @@ def quantize_dequantize_kernel(
     lane = tl.arange(0, BLOCK_POW2)
     block = program * GROUPS + group
     REDUCED: tl.constexpr = 1 if ADJACENT else 0
-    if EVEN:
+    if WHOLE:
         # Whole blocks, whole tiles: where a tile starts is scalar arithmetic, within it 32 bits do, nothing is masked.
         if ADJACENT:
             start = program * (GROUPS * BLOCK)
@@ -187,11 +192,11 @@ def quantize_dequantize_kernel(
         u = 0.0
     if RULE == NONE:
         scale = 1.0
-        y = round_to_element(x, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+        y = round_to_element(x, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
     elif RULE == AMAX:
         absmax = tl.load(absmax_ptr)
         encode = tl.div_rn(tl.full([], MAX, tl.float32), tl.where(absmax < 1e-12, 1e-12, absmax))
-        values = round_to_element(x * encode, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+        values = round_to_element(x * encode, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
         scale = 1.0
         y = tl.div_rn(values, encode)
     else:
@@ -205,39 +210,39 @@ def quantize_dequantize_kernel(
             encode = tl.where(absmax == 0.0, 1.0, tl.div_rn(limit, absmax))
             encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
             wanted = block_absmax * (encode * SIXTH)
-            scale = round_to_element(wanted, 0.0, SCALE_TIERS, 8, 448.0, 448.0, NEAREST, True)
+            scale = round_to_element(wanted, 0.0, SCALE_TIERS, 8, 448.0, 448.0, NEAREST, True, False)
             decode = scale * tl.div_rn(one, encode)
             inverse = tl.div_rn(one, decode)
             inverse = tl.where(inverse > FLOAT32_MAX, FLOAT32_MAX, inverse)
-            clamped = x * inverse
-            clamped = tl.where(clamped > MAX, MAX, tl.where(clamped < -MAX, -MAX, clamped))
-            values = round_to_element(clamped, u, TIERS, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO)
+            clamped = tl.minimum(x * inverse, MAX, propagate_nan=tl.PropagateNan.ALL)
+            clamped = tl.maximum(clamped, -MAX, propagate_nan=tl.PropagateNan.ALL)
+            values = round_to_element(clamped, u, TIERS, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO, True)
             y = values * scale * tl.div_rn(absmax, limit)
         else:
             exponent = block_scale_exponent(block_absmax, RULE, EMAX, MANTISSA, MAX)
             finite = block_absmax <= FLOAT32_MAX
             scale = tl.where(finite, pow2(exponent), float("nan"))
-            values = round_to_element(x * pow2(-exponent), u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+            values = round_to_element(x * pow2(-exponent), u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, True)
             y = values * scale
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
             tl.store(scale_ptr + block_offsets, scale, mask=block_offsets < blocks)
-    if EVEN:
+    if WHOLE:
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
     else:
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
-    """Blocks to a program, and whether tiles are even: no block is short, no tile is part empty or spans two rows of
-    blocks. Even tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
+    """Blocks to a program, and whether tiles are whole: no block is short, no tile is part empty or spans two rows of
+    blocks. Whole tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
     block_pow2 = triton.next_power_of_2(block_size)
     groups = max(1, min(TILE // block_pow2, triton.next_power_of_2(blocks)))
     fit = math.gcd(groups, blocks if inner == 1 else inner)
     # A smaller tile that fits is worth it unless it is tiny, or interpreted, where each program costs milliseconds.
     enough = groups if INTERPRETED else max(1, min(groups, 1024 // block_pow2))
-    even = block_size == block_pow2 and axis % block_size == 0 and fit >= enough and block_size * inner < 2**31
-    return (fit, True) if even else (groups, False)
+    whole = block_size == block_pow2 and axis % block_size == 0 and fit >= enough and block_size * inner < 2**31
+    return (fit, True) if whole else (groups, False)
 
 
 def check_device(x: Tensor) -> None:
@@ -268,7 +273,7 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
     blocks = outer * blocks_per_row * inner
     global launches
     launches += 1
-    groups, even = _tiling(block_size, axis, inner, blocks)
+    groups, whole = _tiling(block_size, axis, inner, blocks)
     dtype = x.dtype
     if INTERPRETED:  # its own conversions flush bfloat16's subnormals to zero
         x = x.float()
@@ -289,7 +294,7 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
             BLOCK_POW2=triton.next_power_of_2(block_size),
             GROUPS=groups,
             ADJACENT=inner == 1,
-            EVEN=even,
+            WHOLE=whole,
             TIERS=element.tiers,
             SCALE_TIERS=E4M3.tiers,
             EMAX=element.emax,

@@ -135,7 +135,7 @@ def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, abs
     fmt = decided.format
     if not x.numel():
         return math.nan
-    if decided.scale_rule == "amax":
+    if decided.scale_rule in ("amax", "pow2"):
         return 0.0
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))

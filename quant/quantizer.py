@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
@@ -28,7 +28,8 @@ def plan(
 ) -> Plan:
     """A format with every option decided; None takes the format's own default.
 
-    scale_rule  block formats: floor (default), ceil, even, rceil; tensor-scaled formats: amax (default), none
+    scale_rule  block formats: floor (default), ceil, even, rceil; tensor-scaled formats: amax (default), none;
+                hifp8: none (default), pow2 (a power of two for the tensor, see `reference.tensor_pow2_scale`)
     rounding    nearest (ties to even), half_away, stochastic (by `seed`)
     overflow    saturate, or inf where the element has infinities
     block_size  values that share a scale, for formats that have one
@@ -41,14 +42,8 @@ def plan(
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
     fmt = FORMATS[fmt] if isinstance(fmt, str) else fmt
-    rules = {
-        "none": ("none",),
-        "block": get_args(ScaleRule),
-        "tensor": ("amax", "none"),
-        "block_and_tensor": ("nvfp4",),
-    }[fmt.scaling]
-    scale_rule = scale_rule or rules[0]
-    _check("scale_rule", scale_rule, rules, fmt)
+    scale_rule = scale_rule or fmt.scale_rules[0]
+    _check("scale_rule", scale_rule, fmt.scale_rules, fmt)
     rounding = rounding or fmt.rounding
     _check("rounding", rounding, get_args(Rounding), fmt)
     overflow = overflow or fmt.overflow
@@ -108,6 +103,8 @@ def apply(
     has_blocks = plan.block_size is not None
     if not x.numel():
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
+    if plan.scale_rule == "pow2":
+        return _by_tensor_pow2(x, plan, dim, chosen), None
     whole = plan.scale_rule in ("amax", "nvfp4")
     absmax = tensor_absmax(x) if whole else torch.zeros((), dtype=torch.float32, device=x.device)
     if chosen == "triton":
@@ -125,6 +122,13 @@ def apply(
         return y, None
     dim = dim % x.dim() if x.dim() else 0
     return y, scales.reshape(x.shape[:dim].numel(), -1, x.shape[dim + 1 :].numel())
+
+
+def _by_tensor_pow2(x: Tensor, plan: Plan, dim: int, backend: str) -> Tensor:
+    """Scaled exactly, rounded as without a scale by any backend, scaled back."""
+    exponent, scale = reference.tensor_pow2_scale(tensor_absmax(x), plan.format.element)
+    scaled = reference.times_pow2(x.float(), -exponent)
+    return (apply(scaled, replace(plan, scale_rule="none"), dim, backend)[0] * scale).to(x.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -217,6 +221,8 @@ class Quantized:
         values = decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
         if self.plan.scale_rule == "amax":
             values = values / reference.tensor_scale(self.absmax, self.plan.format)
+        elif self.plan.scale_rule == "pow2":
+            values = values * reference.tensor_pow2_scale(self.absmax, self.plan.format.element)[1]
         elif self.plan.scale_rule == "nvfp4":
             scale = decode_table(E4M3).to(self.codes.device)[self.scales.long()]
             values = values * scale.reshape(-1, 1) * reference.nvfp4_decode_scale(self.absmax)
@@ -261,7 +267,7 @@ def quantize(
         scales = encode(scales.reshape(-1), E4M3).to(torch.uint8)
     else:
         scales = None
-    keeps_absmax = decided.scale_rule in ("amax", "nvfp4")
+    keeps_absmax = decided.scale_rule in ("amax", "nvfp4", "pow2")
     codes = _pack(encode(values.reshape(-1), element), element.bits)
     return Quantized(decided, dim, x.shape, x.dtype, codes, scales, absmax if keeps_absmax else None)
 

@@ -19,13 +19,15 @@ from quant.formats import E4M3, Element, Format, Overflow, Rounding, ScaleRule
 FLOAT32_MAX = torch.finfo(torch.float32).max
 NVFP4_TENSOR_MAX = 448.0 * 6.0
 E8M0_BIAS = 127
+# Scale rules as the compiled kernels number them.
+RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nvfp4": 6}
 
 
 @dataclass(frozen=True)
 class Plan:
     """A format with every option decided. Built and checked by `quantizer.plan`.
 
-    scale_rule is "none" where no scale is used, "amax" for a tensor scale, "nvfp4" for that format's own rule.
+    scale_rule is "none" where no scale is used, "amax" and "pow2" for a tensor scale, "nvfp4" for that format's own rule.
     """
 
     format: Format
@@ -149,6 +151,18 @@ def tensor_scale(absmax: Tensor, fmt: Format) -> Tensor:
     return torch.full_like(absmax, fmt.max) / absmax.clamp(min=1e-12)
 
 
+def tensor_pow2_scale(absmax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """HiFloat8's optional scale for a whole tensor: its exponent k (int32) and 2^k, which is NaN if absmax is not finite.
+
+    k puts absmax into the highest binade that has all mantissa bits (exponent 3), k in [-127, 127]; 0 for an all-zero
+    tensor. arXiv 2409.16626 leaves the target open; aligned with the largest value, 2^15, the tensor's largest elements
+    would keep 1 mantissa bit of 3.
+    """
+    exponent = (floor_log2(absmax) - element.precise_emax).clamp(-E8M0_BIAS, E8M0_BIAS)
+    exponent = torch.where((absmax > 0) & absmax.isfinite(), exponent, 0)
+    return exponent, torch.where(absmax.isfinite(), pow2(exponent), torch.nan)
+
+
 def nvfp4_encode_scale(absmax: Tensor) -> Tensor:
     """NVFP4's tensor scale S = min(2688 / absmax, largest float32); 1 where absmax is 0."""
     # A Python number over a tensor, or a tensor over one on CUDA, would be a multiplication by a rounded reciprocal.
@@ -178,6 +192,10 @@ def quantize_blocks(x: Tensor, plan: Plan, absmax: Tensor, u: Tensor | None = No
     if plan.scale_rule == "none":
         y = round_to_element(x, element, plan.rounding, plan.overflow, u)
         return y, torch.ones((), device=x.device), y
+    if plan.scale_rule == "pow2":
+        exponent, scale = tensor_pow2_scale(absmax, element)
+        values = round_to_element(times_pow2(x, -exponent), element, plan.rounding, plan.overflow, u)
+        return values, scale, values * scale
     if plan.scale_rule == "amax":
         scale = tensor_scale(absmax, plan.format)
         values = round_to_element(x * scale, element, plan.rounding, plan.overflow, u)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quant import fake_quantize
-from quant.formats import FORMATS
+from quant.formats import E4M3, FORMATS
 from tests.quant.helpers import (
     LIBRARY,
     MX,
@@ -184,6 +184,22 @@ def test_nvfp4_every_bf16_pattern_in_its_binade():
     for low in range(0, len(x), 512):  # a tensor of 64 binades each
         part = x[low : low + 512]
         assert_same_bits(fake_quantize(torch.tensor(part), "nvfp4"), nvfp4_numpy(part), part)
+
+
+@pytest.mark.parametrize("absmax", [1.0, 0.7, 3.3e-5, 117.0, 2688.0, 1e30], ids=str)
+def test_nvfp4_ties(absmax):
+    """Block maxima that land on the midpoints of E4M3, and elements on those of E2M1, with an ulp to either side: where
+    another order of the formula's roundings would show."""
+    f32 = np.float32
+    factor = (f32(2688) / f32(absmax)) * (f32(1) / f32(6))
+    scales = np.array([v for v in E4M3.finite_values if v >= 0])
+    maxima = ties(scales / np.float64(factor))
+    maxima = maxima[(maxima > 0) & (maxima < absmax)]
+    blocks = np.zeros((len(maxima) + 1, 16), f32)
+    blocks[0, 0] = absmax
+    blocks[1:, 0] = maxima
+    blocks[1:, 1:] = maxima[:, None] * (ties(np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0])) / 6)[None, :]
+    assert_same_bits(fake_quantize(torch.tensor(blocks), "nvfp4"), nvfp4_numpy(blocks), blocks)
 
 
 def test_nvfp4_scale_is_not_clamped_from_below():

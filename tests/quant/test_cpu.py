@@ -61,6 +61,19 @@ def test_every_bf16_pattern(name, rounding):
 
 
 @needs_compiler
+def test_bfloat16_results_round_to_even():
+    """Where NVFP4's absmax is 2688 · 1.125, element times scales takes up to 10 bits: some products tie in bfloat16."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 300
+    x[0] = 3024.0
+    x = x.clamp(-3024, 3024).bfloat16()
+    decided, absmax = plan("nvfp4"), tensor_absmax(x)
+    exact = cpu.in_pieces(x.float(), decided, -1, absmax)[0]
+    assert bool(((exact.view(torch.int32) & 0xFFFF) == 0x8000).any())
+    y, _ = cpu.compiled(x, decided, -1, absmax, False, cpu.kernel(cpu.kind_of(decided, torch.bfloat16)))
+    assert_same_bits(y, exact.bfloat16(), x)
+
+
+@needs_compiler
 def test_a_later_process_finds_the_build(fresh):
     assert cpu.kernel(FLOAT32, values=10) is None
     assert cpu.kernel(FLOAT32) is not None and len(list(fresh.glob("*.so"))) == 1 and not list(fresh.glob("*.tmp"))

@@ -1,0 +1,72 @@
+"""The kernels compile for an NVIDIA GPU (sm_90), which needs Triton's own compiler and no GPU.
+
+Triton decides once a process whether kernels are compiled or interpreted, so this runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.conftest import PROJECT
+
+PROGRAM = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quant import FORMATS, kernels
+from quant.formats import E4M3
+from quant.kernels_summary import TILE, WARPS, summarize_kernel
+from quant.quantizer import plan
+from quant.sketch import BINS
+
+def compile_kernel(kernel, types, constants, warps=4):
+    names = kernel.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types and n != "seed"}
+    source = ASTSource(
+        fn=kernel,
+        signature={n: types.get(n, "constexpr") for n in names},
+        constexprs={(names.index(n),): v for n, v in constants.items()},
+        attrs=aligned,
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": warps})
+
+def quantizer(name, adjacent, rounding):
+    decided = plan(name, rounding=rounding)
+    element, block = decided.format.element, decided.block_size or 1024
+    types = dict(x_ptr="*bf16", y_ptr="*bf16", scale_ptr="*fp32", absmax_ptr="*fp32", blocks="i32", axis="i32",
+                 inner="i32", blocks_per_row="i32", seed="i32")
+    constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
+                     TIERS=element.tiers, SCALE_TIERS=E4M3.tiers, EMAX=element.emax, MANTISSA=element.mantissa_bits,
+                     MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
+                     RULE=kernels.RULES[decided.scale_rule], ROUNDING=kernels.ROUNDINGS[decided.rounding],
+                     SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True)
+    if adjacent:
+        constants["inner"] = types.pop("inner") and 1
+    return compile_kernel(kernels.quantize_dequantize_kernel, types, constants)
+
+for name in FORMATS:
+    for adjacent in (True, False):
+        for rounding in (None, "stochastic"):
+            ptx = quantizer(name, adjacent, rounding).asm["ptx"]
+            loads = re.findall(r"ld\\.global[.a-z0-9]*\\.b16", ptx)
+            print(name, "last" if adjacent else "first", rounding or "nearest", len(loads))
+types = dict(x_ptr="*bf16", counts_ptr="*i32", sums_ptr="*fp64", extremes_ptr="*fp32", special_ptr="*i64",
+             shift_ptr="*fp64", numel="i32")
+compile_kernel(summarize_kernel, types, dict(ROWS=TILE // 8, WIDTH=8, BINS=BINS), WARPS)
+print("summarize")
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *rows, last = done.stdout.splitlines()
+    assert last == "summarize"
+    assert len(rows) == 12 * 2 * 2
+    # No value is loaded on its own: 16-bit loads would halve the speed and more.
+    assert [row for row in rows if not row.endswith(" 0")] == []
