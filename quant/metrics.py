@@ -129,7 +129,8 @@ def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, abs
 
     Exact: the scale is the one that the format states, free of float32's rounding of a quotient, so a tensor scaled by
     its own absmax has none. A block whose scale underflowed to 0 is flushed, not saturated. NaN and Inf do not count.
-    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale. A Format means its defaults.
+    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale. A Format means its
+    defaults.
     """
     decided = plan(fmt) if isinstance(fmt, Format) else fmt
     fmt = decided.format

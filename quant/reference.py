@@ -27,7 +27,8 @@ RULES = {"none": 0, "floor": 1, "ceil": 2, "even": 3, "rceil": 4, "amax": 5, "nv
 class Plan:
     """A format with every option decided. Built and checked by `quantizer.plan`.
 
-    scale_rule is "none" where no scale is used, "amax" and "pow2" for a tensor scale, "nvfp4" for that format's own rule.
+    scale_rule is "none" where no scale is used, "amax" and "pow2" for a tensor scale, "nvfp4" for that format's
+    own rule.
     """
 
     format: Format
@@ -152,7 +153,7 @@ def tensor_scale(absmax: Tensor, fmt: Format) -> Tensor:
 
 
 def tensor_pow2_scale(absmax: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """HiFloat8's optional scale for a whole tensor: its exponent k (int32) and 2^k, which is NaN if absmax is not finite.
+    """HiFloat8's optional scale for a whole tensor: its exponent k (int32) and 2^k, NaN if absmax is not finite.
 
     k puts absmax into the highest binade that has all mantissa bits (exponent 3), k in [-127, 127]; 0 for an all-zero
     tensor. arXiv 2409.16626 leaves the target open; aligned with the largest value, 2^15, the tensor's largest elements

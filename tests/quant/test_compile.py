@@ -32,7 +32,8 @@ def compile_kernel(kernel, types, constants, warps=4):
         constexprs={(names.index(n),): v for n, v in constants.items()},
         attrs=aligned,
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False, "num_warps": warps})
+    options = {"enable_fp_fusion": False, "num_warps": warps}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 def quantizer(name, adjacent, rounding):
     decided = plan(name, rounding=rounding)
