@@ -107,7 +107,8 @@ class Filter:
                 try:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
-                    problems.append(f"The address asks for {LABELS.get(name, name)} {text[:40]!r}, which is no {wanted}.")
+                    label = LABELS.get(name, name)
+                    problems.append(f"The address asks for {label} {text[:40]!r}, which is no {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:

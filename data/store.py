@@ -58,7 +58,7 @@ def load(path: Path) -> Tensor:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
-    except Exception as error:  # torch lets out whatever a damaged pickle trips over: KeyError, IndexError, struct.error
+    except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise TensorFileError(f"{path} cannot be read as a tensor file: {reason}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), Tensor):
