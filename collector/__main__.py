@@ -69,9 +69,16 @@ def build_parser() -> Parser:
 
     run = commands.add_parser("run", help="one run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     run.add_argument("--quantization", dest="recipe", default="bf16", metavar="RECIPE", help="see `list`")
-    batch = commands.add_parser("batch", help="one run a recipe", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    batch = commands.add_parser(
+        "batch", help="one run a recipe", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     batch.add_argument(
-        "--quantization", dest="recipes", type=_names, default=TEN_RECIPES, metavar="A,B,...", help="recipes, see `list`"
+        "--quantization",
+        dest="recipes",
+        type=_names,
+        default=TEN_RECIPES,
+        metavar="A,B,...",
+        help="recipes, see `list`",
     )
     quick = commands.add_parser(
         "quick", help="the smallest useful run", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -102,14 +109,22 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     for name, unit in (("micro_batch_size", "sequences"), ("sequence_length", "tokens")):
         shown = f"{unit} (default: {getattr(d, name)}; fast: {getattr(quick, name)})"
         how.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, help=shown)
-    how.add_argument("--training-config", choices=("standard", "fast"), default="standard", help="fast: a quarter of the tokens")
+    how.add_argument(
+        "--training-config", choices=("standard", "fast"), default="standard", help="fast: a quarter of the tokens"
+    )
     how.add_argument("--learning-rate", type=float, default=d.learning_rate)
     how.add_argument("--seed", type=int, default=d.seed)
     kept = parser.add_argument_group("what is recorded")
-    kept.add_argument("--collect-micro-batches", type=int, default=d.collect_micro_batches, help="of each recorded iteration")
-    kept.add_argument("--capture-every", type=int, default=d.capture_every, metavar="N", help="record one iteration in N")
+    kept.add_argument(
+        "--collect-micro-batches", type=int, default=d.collect_micro_batches, help="of each recorded iteration"
+    )
+    kept.add_argument(
+        "--capture-every", type=int, default=d.capture_every, metavar="N", help="record one iteration in N"
+    )
     kept.add_argument("--tensors", type=_names, default=(), metavar="A,B,...", help=f"of {', '.join(TENSOR_NAMES)}")
-    kept.add_argument("--scores", type=_names, default=DEFAULT_SCORES, metavar="A,B,...", help="formats to try on operands")
+    kept.add_argument(
+        "--scores", type=_names, default=DEFAULT_SCORES, metavar="A,B,...", help="formats to try on operands"
+    )
     kept.add_argument("--no-raw", dest="raw", action="store_false", help="statistics and sketches only")
     kept.add_argument("--max-bytes", type=_size, default=d.max_bytes, help="for tensor files, a run: 500M, 4G")
     where = parser.add_argument_group("where")
@@ -143,7 +158,8 @@ def describe(config: RunConfig, root: Path) -> str:
     rows = [
         f"recipe    {recipe.name}",
         f"model     {config.model} {config.size}: {shape.layers} layers, hidden {shape.hidden}, ffn {shape.ffn}, "
-        f"{shape.heads} heads, {shape.kv_heads} KV groups, head {shape.head_dim}; {shape.parameters / 1e6:.1f} M weights",
+        f"{shape.heads} heads, {shape.kv_heads} KV groups, head {shape.head_dim}; "
+        f"{shape.parameters / 1e6:.1f} M weights",
         f"data      {config.dataset}, {tokens} tokens an iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.control_iter}",
         f"record    {', '.join(config.tensors) or 'every tensor'} of {config.collect_micro_batches} of "
@@ -210,7 +226,10 @@ def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
-            print(f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, {shape.parameters / 1e6:,.1f} M weights")
+            print(
+                f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, "
+                f"{shape.parameters / 1e6:,.1f} M weights"
+            )
     print(f"datasets\n    {', '.join(DATASETS)}, or a path to .jsonl(.gz)")
     print("recipes\n    " + "\n    ".join(TEN_RECIPES))
     print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")

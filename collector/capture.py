@@ -216,13 +216,10 @@ class Recorder:
 
     def _scores(self, seen: Observed, error: Errors | None) -> dict[str, Errors]:
         return {
-            name: error if error and name == seen.format else score(seen.tensor, name, seen.dim)
-            for name in self.scores
+            name: error if error and name == seen.format else score(seen.tensor, name, seen.dim) for name in self.scores
         }
 
-    def _save(
-        self, x: Tensor, identity: Identity, summary: Summary, fmt: str | None, captured: datetime
-    ) -> str | None:
+    def _save(self, x: Tensor, identity: Identity, summary: Summary, fmt: str | None, captured: datetime) -> str | None:
         """Write the values if they are wanted and fit the budget; the file's path relative to the run."""
         if not self.raw or self._bytes + x.numel() * x.element_size() > self.max_bytes:
             return None

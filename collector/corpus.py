@@ -1,7 +1,7 @@
 """Text to tokens: the built-in corpora and JSONL files, through a byte tokenizer, as a stream of training samples.
 
-A token is a UTF-8 byte; END_OF_DOCUMENT (256) follows each document. Documents are shuffled by the seed, joined, and cut
-into samples of sequence_length + 1 tokens, as Megatron's GPTDataset does.
+A token is a UTF-8 byte; END_OF_DOCUMENT (256) follows each document. Documents are shuffled by the seed, joined, and
+cut into samples of sequence_length + 1 tokens, as Megatron's GPTDataset does.
 """
 
 from __future__ import annotations

@@ -76,9 +76,7 @@ class CoreAttention(nn.Module):
         stacked = query.reshape(batch, groups, heads // groups * length, dim)
         tap = qk.tap()
         by_head = (batch, heads, length)
-        scores = matmul(
-            stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=_unstacked(tap, by_head)
-        )
+        scores = matmul(stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=_unstacked(tap, by_head))
         scores = scores * self.scale
         scores = scores.view(batch, heads, length, length)
         if tap:

@@ -94,9 +94,7 @@ def _part(fmt: str, *, backward: bool = True) -> Part:
     return Part(name, GemmFormats(name, name, gradient, name, gradient, name))
 
 
-def parse_recipe(
-    name: str, *, linear: str | None = None, qk: str | None = None, pv: str | None = None
-) -> Recipe:
+def parse_recipe(name: str, *, linear: str | None = None, qk: str | None = None, pv: str | None = None) -> Recipe:
     """The recipe of a name, with the format of a part replaced where one is given ("bf16" turns it off).
 
     Raises RecipeError or UnknownFormat.

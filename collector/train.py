@@ -1,4 +1,4 @@
-"""One run: build the model, warm it up in bf16, train the recorded iterations under the recipe, write everything down."""
+"""One run: build the model, warm it up in bf16, train the recorded iterations under the recipe, write it all down."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def train(
         "operands": recipe.lines(),
         "parameters": shape.parameters,
         "command": command or " ".join(sys.argv),
-        "versions": {name: version(name) for name in ("torch", "triton", "numpy")} | {"python": platform.python_version()},
+        "versions": {name: version(name) for name in ("torch", "triton", "numpy")}
+        | {"python": platform.python_version()},
     }
     start = time.monotonic()
     recorder = Recorder(
@@ -135,7 +136,10 @@ def _train(config, corpus, recipe, device, recorder: Recorder, tell: Say, progre
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
     tell(f"data: {config.dataset}, {len(corpus.documents)} documents, sha256 {corpus.digest[:16]}")
-    tell(f"recipe {recipe.name}: linear {recipe.linear.quant_type}, QK^T {recipe.qk.quant_type}, PV {recipe.pv.quant_type}")
+    tell(
+        f"recipe {recipe.name}: linear {recipe.linear.quant_type}, QK^T {recipe.qk.quant_type}, "
+        f"PV {recipe.pv.quant_type}"
+    )
     total = config.warmup_iterations + config.control_iter
     recorder.recording = False
     for done in range(config.warmup_iterations):
@@ -204,5 +208,3 @@ def _note(recorder: Recorder, iteration: int, loss: float, tell: Say, what: str)
     if iteration >= 0:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
     tell(f"iteration {iteration} ({what}): loss {loss:.4f}")
-
-

@@ -231,7 +231,8 @@ class Catalog:
         for name in FIELDS:
             condition, parameters = where.without(name).sql()
             rows = self._rows(
-                f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}", parameters
+                f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}",
+                parameters,
             )
             if rows:
                 found[name] = [value for (value,) in rows]
@@ -248,7 +249,7 @@ class Catalog:
         condition, parameters = self._selection(where, tensor_ids)
         group = "'all'" if by is None else f"tensor.{self._column(by)}"
         frame = self._frame(
-            f"SELECT {group} AS \"group\", bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
+            f'SELECT {group} AS "group", bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)'
             f" WHERE {condition} GROUP BY ALL",
             parameters,
         )
@@ -299,8 +300,9 @@ class Catalog:
         condition, parameters = self._selection(where, tensor_ids)
         metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
         return self._frame(
-            "SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, quant_type, numel, zeros,"
-            f" rms, {metrics} FROM score JOIN tensor USING (tensor_id) WHERE {condition} ORDER BY tensor_id, score.format",
+            "SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, quant_type,"
+            f" numel, zeros, rms, {metrics} FROM score JOIN tensor USING (tensor_id) WHERE {condition}"
+            " ORDER BY tensor_id, score.format",
             parameters,
         )
 

@@ -1,6 +1,6 @@
 """Segments: the rows of some captured tensors as three Parquet files in a directory that appears all at once.
 
-    segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
+segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ ALLOWED = {
     "collector": {"quant", "data"},
     "app": {"quant", "data", "collector"},
 }
-SOURCES = sorted(
-    path.relative_to(PROJECT).as_posix() for package in OURS for path in (PROJECT / package).rglob("*.py")
-)
+SOURCES = sorted(path.relative_to(PROJECT).as_posix() for package in OURS for path in (PROJECT / package).rglob("*.py"))
 
 
 def imported(source: str, package: str) -> set[str]:
@@ -99,8 +97,10 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
         ("duckdb", lambda path: path == "data/catalog.py"),
         (
             "streamlit",
-            lambda path: path.startswith("app/pages/")
-            or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py"),
+            lambda path: (
+                path.startswith("app/pages/")
+                or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py")
+            ),
         ),
     ],
     ids=["triton", "duckdb", "streamlit"],

@@ -470,4 +470,3 @@ class TestOptions:
         different = {"tensor_id", "run_id", "captured", "path"}
         same = [column for column in first.columns if column not in different]
         pd.testing.assert_frame_equal(first[same], second[same], check_exact=True)
-

@@ -162,4 +162,3 @@ class TestStream:
     def test_a_short_corpus_is_repeated(self, documents):
         tokens, labels = SampleStream(Corpus("x", documents, ""), 50, 0).batch(2)
         assert tokens.shape == (2, 50) and int(tokens.max()) == END_OF_DOCUMENT
-

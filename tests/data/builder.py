@@ -98,5 +98,3 @@ def assorted(seed: int, **words: Any) -> list[tuple[Tensor, dict]]:
         (torch.empty(0, 8), {"module": None, "expert": 3} | words),
         (torch.randn(2, 5, 3, generator=generator).half(), {"raw": False, "micro_batch": 1} | words),
     ]
-
-

@@ -134,7 +134,7 @@ class TestSync:
             agree(catalog, root)
 
     @pytest.mark.parametrize(
-        "name", ["copy", "with space", "a[b]c*?", "model=foo", "size=3", "it's \"quoted\"", "ünï-日本", "-rf", "%41"]
+        "name", ["copy", "with space", "a[b]c*?", "model=foo", "size=3", 'it\'s "quoted"', "ünï-日本", "-rf", "%41"]
     )
     def test_a_copied_or_renamed_run_works(self, root, name):
         (first, *_) = sorted(p for p in root.iterdir() if p.is_dir())
