@@ -143,6 +143,10 @@ def check(config: RunConfig) -> None:
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
+    if config.load_hf is not None and not (Path(config.load_hf) / "config.json").is_file():
+        raise ConfigError(
+            f"checkpoint {config.load_hf} has no config.json: give the directory of a Hugging Face model to --load-hf"
+        )
     if config.sequence_length > published.max_sequence:
         raise ConfigError(f"--sequence-length is {config.sequence_length}: at most {published.max_sequence}")
     if config.collect_micro_batches > config.micro_batches:

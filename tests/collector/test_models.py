@@ -495,6 +495,15 @@ def test_attention_has_two_head_sizes(tmp_path):
         assert list(core[name]) == [2, shape.heads, 16, shape.v_head]
 
 
+def test_a_query_latent_has_modules_of_its_own(tmp_path):
+    shape = replace(TINY["deepseek2_lite"], layers=1, q_lora_rank=96)
+    model = GPTModel(shape)
+    model.initialize(0)
+    found = sites(recorded(model, "bf16", tmp_path))
+    assert {site[:2] for site in found} == expected_sites(shape)
+    assert found[1, "q_down", None] == found[1, "q_up", None] == LINEAR
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4"])
 def test_experts_without_a_token_get_zero_gradients(recipe, tmp_path):
     """A router of zeros finds all experts equal, and every token goes to the same two."""
