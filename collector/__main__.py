@@ -98,9 +98,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--size", default=d.size, help=", ".join(SIZES))
     what.add_argument("--dataset", default=d.dataset, help=f"{', '.join(DATASETS)}, or a .jsonl(.gz) file")
     what.add_argument("--layers", type=int, default=None, help="shorten the model")
+    what.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face safetensors checkpoint")
     what.add_argument("--linear-quant", metavar="FORMAT", help="override the recipe for linear layers")
     what.add_argument("--qk-quant", metavar="FORMAT", help="override the recipe for QK^T's operands")
     what.add_argument("--pv-quant", metavar="FORMAT", help="override the recipe for PV's operands")
+    what.add_argument("--router-quant", metavar="FORMAT", help="quantize the router of the experts too")
     how = parser.add_argument_group("how long")
     how.add_argument("--warmup-iterations", type=int, default=d.warmup_iterations, help="in bf16, before the others")
     how.add_argument("--control-iter", type=int, default=d.control_iter, help="iterations under the recipe, then stop")
@@ -157,9 +159,8 @@ def describe(config: RunConfig, root: Path) -> str:
     tokens = config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
         f"recipe    {recipe.name}",
-        f"model     {config.model} {config.size}: {shape.layers} layers, hidden {shape.hidden}, ffn {shape.ffn}, "
-        f"{shape.heads} heads, {shape.kv_heads} KV groups, head {shape.head_dim}; "
-        f"{shape.parameters / 1e6:.1f} M weights",
+        f"model     {config.model} {config.size}: {shape.describe()}; {shape.parameters / 1e6:.1f} M weights",
+        f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
         f"data      {config.dataset}, {tokens} tokens an iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.control_iter}",
         f"record    {', '.join(config.tensors) or 'every tensor'} of {config.collect_micro_batches} of "
@@ -226,10 +227,8 @@ def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
-            print(
-                f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, "
-                f"{shape.parameters / 1e6:,.1f} M weights"
-            )
+            weights = f"{shape.parameters / 1e6:,.1f} M weights"
+            print(f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, {weights}")
     print(f"datasets\n    {', '.join(DATASETS)}, or a path to .jsonl(.gz)")
     print("recipes\n    " + "\n    ".join(TEN_RECIPES))
     print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")

@@ -160,6 +160,8 @@ class Recorder:
 
         def observe(seen: Observed) -> None:
             place = places.get(seen.name)
+            if not seen.tensor.numel():  # what an expert sees that no token was routed to
+                return
             if place and (not self.tensors or place.tensor_name in self.tensors):
                 core = site.module == "core"
                 identity = Identity(
@@ -178,6 +180,7 @@ class Recorder:
                     iteration=iteration,
                     micro_batch=micro_batch,
                     rank=self.rank,
+                    expert=site.expert,
                 )
                 self._record(seen, identity)
 
@@ -245,6 +248,7 @@ class Recorder:
             "iteration": i.iteration,
             "sample_idx": i.micro_batch,
             "rank": i.rank,
+            "expert": i.expert,
             "save_time": f"{stamp:%Y-%m-%d %H:%M:%S}",
             "run_id": self.writer.run_id,
         }
@@ -322,7 +326,8 @@ def instrument(
                     quantization(layer.site, recipe.qk, QK_PLACES), quantization(layer.site, recipe.pv, PV_PLACES)
                 )
             else:
-                layer.quantization = quantization(layer.site, recipe.linear, LINEAR_PLACES)
+                part = recipe.router if layer.site.module == "router" else recipe.linear
+                layer.quantization = quantization(layer.site, part, LINEAR_PLACES)
         yield
     finally:
         for layer, original in before:

@@ -9,7 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from collector.recipe import Recipe, parse_recipe
+from collector.shapes import MODELS, ModelShape, Shape
 from quant.formats import FORMATS
+
+__all__ = [
+    "BACKENDS",
+    "DATASETS",
+    "DEFAULT_SCORES",
+    "DEVICES",
+    "MODELS",
+    "SIZES",
+    "TENSOR_NAMES",
+    "ConfigError",
+    "ModelShape",
+    "RunConfig",
+    "available_host_memory",
+    "check",
+    "check_memory",
+    "fast",
+]
 
 DATASETS = ("wikipedia", "dolma", "python-docs")
 SIZES = ("tiny", "full")
@@ -39,43 +57,11 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """A Llama's dimensions. ffn is the width of one SwiGLU branch, kv_heads the groups that share keys and values."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    max_sequence: int
-    rope_theta: float
-    norm_eps: float
-    tied_embedding: bool
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
-        return self.layers * layer + self.hidden + self.vocab * self.hidden * (1 if self.tied_embedding else 2)
-
-
-# Llama 3.2 1B as published (config.json of meta-llama/Llama-3.2-1B); tiny keeps its ratios of widths and heads.
-MODELS: dict[str, dict[str, ModelShape]] = {
-    "llama32-1b": {
-        "full": ModelShape(16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, 1e-5, True),
-        "tiny": ModelShape(2, 256, 1024, 8, 2, 32, 384, 131072, 500000.0, 1e-5, True),
-    },
-}
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """One run. Iterations count optimizer steps; of each, the first `collect_micro_batches` micro-batches are recorded.
 
-    sequence_length is in tokens, micro_batch_size in sequences, max_bytes bounds the tensor files of the run.
+    sequence_length is in tokens, micro_batch_size in sequences, max_bytes bounds the tensor files of the run, load_hf
+    is the directory of a Hugging Face checkpoint to start from.
     """
 
     model: str = "llama32-1b"
@@ -85,6 +71,7 @@ class RunConfig:
     linear_quant: str | None = None
     qk_quant: str | None = None
     pv_quant: str | None = None
+    router_quant: str | None = None
     control_iter: int = 1
     warmup_iterations: int = 0
     micro_batches: int = 1
@@ -93,6 +80,7 @@ class RunConfig:
     micro_batch_size: int = 2
     sequence_length: int = 256
     layers: int | None = None
+    load_hf: str | None = None
     tensors: tuple[str, ...] = ()
     scores: tuple[str, ...] = DEFAULT_SCORES
     raw: bool = True
@@ -104,9 +92,11 @@ class RunConfig:
     tp: int = 1
 
     def parsed_recipe(self) -> Recipe:
-        return parse_recipe(self.recipe, linear=self.linear_quant, qk=self.qk_quant, pv=self.pv_quant)
+        return parse_recipe(
+            self.recipe, linear=self.linear_quant, qk=self.qk_quant, pv=self.pv_quant, router=self.router_quant
+        )
 
-    def shape(self) -> ModelShape:
+    def shape(self) -> Shape:
         shape = MODELS[self.model][self.size]
         return replace(shape, layers=self.layers) if self.layers else shape
 
@@ -153,6 +143,10 @@ def check(config: RunConfig) -> None:
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
+    if config.load_hf is not None and not (Path(config.load_hf) / "config.json").is_file():
+        raise ConfigError(
+            f"checkpoint {config.load_hf} has no config.json: give the directory of a Hugging Face model to --load-hf"
+        )
     if config.sequence_length > published.max_sequence:
         raise ConfigError(f"--sequence-length is {config.sequence_length}: at most {published.max_sequence}")
     if config.collect_micro_batches > config.micro_batches:

@@ -1,7 +1,8 @@
 """Tensor parallelism as two autograd functions and two linear layers, as in Megatron; the identity at one rank.
 
 `copy_to_ranks` is the identity forward and sums gradients; `reduce_from_ranks` sums forward and passes gradients on.
-A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features).
+A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features), a
+ReplicatedLinear all of it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ class Quantization:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a layer stands in the model: layer_index counts from 1; module is qkv, proj, fc1, fc2 or core."""
+    """Where a layer stands in the model: layer_index counts from 1; module is qkv, proj, fc1, fc2, core, router,
+    shared_fc1, shared_fc2, or MLA's q, q_down, q_up, kv_down, kv_up; expert is the index of a routed expert, from 0."""
 
     layer_index: int
     module: str
+    expert: int | None = None
 
 
 def group_size(group: Group) -> int:
@@ -111,3 +114,10 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return reduce_from_ranks(self._multiply(x), self.group)
+
+
+class ReplicatedLinear(ParallelLinear):
+    """[..., inputs] -> [..., outputs], whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x)

@@ -6,7 +6,8 @@
     FA_linear_<format>  both
     <format>            everything: linear layers, QKᵀ and PV, forward and backward
 
-Gradients take `mxfp8_e5m2` under `mxfp8`. The LM head, the embedding and the router stay in bf16.
+Gradients take `mxfp8_e5m2` under `mxfp8`. The LM head and the embedding stay in bf16, and the router in its own float32
+unless it is given a format by name.
 """
 
 from __future__ import annotations
@@ -37,20 +38,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is quantized to what. `linear` covers every linear layer, `qk` and `pv` the attention core's products."""
+    """What is quantized to what. `linear` covers every linear layer but the routers, `qk` and `pv` the attention core's
+    products, `router` the linear layer that chooses the experts."""
 
     name: str
     linear: Part = Part()
     qk: Part = Part()
     pv: Part = Part()
+    router: Part = Part()
 
     def lines(self) -> list[str]:
-        """One line a GEMM operand: "linear  dgrad    grad_output · output axis   mxfp8_e5m2"."""
+        """One line a GEMM operand: "linear  dgrad    grad_output · output axis   mxfp8_e5m2". The router has lines only
+        if it is quantized."""
         rows = []
         for title, part, operands in (
             ("linear", self.linear, LINEAR_OPERANDS),
             ("QK^T", self.qk, QK_OPERANDS),
             ("PV", self.pv, PV_OPERANDS),
+            *([("router", self.router, LINEAR_OPERANDS)] if self.router != Part() else []),
         ):
             for field, gemm, operand, axis in operands:
                 rows.append(f"{title:<7} {gemm:<8} {operand:<16} {axis:<12} {getattr(part.formats, field) or BF16}")
@@ -94,7 +99,14 @@ def _part(fmt: str, *, backward: bool = True) -> Part:
     return Part(name, GemmFormats(name, name, gradient, name, gradient, name))
 
 
-def parse_recipe(name: str, *, linear: str | None = None, qk: str | None = None, pv: str | None = None) -> Recipe:
+def parse_recipe(
+    name: str,
+    *,
+    linear: str | None = None,
+    qk: str | None = None,
+    pv: str | None = None,
+    router: str | None = None,
+) -> Recipe:
     """The recipe of a name, with the format of a part replaced where one is given ("bf16" turns it off).
 
     Raises RecipeError or UnknownFormat.
@@ -121,6 +133,8 @@ def parse_recipe(name: str, *, linear: str | None = None, qk: str | None = None,
         recipe = replace(recipe, qk=_part(qk, backward=False))
     if pv:
         recipe = replace(recipe, pv=_part(pv, backward=False))
+    if router:
+        recipe = replace(recipe, router=_part(router))
     return recipe
 
 

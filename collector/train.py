@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from collector.capture import Recorder, instrument
+from collector.checkpoint import Checkpoint, open_checkpoint
 from collector.config import ConfigError, RunConfig, available_host_memory, check, check_memory
 from collector.corpus import SampleStream, load_corpus
 from collector.model import GPTModel
@@ -72,6 +73,7 @@ def train(
     """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
     written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
+    checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
     corpus = load_corpus(config.dataset)
     shape, recipe = config.shape(), config.parsed_recipe()
     device = torch.device(config.device)
@@ -107,7 +109,7 @@ def train(
                 say(line)
 
             try:
-                _train(config, corpus, recipe, device, recorder, tell, progress)
+                _train(config, corpus, recipe, device, recorder, tell, progress, checkpoint)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     note(f"ended early: {type(error).__name__}: {error}")
@@ -124,17 +126,24 @@ def train(
     )
 
 
-def _train(config, corpus, recipe, device, recorder: Recorder, tell: Say, progress: Progress) -> None:
+def _train(
+    config, corpus, recipe, device, recorder: Recorder, tell: Say, progress: Progress, checkpoint: Checkpoint | None
+) -> None:
     torch.manual_seed(config.seed)
     shape = config.shape()
     model = GPTModel(shape).to(device)
-    model.initialize(config.seed)
+    if checkpoint:
+        checkpoint.load_into(model)
+    else:
+        model.initialize(config.seed)
     stream = SampleStream(corpus, config.sequence_length, config.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     tell(
         f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
+    if checkpoint:
+        tell(f"weights from {checkpoint.directory}")
     tell(f"data: {config.dataset}, {len(corpus.documents)} documents, sha256 {corpus.digest[:16]}")
     tell(
         f"recipe {recipe.name}: linear {recipe.linear.quant_type}, QK^T {recipe.qk.quant_type}, "
@@ -192,9 +201,11 @@ def _step(
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
-    logits = model(tokens)
+    """The cross entropy in nats per token; the experts' balance loss is trained on beside it."""
+    logits, balance = model.logits_and_balance(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    (loss / micro_batches).backward()
+    total = loss if balance is None else loss + balance
+    (total / micro_batches).backward()
     return loss.item()
 
 

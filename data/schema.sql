@@ -33,7 +33,7 @@ CREATE TABLE tensor (
     quant_type    VARCHAR,              -- the format in force where the tensor was captured
     layer_type    VARCHAR,              -- attention, linear
     layer_index   INTEGER,              -- from 1
-    module        VARCHAR,              -- qkv, proj, fc1, fc2, core, ...
+    module        VARCHAR,              -- qkv proj fc1 fc2 core router shared_fc1 shared_fc2 q q_down q_up kv_down kv_up
     component     VARCHAR,              -- FA, linear
     operation     VARCHAR,              -- forward, backward
     phase         VARCHAR,              -- pre: input of the operation, post: output of it

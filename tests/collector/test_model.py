@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def test_rotary_products_depend_on_distance_only():
 
 
 def test_mlp_is_swiglu():
-    mlp = MLP(1, TINY, None)
+    mlp = MLP(1, TINY.hidden, TINY.ffn, None)
     for p in mlp.parameters():
         nn.init.normal_(p, std=0.05)
     x = randn(5, 2, TINY.hidden)
@@ -186,10 +187,9 @@ class PlainLlama(nn.Module):
         return F.linear(x, w["embedding.weight"])
 
 
-def test_the_model_is_a_llama(monkeypatch):
-    """In float32 (the only change: its compute dtype), logits and every gradient against the plainest torch."""
-    monkeypatch.setattr("collector.model.COMPUTE_DTYPE", torch.float32)
-    model = GPTModel(TINY)
+def test_the_model_is_a_llama():
+    """In float32 and with plain rotary angles, logits and every gradient against the plainest torch."""
+    model = GPTModel(replace(TINY, rope_scaling=None), compute_dtype=torch.float32)
     model.initialize(3, std=0.1)
     plain = PlainLlama(dict(model.named_parameters()))
     tokens = torch.randint(TINY.vocab, (2, 21))
