@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.catalog import Catalog
 from data.filter import Filter
+from quant.sketch import interval_quantiles
 
 SKETCH_SMALLEST = 2.0**-129  # below lies the sketch's bin of zero
 MAX_EXACT_FLOAT32 = 1 << 24  # a larger float32 tensor would have to be sorted: its sketch is drawn instead
@@ -105,14 +106,8 @@ def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
 
 
 def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
-    """The values below which shares p of the distribution lie, linear within a sketch bin. NaN if it is empty."""
-    if not d.total:
-        return np.full(len(p), math.nan)
-    after = np.cumsum(d.count)
-    wanted = np.asarray(p) * d.total
-    index = np.clip(np.searchsorted(after, wanted, side="left"), 0, len(after) - 1)
-    within = (wanted - (after[index] - d.count[index])) / d.count[index]
-    return d.low[index] + np.clip(within, 0, 1) * (d.high[index] - d.low[index])
+    """The values below which shares p of the distribution lie, spread evenly over a sketch bin. NaN if it is empty."""
+    return interval_quantiles(d.low, d.high, d.count, p)
 
 
 def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 5e-5) -> pd.DataFrame:
@@ -213,8 +208,8 @@ def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for name, part in scores.groupby("format"):
         part = part[part["mse"].notna() & part["rms"].notna()]
-        signal, noise = (part["rms"] ** 2 * part["numel"]).sum(), (part["mse"] * part["numel"]).sum()
-        nonzero = (part["numel"] - part["zeros"]).where(part["flush_to_zero"].notna(), 0)
+        signal, noise = (part["rms"] ** 2 * part["finite"]).sum(), (part["mse"] * part["finite"]).sum()
+        nonzero = (part["finite"] - part["zeros"]).where(part["flush_to_zero"].notna(), 0)
         rows.append(
             {
                 "format": name,

@@ -160,7 +160,7 @@ class Recorder:
 
         def observe(seen: Observed) -> None:
             place = places.get(seen.name)
-            if not seen.tensor.numel():  # what an expert sees that no token was routed to
+            if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
                 return
             if place and (not self.tensors or place.tensor_name in self.tensors):
                 core = site.module == "core"

@@ -296,12 +296,13 @@ class Catalog:
 
     def scores(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
         """What each format would do: the score rows of the selection with the tensor's layer, names,
-        numel, zeros and rms."""
+        numel, finite (how many are), zeros and rms."""
         condition, parameters = self._selection(where, tensor_ids)
         metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
         return self._frame(
             "SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, quant_type,"
-            f" numel, zeros, rms, {metrics} FROM score JOIN tensor USING (tensor_id) WHERE {condition}"
+            f" numel, numel - nans - infs AS finite, zeros, rms, {metrics}"
+            f" FROM score JOIN tensor USING (tensor_id) WHERE {condition}"
             " ORDER BY tensor_id, score.format",
             parameters,
         )

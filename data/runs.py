@@ -177,10 +177,10 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
 
 
 def read_losses(directory: Path) -> list[dict[str, Any]]:
-    """loss.jsonl as records; a last line cut short by a crash is left out."""
+    """loss.jsonl as records; a line cut short by a crash or damaged ends them."""
     path = directory / "loss.jsonl"
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
             records.append(json.loads(line))
         except ValueError:

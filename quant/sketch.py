@@ -78,17 +78,24 @@ def quantiles(sketch: Sketch, p: np.ndarray | float) -> np.ndarray:
 
     Raises ValueError for p outside [0, 1].
     """
+    return interval_quantiles(*sketch.edges, sketch.counts, p)
+
+
+def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p: np.ndarray | float) -> np.ndarray:
+    """As `quantiles`, for counts of values in any ascending intervals; exact where low equals high.
+
+    Raises ValueError for p outside [0, 1].
+    """
     p = np.asarray(p, np.float64)
     if not ((p >= 0) & (p <= 1)).all():
         raise ValueError(f"a probability lies in 0 to 1, not {p[~((p >= 0) & (p <= 1))].flat[0]}")
-    if not sketch.total:
+    upto = np.cumsum(counts)
+    total = int(upto[-1]) if len(upto) else 0
+    if not total:
         return np.full(p.shape, np.nan)
-    low, high = sketch.edges
-    upto = np.cumsum(sketch.counts)
-    rank = np.maximum(p * sketch.total, 1.0)  # of the value sought, counted from 1
-    at = np.searchsorted(upto, np.ceil(rank - 1e-9 * rank))
-    before = upto[at] - sketch.counts[at]
-    share = np.clip((rank - before - 0.5) / sketch.counts[at], 0.0, 1.0)
+    rank = p * total  # of the value sought; p = 0 asks for the first interval's low end, p = 1 for the last one's high
+    at = np.searchsorted(upto, np.maximum(np.ceil(rank - 1e-9 * rank), 1.0))
+    share = np.clip((rank - (upto[at] - counts[at])) / counts[at], 0.0, 1.0)
     return low[at] + share * (high[at] - low[at])
 
 

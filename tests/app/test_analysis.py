@@ -386,6 +386,7 @@ class TestFormatComparison:
         usual = {
             "format": "mxfp8",
             "numel": 100,
+            "finite": 100,
             "zeros": 0,
             "rms": 1.0,
             "mse": 0.01,
@@ -412,9 +413,11 @@ class TestFormatComparison:
 
     def test_weights_by_what_a_share_is_of(self):
         table = analysis.format_comparison(
-            self.scores(numel=[100, 300], zeros=[50, 0], flush_to_zero=[0.2, 0.1], saturated=[0.4, 0.0])
+            self.scores(
+                numel=[100, 300], finite=[90, 300], zeros=[50, 0], flush_to_zero=[0.2, 0.1], saturated=[0.4, 0.0]
+            )
         )
-        assert table["flush_to_zero"].iloc[0] == pytest.approx((10 + 30) / 350)
+        assert table["flush_to_zero"].iloc[0] == pytest.approx((8 + 30) / 340)
         assert table["saturated"].iloc[0] == pytest.approx(40 / 400)
 
     def test_of_nothing(self):
