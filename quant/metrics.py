@@ -20,7 +20,7 @@ CHUNK = 1 << 17
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's definition as users read it. digits: decimals worth showing; percent: shown times 100."""
+    """A metric's definition as users read it. percent: a share, shown times 100."""
 
     label: str
     definition: str
@@ -42,7 +42,22 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "elements with |x/scale| above the format's largest finite value, of all", "%", percent=True
     ),
+    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x being the bf16 gradient of the same iteration and data"),
+    "codes_used": Metric("Codes used", "distinct codes that occur, of the format's"),
+    "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
+    "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
+    "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
+    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal; the excess kurtosis is this − 3"),
+    "crest_factor": Metric("Crest factor", "absmax / rms"),
+    "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
+    "outlier_ratio": Metric("Outliers", "elements with |x−μ| > 6σ, of all", "%", percent=True),
+    "ks": Metric("Kolmogorov–Smirnov", "sup |F−G|"),
+    "wasserstein": Metric("Wasserstein", "∫|F⁻¹−G⁻¹|"),
+    "js": Metric("Jensen–Shannon", "divergence on shared sketch bins, base 2", "bits"),
 }
+
+
+DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js}
 
 
 @dataclass(frozen=True)
@@ -102,26 +117,32 @@ def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
 
 
 def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options) -> dict[str, float]:
-    """Error metrics of y against x by name (see METRICS), and the distances of the two as samples: ks, wasserstein, js
-    from their sketches, with the bounds stated in `sketch`.
+    """All scalar metrics by name (see METRICS): the errors of y against x, x's own kurtosis, crest_factor,
+    dynamic_range and outlier_ratio, and the distances of the two as samples, ks, wasserstein and js, from their
+    sketches with the bounds stated in `sketch`.
 
     With the format that y was rounded to (and its `options`, see `quantizer.plan`) also saturated, codes_used,
-    code_entropy_bits and scale_exponent_min/max; without it saturated is NaN. Raises ValueError for different shapes.
+    code_entropy_bits and scale_exponent_min/max; without it they are NaN. What is no scalar, or costs a decomposition,
+    has a function of its own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
+
+    Raises ValueError for different shapes.
     """
     found = asdict(errors(x, y))
+    used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)
     if fmt is not None:
         decided = plan(fmt, **options)
         _, scales = apply(x, decided, dim, want_scales=True)
         found["saturated"] = saturated_fraction(x, decided, scales, float(tensor_absmax(x)), dim)
-        used = usage(x, fmt, dim, **options)
-        found |= {
-            "codes_used": used.codes_used,
-            "code_entropy_bits": used.code_entropy_bits,
-            "scale_exponent_min": used.scale_exponent_min,
-            "scale_exponent_max": used.scale_exponent_max,
-        }
-    a, b = summarize(x).sketch, summarize(y).sketch
-    return found | {"ks": sketch.ks(a, b), "wasserstein": sketch.wasserstein(a, b), "js": sketch.js(a, b)}
+        codes = usage(x, fmt, dim, **options)
+        used = {name: getattr(codes, name) for name in used}
+    own, other = summarize(x), summarize(y)
+    return (
+        found
+        | used
+        | {"gradient_bias": found["relative_error"] ** 2, "outlier_ratio": outlier_ratio(x)}
+        | {name: getattr(own, name) for name in ("kurtosis", "crest_factor", "dynamic_range")}
+        | {name: distance(own.sketch, other.sketch) for name, distance in DISTANCES.items()}
+    )
 
 
 def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, absmax: float, dim: int) -> float:

@@ -16,6 +16,7 @@ from app.state import big, bytes_text, catalog, explain_empty, explain_refused
 from data.catalog import Catalog, CatalogError
 from data.filter import Filter
 from data.store import TensorFileError
+from quant.metrics import METRICS
 
 MAX_SELECTED = charts.MAX_GROUPS
 MAX_ROWS = 5000
@@ -23,6 +24,10 @@ CHART = 360  # pixels, without the legend
 GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
 AXES = {"log2": "log₂ magnitude", "linear": "linear"}
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
+
+
+def _definition(metric: str) -> str:
+    return METRICS[metric].definition
 
 
 def show() -> None:
@@ -124,18 +129,12 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
             "format": text(
                 "Rounded to", width=100, help="The exact format this operand was rounded to; empty for results and bf16"
             ),
-            "sqnr_db": number(
-                "SQNR (dB)", format="%.2f", width=90, help="10·log₁₀(Σx² / Σ(q−x)²) of the rounding that was done here"
-            ),
-            "flush_to_zero": number(
-                "Flushed (%)", format="%.3f", width=95, help="Nonzero values that became zero, of the nonzero"
-            ),
-            "saturated": number(
-                "Saturated (%)", format="%.3f", width=110, help="Values above the format's largest once scaled, of all"
-            ),
+            "sqnr_db": number("SQNR (dB)", format="%.2f", width=90, help=_definition("sqnr_db")),
+            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help=_definition("flush_to_zero")),
+            "saturated": number("Saturated (%)", format="%.3f", width=110, help=_definition("saturated")),
             "absmax": number("absmax", format="%.3g", width=85),
             "std": number("Std", format="%.3g", width=85),
-            "kurtosis": number("Kurtosis", format="%.2f", width=85, help="E(x−μ)⁴/σ⁴: 3 for a normal"),
+            "kurtosis": number("Kurtosis", format="%.2f", width=85, help=_definition("kurtosis")),
             "shape": text("Shape", width=135),
             "dtype": text("dtype", width=85),
             "iteration": number("Iteration", width=80),
@@ -335,12 +334,13 @@ def _statistics(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -
             "nans": number("NaN", format="localized", width=60),
             "infs": number("Inf", format="localized", width=60),
             "sqnr_db": number(
-                "SQNR (dB)", format="%.2f", width=90, help="Of the operands that were quantized, powers summed"
+                "SQNR (dB)",
+                format="%.2f",
+                width=90,
+                help=f"{_definition('sqnr_db')}, of the operands that were quantized, powers summed",
             ),
-            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help="Nonzero values that became zero"),
-            "saturated": number(
-                "Saturated (%)", format="%.3f", width=110, help="Values above the largest, once scaled"
-            ),
+            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help=_definition("flush_to_zero")),
+            "saturated": number("Saturated (%)", format="%.3f", width=110, help=_definition("saturated")),
             **huge,
         },
     )
