@@ -30,6 +30,22 @@ if INTERPRETED:
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+
+def _interpret_library() -> None:
+    """Triton's own functions that are written in Triton (tl.max, tl.sum) belong to the compiler if triton was imported
+    before this module chose the interpreter, by transformers for one: hand them to the interpreter too."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    for module in (tl, tl.standard, tl.core, tl.math, tl.random):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
+
+
+if INTERPRETED:
+    _interpret_library()
+
 # Values a program takes. The interpreter handles at most 2^20 elements in a tile.
 TILE = 1 << 17 if INTERPRETED else 1 << 12
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from quant import FORMATS, cpu, fake_quantize, quantize
 from quant.formats import Format
 from quant.quantizer import apply, plan, tensor_absmax
+from tests.conftest import PROJECT
 from tests.quant.helpers import RULES, assert_same_bits, awkward, by_reference, devices, formats
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -193,3 +197,19 @@ def test_tiling_is_even_where_blocks_and_tiles_are_whole(monkeypatch):
     assert _tiling(32, 64, 128, 256)[1] is False  # 256 groups to a tile, 128 columns: it would span two rows
     assert _tiling(32, 64, 256, 256) == (256, True)
     assert not _tiling(32, 65, 1, 256)[1] and not _tiling(24, 48, 1, 256)[1] and not _tiling(32, 64, 1, 255)[1]
+
+
+def test_triton_imported_before_by_someone_else():
+    """The interpreter is chosen when quant first needs it, which may be after another library has imported triton."""
+    program = (
+        "import triton, torch, quant\n"
+        "x = torch.randn(64, 64)\n"
+        "for name in ('mxfp8', 'nvfp4'):\n"
+        "    twins = [quant.fake_quantize(x, name, backend=b) for b in ('torch', 'triton')]\n"
+        "    assert torch.equal(*twins), name\n"
+        "assert (quant.summarize(x, 'triton').counts == quant.summarize(x, 'torch').counts).all()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(PROJECT)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
