@@ -18,6 +18,7 @@ from torch import Tensor
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.sketch import interval_quantiles
+from quant.summary import value_counts
 
 SKETCH_SMALLEST = 2.0**-129  # below lies the sketch's bin of zero
 MAX_EXACT_FLOAT32 = 1 << 24  # a larger float32 tensor would have to be sorted: its sketch is drawn instead
@@ -43,18 +44,13 @@ class Distribution:
 def distribution_of(group: str, x: Tensor) -> Distribution | None:
     """A tensor's own values, exactly; None for a float32 tensor too large to sort at once."""
     flat = x.reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        codes = np.concatenate(
-            [chunk.view(torch.int16).numpy().view(np.uint16) for chunk in flat.split(1 << 24)] or [[]]
-        )
-        counts = np.bincount(codes.astype(np.int64), minlength=1 << 16)
-        used = counts.nonzero()[0]
-        values, counts = (used.astype(np.uint32) << 16).view(np.float32).astype(np.float64), counts[used]
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        values, counts = value_counts(flat)
     elif flat.numel() > MAX_EXACT_FLOAT32:
         return None
     else:
         values, counts = np.unique(flat.float().numpy(), return_counts=True)
-        values = values.astype(np.float64)
+    values = values.astype(np.float64)
     keep = np.isfinite(values)
     values, counts = values[keep], counts[keep]
     order = np.argsort(values, kind="stable")

@@ -152,7 +152,7 @@ class Recorder:
         self.iteration, self.micro_batch = self.iteration + 1, 0
         self.writer.update(iteration=self.iteration - 1)
 
-    def tap(self, site: Site, part: Part, places: dict[str, Place], heads: int | None = None) -> Tap | None:
+    def tap(self, site: Site, part: Part, places: dict[str, Place]) -> Tap | None:
         """The observer of one call of one product, or None while nothing is recorded."""
         if not self.recording:
             return None

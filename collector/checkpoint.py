@@ -267,30 +267,34 @@ _FIXED = {
 }
 
 
+def _common(settings: dict[str, Any]) -> dict[str, Any]:
+    """What both families of shapes have, by the shapes' names."""
+    return {
+        "layers": settings["num_hidden_layers"],
+        "hidden": settings["hidden_size"],
+        "ffn": settings["intermediate_size"],
+        "heads": settings["num_attention_heads"],
+        "vocab": settings["vocab_size"],
+        "max_sequence": settings["max_position_embeddings"],
+        "rope_theta": _rope(settings)["rope_theta"],
+        "norm_eps": settings["rms_norm_eps"],
+        "tied_embedding": settings.get("tie_word_embeddings", False),
+        "rope_scaling": _scaling(settings),
+    }
+
+
 def _llama(settings: dict[str, Any]) -> ModelShape:
-    heads = settings["num_attention_heads"]
+    common = _common(settings)
     return ModelShape(
-        layers=settings["num_hidden_layers"],
-        hidden=settings["hidden_size"],
-        ffn=settings["intermediate_size"],
-        heads=heads,
-        kv_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-        vocab=settings["vocab_size"],
-        max_sequence=settings["max_position_embeddings"],
-        rope_theta=_rope(settings)["rope_theta"],
-        norm_eps=settings["rms_norm_eps"],
-        tied_embedding=settings.get("tie_word_embeddings", False),
-        rope_scaling=_scaling(settings),
+        **common,
+        kv_heads=settings.get("num_key_value_heads") or common["heads"],
+        head_dim=settings.get("head_dim") or common["hidden"] // common["heads"],
     )
 
 
 def _deepseek(settings: dict[str, Any]) -> DeepseekShape:
     return DeepseekShape(
-        layers=settings["num_hidden_layers"],
-        hidden=settings["hidden_size"],
-        ffn=settings["intermediate_size"],
-        heads=settings["num_attention_heads"],
+        **_common(settings),
         qk_nope=settings["qk_nope_head_dim"],
         qk_rope=settings["qk_rope_head_dim"],
         v_head=settings["v_head_dim"],
@@ -303,12 +307,6 @@ def _deepseek(settings: dict[str, Any]) -> DeepseekShape:
         expert_ffn=settings["moe_intermediate_size"],
         routed_scale=settings["routed_scaling_factor"],
         balance_alpha=settings.get("aux_loss_alpha", 0.0),
-        vocab=settings["vocab_size"],
-        max_sequence=settings["max_position_embeddings"],
-        rope_theta=_rope(settings)["rope_theta"],
-        norm_eps=settings["rms_norm_eps"],
-        tied_embedding=settings.get("tie_word_embeddings", False),
-        rope_scaling=_scaling(settings),
     )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quant.formats import FORMATS, GemmFormats, UnknownFormat
+from quant.formats import FORMATS, GemmFormats
 
 BF16 = "bf16"
 NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
@@ -136,6 +136,3 @@ def parse_recipe(
     if router:
         recipe = replace(recipe, router=_part(router))
     return recipe
-
-
-__all__ = ["BF16", "Part", "Recipe", "RecipeError", "TEN_RECIPES", "UnknownFormat", "parse_recipe"]

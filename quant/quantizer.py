@@ -105,6 +105,8 @@ def apply(
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
     if plan.scale_rule == "pow2":
         return _by_tensor_pow2(x, plan, dim, chosen), None
+    at = dim % x.dim() if x.dim() else 0
+    outer, inner = x.shape[:at].numel(), x.shape[at + 1 :].numel()
     whole = plan.scale_rule in ("amax", "nvfp4")
     absmax = tensor_absmax(x) if whole else torch.zeros((), dtype=torch.float32, device=x.device)
     if chosen == "triton":
@@ -116,12 +118,10 @@ def apply(
     else:
         y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
         if has_blocks:  # groups come with the axis last
-            at = dim % x.dim() if x.dim() else 0
-            scales = scales.reshape(x.shape[:at].numel(), x.shape[at + 1 :].numel(), -1).transpose(1, 2)
+            scales = scales.reshape(outer, inner, -1).transpose(1, 2)
     if not (want_scales and has_blocks):
         return y, None
-    dim = dim % x.dim() if x.dim() else 0
-    return y, scales.reshape(x.shape[:dim].numel(), -1, x.shape[dim + 1 :].numel())
+    return y, scales.reshape(outer, -1, inner)
 
 
 def _by_tensor_pow2(x: Tensor, plan: Plan, dim: int, backend: str) -> Tensor:

@@ -87,14 +87,20 @@ def _histogram(codes: Tensor, size: int) -> np.ndarray:
     return torch.bincount(codes, minlength=size).cpu().numpy()
 
 
-def _from_codes(x: Tensor) -> Summary:
+def value_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a bfloat16 or float16 tensor that occur (float32, in the order of their codes; NaN, Inf and -0
+    among them), and how often each does (int64). Counts its 65,536 codes, a chunk at a time."""
     counts = np.zeros(1 << 16, np.int64)
-    for chunk in x.split(CHUNK):
+    for chunk in x.reshape(-1).split(CHUNK):
         counts += _histogram(chunk.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, 1 << 16)
     used = counts.nonzero()[0]
-    values = torch.from_numpy(used).to(torch.int16).view(x.dtype).float().numpy()
+    return torch.from_numpy(used).to(torch.int16).view(x.dtype).float().numpy(), counts[used]
+
+
+def _from_codes(x: Tensor) -> Summary:
+    values, counts = value_counts(x)
     bins = (values.view(np.uint32) >> 20).astype(np.int64)
-    return _from_counts(values.astype(np.float64), counts[used], sketch=(bins, counts[used]))
+    return _from_counts(values.astype(np.float64), counts, sketch=(bins, counts))
 
 
 def _from_counts(values: np.ndarray, counts: np.ndarray, sketch: tuple[np.ndarray, np.ndarray]) -> Summary:
@@ -197,19 +203,7 @@ def _from_values(x: Tensor) -> Summary:
 def _from_kernel(x: Tensor) -> Summary:
     from quant import kernels_summary  # triton is imported when first asked for
 
-    found = kernels_summary.one_pass(x)
-    return _from_sums(
-        x.numel(),
-        found.counts,
-        found.sums,
-        found.shift,
-        found.low,
-        found.high,
-        found.absmin,
-        found.zeros,
-        found.nans,
-        found.infs,
-    )
+    return _from_sums(x.numel(), **vars(kernels_summary.one_pass(x)))
 
 
 def _from_sums(

@@ -13,7 +13,7 @@ from app import analysis, charts
 from app.analysis import Distribution
 from app.filters import TITLES, follow_address, plain, sidebar, to_address
 from app.state import big, bytes_text, catalog, explain_empty, explain_refused
-from data.catalog import Catalog, CatalogError
+from data.catalog import Catalog, CatalogError, Totals
 from data.filter import Filter
 from data.store import TensorFileError
 from quant.metrics import METRICS
@@ -30,6 +30,17 @@ def _definition(metric: str) -> str:
     return METRICS[metric].definition
 
 
+def _error_columns(of_what: str = "") -> dict[str, Any]:
+    """SQNR, flushed and saturated as table columns; of_what is added to the definition of SQNR."""
+    number = st.column_config.NumberColumn
+    sqnr = _definition("sqnr_db") + of_what
+    return {
+        "sqnr_db": number("SQNR (dB)", format="%.2f", width=90, help=sqnr),
+        "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help=_definition("flush_to_zero")),
+        "saturated": number("Saturated (%)", format="%.3f", width=110, help=_definition("saturated")),
+    }
+
+
 def show() -> None:
     opened = catalog()
     st.title("Explore", anchor=False)
@@ -39,7 +50,8 @@ def show() -> None:
         return
     follow_address(opened, {"by": GROUPINGS, "axis": tuple(AXES)})
     where = sidebar(opened)
-    _totals(opened, where)
+    totals = opened.totals(where)
+    _totals(totals, where)
     rows = opened.tensors(where, limit=MAX_ROWS)
     if rows.empty:
         st.info(
@@ -48,7 +60,7 @@ def show() -> None:
         )
         to_address(where)
         return
-    chosen = _table(opened, where, rows)
+    chosen = _table(totals.tensors, where, rows)
     by, axis = _controls(one_by_one=not chosen.empty)
     to_address(
         where,
@@ -56,11 +68,10 @@ def show() -> None:
         by=by if by != GROUPINGS[0] else None,
         axis=axis if axis != next(iter(AXES)) else None,
     )
-    _views(opened, where, chosen, by, axis)
+    _views(opened, where, totals.tensors, chosen, by, axis)
 
 
-def _totals(opened: Catalog, where: Filter) -> None:
-    totals = opened.totals(where)
+def _totals(totals: Totals, where: Filter) -> None:
     st.caption(f"Shown: {plain(where.sentence())}.")
     cells = st.columns(4)
     cells[0].metric("Tensors", f"{totals.tensors:,}", border=True)
@@ -74,9 +85,8 @@ def _totals(opened: Catalog, where: Filter) -> None:
     cells[3].metric("Size of the values", bytes_text(totals.nbytes), border=True)
 
 
-def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
+def _table(total: int, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
     """The tensors as a table; the rows that are selected in it."""
-    total = opened.totals(where).tensors
     note = f" The first {MAX_ROWS:,} of {total:,} are listed; charts cover all." if total > MAX_ROWS else ""
     st.markdown(f"**Tensors** · choose rows to look at them one by one, none for all of them.{note}")
     shown = rows.assign(
@@ -129,9 +139,7 @@ def _table(opened: Catalog, where: Filter, rows: pd.DataFrame) -> pd.DataFrame:
             "format": text(
                 "Rounded to", width=100, help="The exact format this operand was rounded to; empty for results and bf16"
             ),
-            "sqnr_db": number("SQNR (dB)", format="%.2f", width=90, help=_definition("sqnr_db")),
-            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help=_definition("flush_to_zero")),
-            "saturated": number("Saturated (%)", format="%.3f", width=110, help=_definition("saturated")),
+            **_error_columns(),
             "absmax": number("absmax", format="%.3g", width=85),
             "std": number("Std", format="%.3g", width=85),
             "kurtosis": number("Kurtosis", format="%.2f", width=85, help=_definition("kurtosis")),
@@ -173,13 +181,12 @@ def _controls(one_by_one: bool) -> tuple[str, str]:
     return by or GROUPINGS[0], axis or next(iter(AXES))
 
 
-def _views(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str, axis: str) -> None:
+def _views(opened: Catalog, where: Filter, total: int, chosen: pd.DataFrame, by: str, axis: str) -> None:
     """The charts and tables of what is selected."""
     ids = chosen["tensor_id"].tolist() or None
     if ids is None:
         found, by_title = analysis.distributions(opened, where, by), TITLES[by].lower()
-        count = opened.totals(where).tensors
-        source = f"{count:,} tensor{'s' * (count != 1)} · from sketches"
+        source = f"{total:,} tensor{'s' * (total != 1)} · from sketches"
         if len(found) > MAX_SELECTED:
             st.caption(f"{len(found)} groups: the {MAX_SELECTED} with the most values are drawn.")
             least = sorted(d.total for d in found)[-MAX_SELECTED]
@@ -333,14 +340,7 @@ def _statistics(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -
             "zeros": number("Zeros", format="localized", width=85),
             "nans": number("NaN", format="localized", width=60),
             "infs": number("Inf", format="localized", width=60),
-            "sqnr_db": number(
-                "SQNR (dB)",
-                format="%.2f",
-                width=90,
-                help=f"{_definition('sqnr_db')}, of the operands that were quantized, powers summed",
-            ),
-            "flush_to_zero": number("Flushed (%)", format="%.3f", width=95, help=_definition("flush_to_zero")),
-            "saturated": number("Saturated (%)", format="%.3f", width=110, help=_definition("saturated")),
+            **_error_columns(", of the operands that were quantized, powers summed"),
             **huge,
         },
     )
