@@ -79,7 +79,8 @@ def _text(line: bytes, where: str) -> str:
 class SampleStream:
     """Endless samples in a fixed order: the same seed gives the same batches to every recipe."""
 
-    def __init__(self, corpus: Corpus, sequence_length: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, sequence_length: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._rank, self._ranks = rank, ranks
         order = list(corpus.documents)
         random.Random(seed).shuffle(order)
         stream = [token for text in order for token in (*text.encode(), END_OF_DOCUMENT)]
@@ -92,6 +93,10 @@ class SampleStream:
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels), each int64 [size, sequence_length]; labels are the tokens one further on."""
+        batches = [self._next(size) for _ in range(self._ranks)]
+        return batches[self._rank]
+
+    def _next(self, size: int) -> tuple[Tensor, Tensor]:
         rows = []
         for _ in range(size):
             if not self._starts:  # a new epoch
