@@ -10,7 +10,7 @@ published as a segment at the end of each micro-batch, after the files they name
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -23,6 +23,8 @@ from collector.model import CoreAttention, CoreQuantization
 from collector.parallel import ParallelLinear, PeerLost, Quantization
 from collector.ranks import Ranks
 from collector.recipe import BF16, Part, Recipe, parse_recipe
+from collector.selection import Selection
+from collector.site import Site
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from data.segment import Identity, Shard, TensorRow, write_segment
 from data.store import encode, write_atomic
@@ -36,34 +38,36 @@ OPERANDS = ("a", "b", "grad")
 
 @dataclass(frozen=True)
 class Place:
-    """What an observed tensor is called: its name, and the side of the operation it stands on."""
+    """What an observed tensor is called: its name, the side of the operation it stands on, and the operand (a field of
+    GemmFormats) whose format its quant_type is: itself, or the first of the GEMM that it results from."""
 
     tensor_name: str
     operation: str
     phase: str
+    operand: str
 
 
 LINEAR_PLACES = {
-    "a": Place("input", "forward", "pre"),
-    "b": Place("weight", "forward", "pre"),
-    "y": Place("output", "forward", "post"),
-    "grad": Place("grad_output", "backward", "pre"),
-    "grad_a": Place("grad_input", "backward", "post"),
-    "grad_b": Place("grad_weight", "backward", "post"),
+    "a": Place("input", "forward", "pre", "forward_a"),
+    "b": Place("weight", "forward", "pre", "forward_b"),
+    "y": Place("output", "forward", "post", "forward_a"),
+    "grad": Place("grad_output", "backward", "pre", "dgrad_grad"),
+    "grad_a": Place("grad_input", "backward", "post", "dgrad_grad"),
+    "grad_b": Place("grad_weight", "backward", "post", "wgrad_grad"),
 }
 QK_PLACES = {
-    "a": Place("query", "forward", "pre"),
-    "b": Place("key", "forward", "pre"),
-    "scores": Place("attention_scores", "forward", "post"),
-    "grad_a": Place("grad_query", "backward", "post"),
-    "grad_b": Place("grad_key", "backward", "post"),
+    "a": Place("query", "forward", "pre", "forward_a"),
+    "b": Place("key", "forward", "pre", "forward_b"),
+    "scores": Place("attention_scores", "forward", "post", "forward_a"),
+    "grad_a": Place("grad_query", "backward", "post", "dgrad_grad"),
+    "grad_b": Place("grad_key", "backward", "post", "wgrad_grad"),
 }
 PV_PLACES = {
-    "a": Place("attention_probs", "forward", "post"),
-    "b": Place("value", "forward", "pre"),
-    "y": Place("output", "forward", "post"),
-    "grad": Place("grad_output", "backward", "pre"),
-    "grad_b": Place("grad_value", "backward", "post"),
+    "a": Place("attention_probs", "forward", "post", "forward_a"),
+    "b": Place("value", "forward", "pre", "forward_b"),
+    "y": Place("output", "forward", "post", "forward_a"),
+    "grad": Place("grad_output", "backward", "pre", "dgrad_grad"),
+    "grad_b": Place("grad_value", "backward", "post", "wgrad_grad"),
 }
 
 
@@ -79,8 +83,7 @@ class Recorder:
     config     kept as run.json; its model, size, dataset and recipe become the tensors' words
     tensors    names to record, empty for all
     scores     formats to try on every operand
-    raw        keep values (else statistics, sketch and scores only), while their files stay within max_bytes, which the
-               ranks share out among them
+    raw        keep values (else statistics, sketch and scores only), while this rank's files stay within max_bytes
     ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
@@ -105,7 +108,7 @@ class Recorder:
         self.tensors = frozenset(tensors)
         self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in scores))
         self.raw = raw
-        self.max_bytes = max_bytes // (ranks.size if ranks else 1)
+        self.max_bytes = max_bytes
         self.ranks = ranks or Ranks()
         self.rank = self.ranks.rank
         self.recording = True
@@ -185,7 +188,7 @@ class Recorder:
                     size=self.config.get("size"),
                     dataset=self.config.get("dataset"),
                     recipe=self.config.get("recipe"),
-                    quant_type=part.quant_type,
+                    quant_type=part.asked(place.operand),
                     layer_type="attention" if core else "linear",
                     layer_index=site.layer_index,
                     module=site.module,
@@ -318,21 +321,36 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def instrument(
-    model: nn.Module, recipe: Recipe | str | None, recorder: Recorder | None = None, *, backend: str = "auto"
+    model: nn.Module,
+    recipe: Recipe | str | None,
+    recorder: Recorder | None = None,
+    *,
+    backend: str = "auto",
+    skip: Selection | str | None = None,
+    capture: Selection | str | None = None,
 ) -> Iterator[None]:
     """Within it, the model's GEMMs run as the recipe says and pass their tensors to the recorder.
 
+    skip       layers that stay unquantized whatever the recipe says, as a Selection or its text: "first,last"
+    capture    layers that are recorded, likewise; None for all
+
     Nothing of the model is changed but the `quantization` of its ParallelLinear and CoreAttention modules, which is
-    put back at the end. Raises InstrumentError if there are none, RecipeError for an unknown recipe.
+    put back at the end. Raises InstrumentError if there are none, RecipeError for an unknown recipe, SelectionError for
+    layers that the model does not have.
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe or BF16)
     layers = [m for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
     if not layers:
         raise InstrumentError(f"{type(model).__name__} has no ParallelLinear or CoreAttention to instrument")
+    sites = [layer.site for layer in layers]
+    skipped = _chosen(skip, sites) if skip else frozenset()
+    recorded = _chosen(capture, sites) if capture else frozenset(sites)
 
     def quantization(layer: ParallelLinear | CoreAttention, part: Part, places: dict[str, Place]) -> Quantization:
-        tap = (lambda: recorder.tap(layer, part, places)) if recorder else (lambda: None)
+        part = Part() if layer.site in skipped else part
+        listening = recorder and layer.site in recorded
+        tap = (lambda: recorder.tap(layer, part, places)) if listening else (lambda: None)
         return Quantization(part.formats, backend, tap)
 
     before = [(layer, layer.quantization) for layer in layers]
@@ -349,3 +367,7 @@ def instrument(
     finally:
         for layer, original in before:
             layer.quantization = original
+
+
+def _chosen(selection: Selection | str, sites: Sequence[Site]) -> frozenset[Site]:
+    return (Selection.parse(selection) if isinstance(selection, str) else selection).of(sites)

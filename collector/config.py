@@ -8,8 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from collector.recipe import Recipe, parse_recipe
+from collector.recipe import Part, Recipe, parse_recipe
+from collector.selection import Selection, SelectionError
 from collector.shapes import MODELS, ModelShape, Shape
+from collector.site import sites
 from quant.formats import FORMATS
 
 __all__ = [
@@ -34,22 +36,12 @@ SIZES = ("tiny", "full")
 BACKENDS = ("triton", "torch")
 DEVICES = ("cpu", "cuda")
 DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
-TENSOR_NAMES = (
-    "input",
-    "weight",
-    "output",
-    "grad_output",
-    "grad_input",
-    "grad_weight",
-    "query",
-    "key",
-    "value",
-    "attention_scores",
-    "attention_probs",
-    "grad_query",
-    "grad_key",
-    "grad_value",
+LINEAR_TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
+CORE_TENSORS = (
+    *("query", "key", "value", "attention_scores", "attention_probs", "output"),
+    *("grad_output", "grad_query", "grad_key", "grad_value"),
 )
+TENSOR_NAMES = tuple(dict.fromkeys(LINEAR_TENSORS + CORE_TENSORS))
 
 
 class ConfigError(ValueError):
@@ -58,10 +50,21 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run. Iterations count optimizer steps; of each, the first `collect_micro_batches` micro-batches are recorded.
+    """One run.
 
-    sequence_length is in tokens, micro_batch_size in sequences, max_bytes bounds the tensor files of the run, load_hf
-    is the directory of a Hugging Face checkpoint to start from.
+    *_quant                formats in the place of the recipe's: of a part, of one GEMM of every linear layer, or of
+                           operands, as "qk.forward.key=mxfp4"; see collector.recipe
+    skip_layers            the layers left in bf16, "" for none; see collector.selection
+    train_iters            optimizer steps under the recipe, after warmup_iterations in bf16; None for just enough
+    control_iter           iterations recorded, 0 for every one, of which one in capture_every is taken: 0, N, 2 N, ...
+    collect_micro_batches  the first so many of a recorded iteration are recorded, 0 for all
+    tensors, modules, capture_layers, ranks
+                           what is recorded of them; empty for all. save_tensors False records nothing
+    sequence_length        in tokens; micro_batch_size in sequences
+    max_bytes              bounds the tensor files of the run; the ranks that record share it out
+    tp, dp                 tensor-parallel ranks that share a model, and replicas of the model, each with micro-batches
+                           of its own
+    load_hf                directory of a Hugging Face checkpoint to start from
     """
 
     model: str = "llama32-1b"
@@ -72,6 +75,12 @@ class RunConfig:
     qk_quant: str | None = None
     pv_quant: str | None = None
     router_quant: str | None = None
+    forward_quant: str | None = None
+    dgrad_quant: str | None = None
+    wgrad_quant: str | None = None
+    operand_quant: tuple[str, ...] = ()
+    skip_layers: str = ""
+    train_iters: int | None = None
     control_iter: int = 1
     warmup_iterations: int = 0
     micro_batches: int = 1
@@ -81,7 +90,11 @@ class RunConfig:
     sequence_length: int = 256
     layers: int | None = None
     load_hf: str | None = None
+    save_tensors: bool = True
     tensors: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    capture_layers: str = ""
+    ranks: tuple[int, ...] = ()
     scores: tuple[str, ...] = DEFAULT_SCORES
     raw: bool = True
     max_bytes: int = 4 << 30
@@ -95,18 +108,64 @@ class RunConfig:
 
     def parsed_recipe(self) -> Recipe:
         return parse_recipe(
-            self.recipe, linear=self.linear_quant, qk=self.qk_quant, pv=self.pv_quant, router=self.router_quant
+            self.recipe,
+            linear=self.linear_quant,
+            qk=self.qk_quant,
+            pv=self.pv_quant,
+            router=self.router_quant,
+            forward=self.forward_quant,
+            dgrad=self.dgrad_quant,
+            wgrad=self.wgrad_quant,
+            operands=self.operand_quant,
         )
 
     def shape(self) -> Shape:
         shape = MODELS[self.model][self.size]
         return replace(shape, layers=self.layers) if self.layers else shape
 
+    def skip(self) -> Selection | None:
+        """The layers that stay in bf16, None for none. Raises SelectionError, as `capture` does."""
+        return Selection.parse(self.skip_layers) if self.skip_layers else None
+
+    def capture(self) -> Selection:
+        """The layers that are recorded."""
+        return Selection.parse(self.capture_layers, self.modules)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train."""
+        return self.tp * self.dp
+
+    @property
+    def recording_ranks(self) -> tuple[int, ...]:
+        return self.ranks or tuple(range(self.world_size))
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """For run.json: plain values, train_iters as a number."""
+        return asdict(self) | {"train_iters": self.iterations}
+
+    @property
+    def iterations(self) -> int:
+        """Optimizer steps under the recipe."""
+        return self.needed_iterations if self.train_iters is None else self.train_iters
+
+    @property
+    def needed_iterations(self) -> int:
+        """How many it takes until control_iter of them are recorded."""
+        return (self.control_iter - 1) * self.capture_every + 1 if self.control_iter else 1
+
+    @property
+    def recorded_micro_batches(self) -> int:
+        return self.collect_micro_batches or self.micro_batches
+
+    @property
+    def recorded_iterations(self) -> range:
+        """Of the iterations under the recipe, from 0, those that are recorded."""
+        everyone = range(0, self.iterations if self.save_tensors else 0, self.capture_every)
+        return everyone[: self.control_iter or None]
 
     def records(self, iteration: int) -> bool:
-        return iteration % self.capture_every == 0
+        return iteration in self.recorded_iterations
 
 
 def fast(config: RunConfig) -> RunConfig:
@@ -126,7 +185,7 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"dataset {config.dataset} does not exist: give the path of an existing file")
     config.parsed_recipe()
     for name, least in (
-        ("control_iter", 1),
+        ("control_iter", 0),
         ("warmup_iterations", 0),
         ("micro_batches", 1),
         ("collect_micro_batches", 0),
@@ -158,9 +217,9 @@ def check(config: RunConfig) -> None:
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
             f"{config.micro_batches}: raise --micro-batches"
         )
+    _check_iterations(config)
     _check_ranks(config)
-    for name in config.tensors:
-        _one_of("tensor", name, TENSOR_NAMES)
+    _check_sites(config)
     for name in config.scores:
         _one_of("score format", name, [*FORMATS, *FORMATS.aliases])
     _one_of("backend", config.backend, BACKENDS)
@@ -177,6 +236,48 @@ def _check_ranks(config: RunConfig) -> None:
     if config.sequence_parallel and config.sequence_length % config.tp:
         raise ConfigError(
             f"--sequence-length is {config.sequence_length}: with --sequence-parallel --tp {config.tp} must divide it"
+        )
+    for rank in config.ranks:
+        if not 0 <= rank < config.world_size:
+            raise ConfigError(f"--ranks has {rank}: the ranks of the run are 0 to {config.world_size - 1}")
+
+
+def _check_iterations(config: RunConfig) -> None:
+    if config.train_iters is None:
+        if config.control_iter == 0:
+            raise ConfigError("--control-iter 0 records every iteration: say how many there are with --train-iters")
+    elif config.train_iters < 1:
+        raise ConfigError(f"--train-iters is {config.train_iters}: it must be 1 or more")
+    elif config.train_iters < config.needed_iterations:
+        raise ConfigError(
+            f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "
+            f"{config.capture_every} takes {config.needed_iterations}: raise it, or lower the others"
+        )
+
+
+def _check_sites(config: RunConfig) -> None:
+    """Layers, modules and tensors, against what the model has."""
+    model = sites(config.shape())
+    if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
+        raise ConfigError(
+            f"the router is given a format, but {config.model} of {config.shape().layers} layers has none"
+        )
+    option = "--skip-layers"
+    try:
+        if skip := config.skip():
+            skip.of(model)
+        option = "--capture-layers and --modules"
+        modules = {site.module for site in config.capture().of(model)}
+    except SelectionError as error:
+        raise ConfigError(f"{option}: {error}") from None
+    for name in config.tensors:
+        _one_of("tensor", name, TENSOR_NAMES)
+    kinds = [CORE_TENSORS] * ("core" in modules) + [LINEAR_TENSORS] * bool(modules - {"core"})
+    recordable = tuple(dict.fromkeys(name for kind in kinds for name in kind))
+    if config.tensors and not set(config.tensors) & set(recordable):
+        raise ConfigError(
+            f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted(modules))}: "
+            f"those have {', '.join(recordable)}"
         )
 
 

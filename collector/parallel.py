@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from collector.site import Site
 from data.segment import Shard
 from quant.formats import GemmFormats
 from quant.gemm import Tap, linear
@@ -104,16 +105,6 @@ class Quantization:
     formats: GemmFormats = GemmFormats()
     backend: str = "auto"
     tap: Callable[[], Tap | None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a layer stands in the model: layer_index counts from 1; module is qkv, proj, fc1, fc2, core, router,
-    shared_fc1, shared_fc2, or MLA's q, q_down, q_up, kv_down, kv_up; expert is the index of a routed expert, from 0."""
-
-    layer_index: int
-    module: str
-    expert: int | None = None
 
 
 def _function(forward: Callable[[Tensor, Group], Tensor], backward: Callable[[Tensor, Group], Tensor], name: str):

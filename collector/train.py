@@ -105,7 +105,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         tensors=config.tensors,
         scores=config.scores,
         raw=config.raw,
-        max_bytes=config.max_bytes,
+        max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,
     )
     with recorder:
@@ -161,19 +161,19 @@ def _train(
     if checkpoint:
         tell(f"weights from {checkpoint.directory}")
     tell(f"data: {config.dataset}, {len(corpus.documents)} documents, sha256 {corpus.digest[:16]}")
-    tell(
-        f"recipe {recipe.name}: linear {recipe.linear.quant_type}, QK^T {recipe.qk.quant_type}, "
-        f"PV {recipe.pv.quant_type}"
-    )
-    total = config.warmup_iterations + config.control_iter
+    tell(f"recipe {recipe.name}: {recipe.describe()}")
+    if config.skip_layers:
+        tell(f"in bf16 whatever the recipe: {config.skip_layers}")
+    total = config.warmup_iterations + config.iterations
     recorder.recording = False
     for done in range(config.warmup_iterations):
         loss = _step(model, optimizer, stream, config, device, ranks)
         _note(recorder, done - config.warmup_iterations, loss, tell, "warm-up in bf16")
         progress(done + 1, total)
     launches = _launches(config)
-    with instrument(model, recipe, recorder, backend=config.backend):
-        for iteration in range(config.control_iter):
+    chosen = {"skip": config.skip(), "capture": config.capture()}
+    with instrument(model, recipe, recorder, backend=config.backend, **chosen):
+        for iteration in range(config.iterations):
             loss = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             _note(recorder, iteration, loss, tell, recipe.name)
             progress(config.warmup_iterations + iteration + 1, total)
@@ -202,6 +202,7 @@ def _step(
 ) -> float:
     """One optimizer step over the micro-batches; the mean loss in nats per token, over all replicas."""
     ranks.check_launcher()
+    records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for index in range(config.micro_batches):
@@ -209,7 +210,7 @@ def _step(
         if recorder is None:
             loss = _backward(model, tokens, labels, config.micro_batches)
         else:
-            record = config.records(iteration) and index < config.collect_micro_batches
+            record = records and index < config.recorded_micro_batches
             with recorder.at(iteration, index, record):
                 loss = _backward(model, tokens, labels, config.micro_batches)
         total += loss / config.micro_batches

@@ -452,7 +452,7 @@ def _run_row(run: RunInfo) -> list[Any]:
         _time(config.get("started")),
         _time(status.finished),
         status.iteration,
-        config.get("control_iter"),
+        config.get("train_iters", config.get("control_iter")),  # older runs trained just what they recorded
         status.tensors,
         status.tensors_without_raw,
         status.bytes,

@@ -111,7 +111,9 @@ def test_a_library_stays_in_its_house(library, at_home):
     assert not {path for path in users if not at_home(path)}
 
 
-@pytest.mark.parametrize("module", ["collector.config", "collector.recipe", "quant.formats", "collector"])
+@pytest.mark.parametrize(
+    "module", ["collector.config", "collector.recipe", "collector.options", "quant.formats", "collector"]
+)
 def test_imports_no_torch(module):
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quant
 from collector import Recorder, instrument
@@ -20,9 +21,11 @@ from collector.capture import InstrumentError
 from collector.config import MODELS
 from collector.model import CoreAttention, GPTModel
 from collector.parallel import ParallelLinear
+from collector.recipe import Recipe, parse_recipe
+from collector.selection import SelectionError
 from data.catalog import Catalog
 from data.filter import Filter
-from data.runs import CANCELLED, DONE, FAILED, read_run
+from data.runs import CANCELLED, DONE, FAILED, read_losses, read_run
 from quant.formats import FORMATS
 
 SHAPE = replace(MODELS["llama32-1b"]["tiny"], hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16)
@@ -321,6 +324,123 @@ def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
     assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(recorded), strict=True))
 
 
+class Operations(TorchDispatchMode):
+    """Counts what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(model: GPTModel) -> Counter[str]:
+    with Operations() as operations:
+        step(model)
+    return operations.counts
+
+
+def test_off_the_recorded_iterations_recording_costs_nothing(tmp_path):
+    """The same operations as without a recorder, and nothing on disk."""
+    model = build()
+    layers = [m for m in model.modules() if isinstance(m, ParallelLinear)]
+    with instrument(model, "mxfp4", backend="torch"):
+        step(model)  # gradients are there from now on
+        alone = counted_step(model)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(model, "mxfp4", recorder, backend="torch"):
+        with recorder.at(0, 0, False):
+            assert [layer.quantization.tap() for layer in layers] == [None] * len(layers)
+            assert counted_step(model) == alone
+        assert list(tmp_path.rglob("*.pt")) == list(tmp_path.rglob("*.parquet")) == []
+        with recorder.at(1, 0, True):
+            assert None not in [layer.quantization.tap() for layer in layers]
+            assert counted_step(model).total() > alone.total()
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["iteration"]) == {1}
+
+
+class TestMixed:
+    """What is recorded where operands, GEMMs and layers are quantized differently."""
+
+    def rows(self, root: Path, recipe: Recipe, **layers: str) -> pd.DataFrame:
+        model = build()
+        with Recorder(root) as recorder, instrument(model, recipe, recorder, backend="torch", **layers):
+            step(model)
+        with Catalog.open(root) as catalog:
+            return catalog.tensors()
+
+    def test_quant_type_is_what_was_asked_and_format_what_was_done(self, tmp_path):
+        recipe = parse_recipe(
+            "mxfp8", forward="mxfp4", wgrad="bf16", qk="hifp8",
+            operands=("linear.forward.weight=bf16", "linear.dgrad.grad_output=mxfp6_e3m2", "pv.forward.value=nvfp4"),
+        )  # fmt: skip
+        rows = self.rows(tmp_path, recipe)
+        found = {
+            (row.component, row.tensor_name): (row.quant_type, None if pd.isna(row.format) else row.format)
+            for row in rows.itertuples()
+        }
+        assert found == {
+            ("linear", "input"): ("mxfp4", "mxfp4"),
+            ("linear", "weight"): ("bf16", None),
+            ("linear", "output"): ("mxfp4", None),
+            ("linear", "grad_output"): ("mxfp6_e3m2", "mxfp6_e3m2"),
+            ("linear", "grad_input"): ("mxfp6_e3m2", None),
+            ("linear", "grad_weight"): ("bf16", None),
+            ("FA", "query"): ("hifp8", "hifp8"),
+            ("FA", "key"): ("hifp8", "hifp8"),
+            ("FA", "attention_scores"): ("hifp8", None),
+            ("FA", "attention_probs"): ("mxfp8", "mxfp8"),
+            ("FA", "value"): ("nvfp4", "nvfp4"),
+            ("FA", "output"): ("mxfp8", None),
+            ("FA", "grad_output"): ("mxfp8", "mxfp8_e5m2"),
+            ("FA", "grad_query"): ("hifp8", None),
+            ("FA", "grad_key"): ("hifp8", None),
+            ("FA", "grad_value"): ("mxfp8", None),
+        }
+        error = rows[(rows["tensor_name"] == "grad_output") & (rows["module"] == "fc1")].iloc[0]
+        with Catalog.open(tmp_path) as catalog:
+            check_errors(catalog.load(error["tensor_id"]), "mxfp6_e3m2", -1, error.to_dict())
+
+    def test_a_skipped_layer_is_bf16(self, tmp_path):
+        rows = self.rows(tmp_path, parse_recipe("mxfp4"), skip=r"first,layer2\.core")
+        skipped = (rows["layer_index"] == 1) | (rows["module"] == "core")
+        assert set(rows["quant_type"][skipped]) == {"bf16"} and rows["format"][skipped].isna().all()
+        assert set(rows["quant_type"][~skipped]) == {"mxfp4"} and skipped.sum() == 34 + 10
+        assert len(rows) == 68 and rows["format"].notna().sum() == 4 * 3
+
+    def test_only_the_captured_layers_are_recorded(self, tmp_path):
+        rows = self.rows(tmp_path, parse_recipe("mxfp4"), capture=r"layer2\.qkv,core")
+        assert Counter(zip(rows["layer_index"], rows["module"], strict=True)) == {
+            (1, "core"): 10, (2, "core"): 10, (2, "qkv"): 6
+        }  # fmt: skip
+
+
+def outputs(recipe: str, **layers: str) -> Hooks:
+    model = build()
+    hooks = Hooks(model)
+    with instrument(model, recipe, backend="torch", **layers):
+        step(model)
+    hooks.remove()
+    return hooks
+
+
+def test_skipping_every_layer_is_bf16_to_the_bit():
+    plain, skipped = build(), build()
+    logits = step(plain)
+    with instrument(skipped, "mxfp4", backend="torch", skip="layer"):
+        assert torch.equal(step(skipped), logits)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(skipped), strict=True))
+
+
+def test_skipping_the_first_layer_leaves_it_as_in_bf16_to_the_bit():
+    plain, partly = outputs("bf16").seen, outputs("mxfp4", skip="first").seen
+    for module in ("qkv", "core", "proj", "fc1", "fc2"):
+        assert torch.equal(plain[1, module, "output"], partly[1, module, "output"]), module
+        assert not torch.equal(plain[2, module, "output"], partly[2, module, "output"]), module
+
+
 class TestInstrument:
     def quantizations(self, model: GPTModel) -> list[int]:
         return [id(m.quantization) for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
@@ -360,6 +480,10 @@ class TestInstrument:
         before = self.quantizations(model)
         with pytest.raises(ValueError, match="recipe 'nope' is unknown"), instrument(model, "nope"):
             pass
+        for layers in ({"skip": "3"}, {"capture": "router"}):
+            with pytest.raises(SelectionError, match="the model, which has layers 1 to 2"):
+                with instrument(model, "mxfp8", **layers):
+                    pass
         assert self.quantizations(model) == before
 
 
@@ -427,13 +551,43 @@ class TestOptions:
         rows = self.rows(run)
         counts = Counter(zip(rows["iteration"], rows["micro_batch"], rows["tensor_name"], strict=True))
         names = {"query": 1, "weight": 4}
-        assert counts == {(i, m, name): n for i in (0, 2, 4) for m in (0, 1) for name, n in names.items()}
-        assert run.status.tensors == len(rows) == 30 and run.status.iteration == 4
+        assert counts == {(i, m, name): n for i in (0, 2, 4, 6, 8) for m in (0, 1) for name, n in names.items()}
+        assert run.status.tensors == len(rows) == 50 and run.status.iteration == 8
 
-    def test_no_micro_batch_records_nothing(self, collect):
-        run = collect("--collect-micro-batches", "0", "--control-iter", "2")
+    @pytest.mark.parametrize(
+        ("asked", "trained", "recorded"),
+        [
+            (("--control-iter", "2", "--capture-every", "3"), 4, [0, 3]),
+            (("--control-iter", "2", "--capture-every", "3", "--train-iters", "6"), 6, [0, 3]),
+            (("--control-iter", "0", "--train-iters", "4"), 4, [0, 1, 2, 3]),
+            (("--control-iter", "0", "--capture-every", "2", "--train-iters", "4"), 4, [0, 2]),
+            (("--train-iters", "3"), 3, [0]),
+        ],
+        ids=["just enough", "longer", "every one", "every second", "one by default"],
+    )
+    def test_iterations_trained_and_recorded_are_counted_apart(self, collect, tmp_path, asked, trained, recorded):
+        run = collect(*asked, "--tensors", "query", "--no-raw")
+        assert self.rows(run)["iteration"].tolist() == recorded and run.status.iteration == trained - 1
+        assert len(read_losses(run.directory)) == trained == run.config["train_iters"]
+        with Catalog.open(tmp_path / "runs") as catalog:
+            assert catalog.runs()["iterations"].tolist() == [trained]
+
+    def test_micro_batches_of_an_iteration_are_all_recorded_by_zero(self, collect):
+        rows = self.rows(collect("--micro-batches", "3", "--collect-micro-batches", "0", "--tensors", "query"))
+        assert rows["micro_batch"].tolist() == [0, 1, 2]
+
+    def test_no_save_tensors_records_nothing_and_trains_the_same(self, collect):
+        arguments = ("--control-iter", "2", "--quantization", "mxfp4")
+        run, recorded = collect(*arguments, "--no-save-tensors"), collect(*arguments, "--save-tensors")
         assert run.status.tensors == 0 and run.segments == [] and run.status.state == DONE
-        assert list(run.directory.rglob("*.pt")) == []
+        assert list(run.directory.rglob("*.pt")) == [] and recorded.status.tensors == 68
+        losses = [[record["loss"] for record in read_losses(each.directory)] for each in (run, recorded)]
+        assert losses[0] == losses[1] and len(losses[0]) == 2
+
+    def test_layers_and_modules(self, collect):
+        rows = self.rows(collect("--layers", "2", "--capture-layers", "last,qkv", "--modules", "qkv,core"))
+        found = Counter(zip(rows["layer_index"], rows["module"], strict=True))
+        assert found == {(1, "qkv"): 6, (2, "qkv"): 6, (2, "core"): 10}
 
     def test_no_raw_keeps_rows_only(self, collect):
         run = collect("--no-raw")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import termios
 
 import pytest
 
-from collector.config import DATASETS, MODELS, ConfigError, RunConfig, check, check_memory
-from collector.recipe import TEN_RECIPES
+from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig, check, check_memory
+from collector.options import build_parser, configs, parse
+from collector.recipe import OPERANDS, TEN_RECIPES
 from data.runs import list_runs
 from quant.formats import FORMATS
 from tests.conftest import PROJECT, run_collector
@@ -45,6 +47,47 @@ WRONG = {
     "no ranks": (*RUN, "--tp", "0"),
     "more recorded than there are": (*RUN, "--micro-batches", "1", "--collect-micro-batches", "2"),
     "training config": ("run", "--training-config", "slow"),
+    **{f"{part} format": (*RUN, f"--{part}-quant", "fp3") for part in ("router", "forward", "dgrad", "wgrad")},
+    "empty format": (*RUN, "--dgrad-quant", ""),
+    "router of a model without one": (*RUN, "--router-quant", "mxfp8"),
+    "router's operand in a model without one": (*RUN, "--operand-quant", "router.forward.input=mxfp8"),
+    "operand": (*RUN, "--operand-quant", "linear.dgrad.grad=mxfp8"),
+    "operand without a format": (*RUN, "--operand-quant", "linear.dgrad.grad_output"),
+    "operand of two formats": (
+        *(*RUN, "--operand-quant", "qk.forward.key=mxfp8", "--operand-quant", "qk.forward.key=mxfp4"),
+    ),
+    "several recipes of a run": (*RUN, "--quantization", "mxfp8,mxfp4"),
+    "layer to skip": (*RUN, "--skip-layers", "3"),
+    "layers to skip of two lines": (*RUN, "--skip-layers", "first,a\nb"),
+    "bad pattern to skip": (*RUN, "--skip-layers", "first,layer("),
+    "no layer to skip": (*RUN, "--skip-layers", ","),
+    "layer to record": (*RUN, "--capture-layers", "router"),
+    "bad pattern to record": (*RUN, "--capture-layers", "*"),
+    "module": (*RUN, "--modules", "qkv,fc3"),
+    "module of another model": (*RUN, "--modules", "kv_up"),
+    "no such module in these layers": (
+        *(*RUN, "--model", "deepseek2_lite", "--capture-layers", "first", "--modules", "router"),
+    ),
+    "tensors that the modules do not have": (*RUN, "--modules", "fc1,fc2", "--tensors", "query,key"),
+    "rank beyond the last": (*RUN, "--ranks", "0,1"),
+    "negative rank": (*RUN, "--ranks", "-1"),
+    "rank that is no number": (*RUN, "--ranks", "all"),
+    "every iteration of how many": (*RUN, "--control-iter", "0"),
+    "fewer trained than recorded": (*RUN, "--control-iter", "3", "--train-iters", "2"),
+    "one trained too few": (*RUN, "--control-iter", "3", "--capture-every", "2", "--train-iters", "4"),
+    "shortened option": (*RUN, "--quantiz", "mxfp8"),
+    "shortened option of the old spelling": ("--mod", "batch"),
+    "shortened command": ("runs",),
+    "two modes": ("--mode", "batch", "--mode", "single"),
+    "unknown mode": ("--mode", "serial"),
+    "mode beside a command": ("run", "--mode", "batch"),
+    "command beside a mode": ("--mode", "batch", "run"),
+    "options without a command": ("--quant-type", "mxfp8"),
+    "two spellings": (*RUN, "--quantization", "mxfp8", "--quant-type", "mxfp4"),
+    "two spellings, one the default": (*RUN, "--quantization", "mxfp8", "--quant-type", "bf16"),
+    "two spellings of quick": ("quick", "mxfp8", "--quant-type", "mxfp4"),
+    "quick by mode without recipe": ("--mode", "quick"),
+    "recording on and off": (*RUN, "--save-tensors", "--no-save-tensors"),
     "negative learning rate": (*RUN, "--learning-rate", "-0.1"),
     "learning rate that is no number": (*RUN, "--learning-rate", "nan"),
     "infinite learning rate": (*RUN, "--learning-rate", "inf"),
@@ -55,6 +98,7 @@ WRONG = {
         f"{value} as {option}": (*RUN, f"--{option}", value)
         for option, values in {
             "control-iter": ("0", "-1", "x", "1.5"),
+            "train-iters": ("0", "-1", "x", "1.5", ""),
             "warmup-iterations": ("-1",),
             "micro-batches": ("0", "-3"),
             "collect-micro-batches": ("-1",),
@@ -139,23 +183,105 @@ def test_dry_run_writes_nothing(command, capsys, tmp_path, arguments):
     assert str(tmp_path / "runs") in out
 
 
+def formats_of(out: str) -> dict[str, str]:
+    """{"linear.dgrad.weight": "mxfp8"} of a dry run's last lines."""
+    lines = [line.split() for line in out.splitlines() if line.startswith("    ")]
+    return {line[0]: line[-1] for line in lines}
+
+
 def test_dry_run_shows_each_operand(command, capsys):
     assert command("run", "--quantization", "FA_linear_mxfp8", "--pv-quant", "mxfp4", "--dry-run") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
-    formats = {(line[0], line[1], line[2]): line[-1] for line in lines}
-    assert formats["linear", "dgrad", "grad_output"] == "mxfp8_e5m2"
-    assert formats["linear", "forward", "input"] == formats["QK^T", "forward", "query"] == "mxfp8"
-    assert formats["QK^T", "dquery", "key"] == "bf16" and formats["PV", "forward", "value"] == "mxfp4"
+    formats = formats_of(capsys.readouterr().out)
+    assert formats["linear.dgrad.grad_output"] == "mxfp8_e5m2"
+    assert formats["linear.forward.input"] == formats["qk.forward.query"] == "mxfp8"
+    assert formats["qk.dquery.key"] == "bf16" and formats["pv.forward.value"] == "mxfp4"
     assert len(formats) == 18
+
+
+def test_dry_run_shows_what_is_more_exact(command, capsys):
+    arguments = ("run", "--quantization", "linear_mxfp8", "--dry-run")
+    assert command(*arguments) == 0
+    before = formats_of(capsys.readouterr().out)
+    assert command(*arguments, "--wgrad-quant", "bf16", "--dgrad-quant", "mxfp4", "--operand-quant",
+                   "linear.dgrad.grad_output=mxfp6_e3m2, qk.forward.key=mxfp8_e4m3") == 0  # fmt: skip
+    after = formats_of(capsys.readouterr().out)
+    assert {name: after[name] for name in after if after[name] != before[name]} == {
+        "linear.dgrad.grad_output": "mxfp6_e3m2",
+        "linear.dgrad.weight": "mxfp4",
+        "linear.wgrad.grad_output": "bf16",
+        "linear.wgrad.input": "bf16",
+        "qk.forward.key": "mxfp8",
+    }
+
+
+def line_of(out: str, word: str) -> str:
+    (line,) = [line for line in out.splitlines() if line.startswith(word)]
+    return line.removeprefix(word).strip()
+
+
+def test_dry_run_shows_what_is_skipped_and_recorded(command, capsys):
+    recorded = ("--control-iter", "9", "--capture-every", "3", "--modules", "core,qkv", "--capture-layers", "2-4,last",
+                "--tensors", "query,input", "--collect-micro-batches", "0", "--micro-batches", "2")  # fmt: skip
+    full = ("run", "--size", "full", "--quantization", "mxfp8", "--dry-run")
+    assert command(*full, *recorded, "--skip-layers", r"first,last,layer3\.core") == 0
+    out = capsys.readouterr().out
+    assert line_of(out, "skip") == "layers 1, 16: bf16; layers 2, 4-15: as below; layer 3: core bf16, the rest as below"
+    assert line_of(out, "length") == "0 warm-up iterations in bf16, then 25"
+    assert line_of(out, "record").startswith(
+        "query, input of core, qkv of layers 2-4,last, 2 of 2 micro-batches of iterations 0, 3, ..., 24; "
+    )
+    assert command(*full, "--no-save-tensors") == 0
+    assert line_of(capsys.readouterr().out, "record") == "nothing"
 
 
 def test_list_shows_everything(command, capsys):
     assert command("list") == 0
     words = capsys.readouterr().out.replace(",", " ").split()
-    for name in [*FORMATS, *FORMATS.aliases, *MODELS, *DATASETS, *TEN_RECIPES]:
+    for name in [*FORMATS, *FORMATS.aliases, *MODELS, *DATASETS, *TEN_RECIPES, *OPERANDS, *TENSOR_NAMES]:
         assert name in words
+    for module in ("qkv", "core", "fc2", "kv_down", "router", "shared_fc1"):
+        assert module in words
     for fmt in FORMATS.values():
         assert f"{fmt.max:g}" in words
+
+
+PLAIN = {
+    ("--mode", "single"): ("run",),
+    ("--mode=single", "--quant-type", "hifp8"): ("run", "--quantization", "hifp8"),
+    ("--model", "llama31-8b", "--mode", "batch"): ("batch", "--model", "llama31-8b"),
+    ("--mode", "batch", "--quant-type", "bf16,FA_mxfp8"): ("batch", "--quantization", "bf16,FA_mxfp8"),
+    ("--quant-type", "mxfp8", "--mode", "quick"): ("quick", "mxfp8"),
+    ("--mode", "quick", "mxfp8"): ("quick", "mxfp8"),
+    ("--mode", "quick", "--mode", "quick", "--quantization", "mxfp8"): ("quick", "mxfp8"),
+    ("run", "--save-tensors", "--quant-type", "mxfp4"): ("run", "--quantization", "mxfp4"),
+    ("run", "--quant-type", "mxfp4", "--quantization", "mxfp4"): ("run", "--quantization", "mxfp4"),
+    ("quick", "--seed", "3", "mxfp4", "--quant-type", "mxfp4"): ("quick", "mxfp4", "--seed", "3"),
+}
+
+
+@pytest.mark.parametrize("old", PLAIN, ids=" ".join)
+def test_old_spellings_mean_the_new_ones(old):
+    assert configs(parse(old)) == configs(parse(PLAIN[old]))
+
+
+def test_help_tells_old_spellings_and_precedence(command, capsys):
+    assert command("--help") == 0
+    assert "--mode {single,batch,quick} old spelling of" in " ".join(capsys.readouterr().out.split())
+    for name in ("run", "batch", "quick"):
+        assert command(name, "--help") == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "--quant-type" in text and "old spelling of --quantization" in text
+        assert "--save-tensors old spelling of what is the default" in text
+        assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
+
+
+def test_every_option_is_in_the_readme(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")  # no option is broken over two lines
+    readme = (PROJECT / "README.md").read_text()
+    for arguments in (("--help",), *((name, "--help") for name in ("run", "batch", "quick", "list"))):
+        assert command(*arguments) == 0
+        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
+        assert [option for option in sorted(options) if not re.search(rf"`{option}(?![\w-])", readme)] == []
 
 
 def test_explicit_sizes_win_over_fast(command, capsys):
@@ -172,8 +298,6 @@ def test_explicit_sizes_win_over_fast(command, capsys):
     [("0", 0), ("1073741824", 1 << 30), ("500M", 500 << 20), ("4g", 4 << 30), ("1.5K", 1536), ("2T", 2 << 40)],
 )
 def test_sizes(text, size):
-    from collector.__main__ import build_parser
-
     assert build_parser().parse_args(["run", "--max-bytes", text]).max_bytes == size
 
 
@@ -211,11 +335,23 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
 
 def test_the_run_remembers_what_it_was_asked(command, tmp_path):
     small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--tensors", "query,key")
-    assert command(*RUN, *small, "--dataset", "dolma", "--quantization", "hifp8", "--seed", "7") == 0
+    more = (
+        "--operand-quant",
+        "qk.dkey.query=bf16",
+        "--skip-layers",
+        "proj",
+        "--modules",
+        "core",
+        "--capture-every",
+        "2",
+    )
+    assert command(*RUN, *small, *more, "--dataset", "dolma", "--quantization", "hifp8", "--seed", "7") == 0
     ((run,), _) = list_runs(tmp_path / "runs")
     config = json.loads((run.directory / "run.json").read_text())
     asked = {"dataset": "dolma", "recipe": "hifp8", "seed": 7, "layers": 1, "raw": False, "tensors": ["query", "key"]}
+    asked |= {"operand_quant": ["qk.dkey.query=bf16"], "skip_layers": "proj", "modules": ["core"], "train_iters": 1}
     assert {key: config[key] for key in asked} == asked
+    assert "qk.dkey.query               queries      bf16" in config["operands"]
     assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 18
     assert config["command"].startswith("python -m collector run ") and "--seed 7" in config["command"]
     assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and len(config["corpus_sha256"]) == 64
@@ -223,3 +359,22 @@ def test_the_run_remembers_what_it_was_asked(command, tmp_path):
 
 def test_the_defaults_can_be_run():
     check(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("given", "iterations", "recorded"),
+    [
+        ({}, 1, [0]),
+        ({"control_iter": 3}, 3, [0, 1, 2]),
+        ({"control_iter": 3, "capture_every": 4}, 9, [0, 4, 8]),
+        ({"control_iter": 3, "capture_every": 4, "train_iters": 20}, 20, [0, 4, 8]),
+        ({"control_iter": 0, "capture_every": 4, "train_iters": 9}, 9, [0, 4, 8]),
+        ({"control_iter": 0, "train_iters": 2}, 2, [0, 1]),
+        ({"control_iter": 2, "save_tensors": False}, 2, []),
+    ],
+)
+def test_which_iterations_are_recorded(given, iterations, recorded):
+    config = RunConfig(**given)
+    check(config)
+    assert config.iterations == config.to_dict()["train_iters"] == iterations
+    assert [i for i in range(iterations) if config.records(i)] == recorded == list(config.recorded_iterations)

@@ -140,13 +140,14 @@ def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
             assert (got.float() - expected.float()).norm() <= 2**-7 * expected.float().norm(), key
 
 
-def test_a_part_that_is_missing_is_named(runs: Path, catalog: Catalog, tmp_path: Path):
-    done = run_collector("run", *OPTIONS, "--tp", "2", root=tmp_path)
+def test_a_rank_that_does_not_record(tmp_path: Path):
+    done = run_collector("run", *OPTIONS, "--tp", "2", "--ranks", "1", "--max-bytes", "3M", root=tmp_path)
     assert done.returncode == 0, done.stderr
     (run,) = list_runs(tmp_path)[0]
-    for segment in run.directory.glob("segments/rank00*"):
-        segment.rename(tmp_path / f".{segment.name}")
+    assert {name[:6] for name in run.segments} == {"rank01"}
+    assert 2e6 < run.status.bytes < 3 << 20 and run.status.tensors_without_raw  # the budget is all its own
     with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["rank"]) == {1}
         row = catalog.tensors(Filter(module=["fc1"], tensor_name=["weight"])).iloc[0]
         with pytest.raises(CatalogError, match="tensor-parallel rank 0 was not recorded"):
             catalog.unsharded(row["tensor_id"])
@@ -169,7 +170,7 @@ def test_torchrun_by_hand(tmp_path: Path):
 def start(root: Path) -> tuple[subprocess.Popen, Path]:
     """Two ranks that train for a long time: the launcher, once an iteration has been recorded, and the run."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "collector", "run", *OPTIONS[:-1], "5000", "--no-raw", "--tp", "2"],
+        [sys.executable, "-m", "collector", "run", *OPTIONS, "--control-iter", "5000", "--no-raw", "--tp", "2"],
         cwd=PROJECT, env=os.environ | {"TENSOR_SAVE_DIR": str(root)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -274,6 +275,7 @@ def listening(pid: int) -> list[str]:
         (("--sequence-parallel",), "--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2"),
         (("--tp", "2", "--sequence-parallel", "--sequence-length", "33"), "--sequence-length is 33: with"),
         (("--tp", "0"), "--tp is 0: it must be 1 or more"),
+        (("--tp", "2", "--ranks", "0,2"), "--ranks has 2: the ranks of the run are 0 to 1"),
         (("--dp", "-1"), "--dp is -1: it must be 1 or more"),
     ],
 )

@@ -12,7 +12,7 @@ import quant.gemm
 from collector.capture import instrument
 from collector.config import MODELS
 from collector.model import GPTModel
-from collector.recipe import TEN_RECIPES, RecipeError, parse_recipe
+from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
 from quant import fake_quantize
 from quant.formats import FORMATS, GemmFormats, UnknownFormat
 
@@ -91,10 +91,96 @@ def test_unknown_recipes_are_refused(name):
         parse_recipe(name)
 
 
-@pytest.mark.parametrize("part", ["linear", "qk", "pv"])
-def test_unknown_formats_are_refused(part):
-    with pytest.raises(UnknownFormat, match="'mxfp9' is unknown"):
-        parse_recipe("bf16", **{part: "mxfp9"})
+@pytest.mark.parametrize("unknown", ["mxfp9", "", "FA_mxfp8"])
+@pytest.mark.parametrize("part", ["linear", "qk", "pv", "router", "forward", "dgrad", "wgrad"])
+def test_unknown_formats_are_refused(part, unknown):
+    with pytest.raises(UnknownFormat, match=f"'{unknown}' is unknown"):
+        parse_recipe("bf16", **{part: unknown})
+
+
+FORWARD, DGRAD, WGRAD = slice(0, 2), slice(2, 4), slice(4, 6)
+
+
+@pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("name", ["bf16", "hifp8", "FA_mxfp4", "linear_mxfp4"])
+def test_a_gemm_of_the_linear_layers_can_be_set_alone(name, fmt, gemm):
+    linear, qk, pv = (list(part) for part in EXPECTED[name])
+    which = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD}[gemm]
+    linear[which] = (everything(fmt) if fmt != "bf16" else NOTHING)[which]
+    recipe = parse_recipe(name, **{gemm: fmt})
+    assert parts(recipe) == (tuple(linear), tuple(qk), tuple(pv))
+    assert six(recipe.router.formats) == NOTHING
+
+
+# By hand: the operands of each part in the order of GemmFormats.
+NAMES = {
+    "linear": ("forward.input", "forward.weight", "dgrad.grad_output", "dgrad.weight", "wgrad.grad_output",
+               "wgrad.input"),
+    "qk": ("forward.query", "forward.key", "dquery.grad_scores", "dquery.key", "dkey.grad_scores", "dkey.query"),
+    "pv": ("forward.attention_probs", "forward.value", "dprobs.grad_output", "dprobs.value", "dvalue.grad_output",
+           "dvalue.attention_probs"),
+}  # fmt: skip
+NAMES["router"] = NAMES["linear"]
+
+
+@pytest.mark.parametrize(
+    ("part", "index", "operand"), [(part, i, name) for part, names in NAMES.items() for i, name in enumerate(names)]
+)
+def test_an_operand_can_be_set_alone_and_literally(part, index, operand):
+    for name, fmt, rounded in (("bf16", "mxfp8_e4m3", "mxfp8"), ("mxfp4", "bf16", None), ("mxfp8", "nvfp4", "nvfp4")):
+        before, after = parse_recipe(name), parse_recipe(name, operands=[f" {part}.{operand} = {fmt} "])
+        expected = {field.name: list(six(getattr(before, field.name).formats)) for field in fields(before)[1:]}
+        expected[part][index] = rounded
+        assert {key: list(six(getattr(after, key).formats)) for key in expected} == expected
+
+
+def test_the_operands_are_those_that_the_lines_show():
+    recipe = parse_recipe("mxfp8", router="mxfp4")
+    shown = [line.split()[0] for line in recipe.lines()]
+    assert shown == [f"{part}.{operand}" for part, operands in NAMES.items() for operand in operands] == list(OPERANDS)
+    for operand in shown:
+        changed = parse_recipe("mxfp8", router="mxfp4", operands=[f"{operand}=mxint8"]).lines()
+        different = [new for old, new in zip(recipe.lines(), changed, strict=True) if old != new]
+        assert [line.split()[0] for line in different] == [operand] and different[0].endswith(" mxint8")
+
+
+def test_what_is_more_exact_wins():
+    """recipe < part < GEMM < operand"""
+    given = {
+        "linear": "hifp8",
+        "dgrad": "mxfp8",
+        "operands": ("linear.dgrad.weight=nvfp4", "linear.forward.input=bf16"),
+    }
+    expected = (None, "hifp8", "mxfp8_e5m2", "nvfp4", "hifp8", "hifp8")
+    assert parts(parse_recipe("mxfp4", **given)) == (expected, everything("mxfp4"), everything("mxfp4"))
+    assert parse_recipe("mxfp4", **given).describe() == (
+        "linear (forward bf16 x hifp8, dgrad mxfp8_e5m2 x nvfp4, wgrad hifp8), qk mxfp4, pv mxfp4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        (["qk.forward.keys=mxfp4"], "operand 'qk.forward.keys' is unknown: linear.forward.input, "),
+        (
+            ["linear.dgrad=mxfp4"],
+            "operand 'linear.dgrad' is unknown: .*, pv.dvalue.attention_probs, router.forward.input",
+        ),
+        (["=mxfp4"], "operand '' is unknown"),
+        (["qk.forward.key"], "'qk.forward.key' sets no operand: write PART.GEMM.OPERAND=FORMAT"),
+        (["qk.forward.key=mxfp9"], "format 'mxfp9' is unknown"),
+        (["qk.forward.key="], "format '' is unknown"),
+        (
+            ["qk.forward.key=mxfp4", "qk.forward.key=mxfp8"],
+            "qk.forward.key is given two formats, mxfp4 and mxfp8: give one",
+        ),
+    ],
+)
+def test_operands_that_are_not_there_are_refused(operands, message):
+    with pytest.raises((RecipeError, UnknownFormat), match=message) as refused:
+        parse_recipe("mxfp8", operands=operands)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.fixture(scope="module")

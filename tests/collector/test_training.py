@@ -73,7 +73,7 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
     root = tmp_path_factory.mktemp("fifty")
     done = run_collector(
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
-        "--control-iter", "50", "--capture-every", "50", "--no-raw", "--tensors", "query", "--scores", "",
+        "--train-iters", "50", "--no-raw", "--tensors", "query", "--scores", "",
         root=root, env={"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

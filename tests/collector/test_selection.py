@@ -1,0 +1,132 @@
+"""Sites and selections of them: names, ranges, patterns, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from collector.model import CoreAttention, GPTModel
+from collector.parallel import ParallelLinear
+from collector.selection import Selection, SelectionError, by_layer
+from collector.shapes import MODELS
+from collector.site import Site, sites
+
+LLAMA = replace(MODELS["llama32-1b"]["tiny"], layers=12)
+DEEPSEEK = MODELS["deepseek2_lite"]["tiny"]
+SHAPES = {
+    "llama": MODELS["llama32-1b"]["tiny"],
+    "deepseek": DEEPSEEK,
+    "deepseek of dense layers": replace(DEEPSEEK, layers=1),
+    "deepseek with a query latent": replace(DEEPSEEK, layers=3, q_lora_rank=32),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sites_are_those_of_the_model(shape):
+    model = GPTModel(shape)
+    built = [m.site for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
+    listed = sites(shape)
+    assert len(built) == len(listed) == len({site.name for site in listed}) and set(built) == set(listed)
+
+
+def test_names():
+    assert Site(1, "qkv").name == "layer1.qkv"
+    assert Site(12, "core").name == "layer12.core"
+    assert Site(2, "fc1", 3).name == "layer2.expert3.fc1"
+    assert Site(2, "fc1", 0).name == "layer2.expert0.fc1"
+
+
+def layers(found: frozenset[Site]) -> list[int]:
+    return sorted({site.layer_index for site in found})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", list(range(1, 13))),
+        ("first", [1]),
+        ("last", [12]),
+        ("3", [3]),
+        ("2-4", [2, 3, 4]),
+        ("12-12", [12]),
+        ("first, last", [1, 12]),
+        ("last,2-3,,3", [2, 3, 12]),
+        (r"layer1\.", [1]),
+        ("layer1", [1, 10, 11, 12]),
+        (r"layer1[0-9]{1,2}\.", [10, 11, 12]),
+        (r"[13]\.,layer[0-9]{2,}\.proj", [1, 3, 10, 11, 12]),
+        ("^layer(2|5)[.]core$", [2, 5]),
+    ],
+)
+def test_which_layers(text, expected):
+    assert layers(Selection.parse(text).of(sites(LLAMA))) == expected
+
+
+def test_a_number_takes_the_whole_layer_a_pattern_what_it_finds():
+    model = sites(LLAMA)
+    assert len(Selection.parse("3").of(model)) == 5
+    assert Selection.parse(r"layer3\.(core|fc)").of(model) == {Site(3, "core"), Site(3, "fc1"), Site(3, "fc2")}
+
+
+def test_experts_are_found_by_name():
+    found = Selection.parse("expert3[.]").of(sites(DEEPSEEK))
+    assert found == {Site(2, "fc1", 3), Site(2, "fc2", 3)}
+
+
+def test_modules_narrow_the_layers():
+    model = sites(DEEPSEEK)
+    assert len(Selection.parse("", ("fc1",)).of(model)) == 1 + 16
+    assert Selection.parse("first", ("fc1", "core")).of(model) == {Site(1, "fc1"), Site(1, "core")}
+    assert Selection.parse("last,layer1.q", ("q", "router")).of(model) == {
+        Site(1, "q"),
+        Site(2, "q"),
+        Site(2, "router"),
+    }
+
+
+HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, layer12.proj, layer12.fc1, layer12.fc2"
+
+
+@pytest.mark.parametrize(
+    ("text", "modules", "message"),
+    [
+        ("0", (), f"'0' is no layer of the model, {HAS}"),
+        ("13", (), f"'13' is no layer of the model, {HAS}"),
+        ("2-13", (), f"'2-13' is no layer of the model, {HAS}"),
+        ("0-2", (), f"'0-2' is no layer of the model, {HAS}"),
+        ("first,First", (), f"'First' is no layer of the model, {HAS}"),
+        ("9" * 5000, (), "is no layer of the model"),
+        ("router", (), f"'router' is no layer of the model, {HAS}"),
+        ("4-2", (), "4-2 runs backwards: write 2-4"),
+        ("(", (), r"'(' is neither a layer nor a regular expression: "),
+        ("first,*", (), r"'*' is neither a layer nor a regular expression: nothing to repeat"),
+        ("a{99999999999999999999}", (), "is neither a layer nor a regular expression"),
+        (",", (), "',' names no layer"),
+        (" ", (), "' ' names no layer"),
+        ("", ("fc3",), "module 'fc3' is unknown: the model has qkv, core, proj, fc1, fc2"),
+        ("core", ("qkv", "fc1"), "core has no qkv, fc1: the model has layers 1 to 12 and sites such as"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(text, modules, message):
+    with pytest.raises(SelectionError) as refused:
+        Selection.parse(text, modules).of(sites(LLAMA))
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "text", "lines"),
+    [
+        (LLAMA, "first,last", ["layers 1, 12: bf16", "layers 2-11: as below"]),
+        (LLAMA, "layer", ["layers 1-12: bf16"]),
+        (LLAMA, r"core,^layer2\.", ["layers 1, 3-12: core bf16, the rest as below", "layer 2: bf16"]),
+        (
+            DEEPSEEK,
+            "expert[0-2][.],expert9.fc2,router",
+            ["layer 1: as below", "layer 2: router, fc1 of experts 0-2, fc2 of experts 0-2, 9 bf16, the rest as below"],
+        ),
+    ],
+)
+def test_by_layer_says_it_in_few_lines(shape, text, lines):
+    model = sites(shape)
+    assert by_layer(model, Selection.parse(text).of(model), "bf16", "as below") == lines
