@@ -153,7 +153,7 @@ def _train(
     else:
         model.initialize(config.seed)
     stream = SampleStream(corpus, config.sequence_length, config.seed, rank=ranks.replica, ranks=ranks.replicas)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = _optimizer(model, config)
     tell(
         f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
@@ -184,6 +184,10 @@ def _train(
     status = recorder.writer.status
     kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
     tell(f"recorded {status.tensors} tensors ({kept})")
+
+
+def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def _launches(config: RunConfig) -> int:

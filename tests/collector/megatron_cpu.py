@@ -1,0 +1,263 @@
+"""megatron-core 0.16.1 on the CPU: its GPTModel with one of our shapes, layers of its local spec, and our weights.
+
+Nothing here changes what it computes. Without a GPU and without transformer_engine it needs to be told:
+
+* that the current device is the CPU: buffers and rotary frequencies go to torch.cuda.current_device();
+* that there is no CUDA random state to fork around dropout of 0: its own tracker for inference forks nothing;
+* the causal mask: the one it would make itself lies on "cuda";
+* not to compile: the router updates its bias, of which there is none, in a function under torch.compile;
+* that transformer_engine is missing: multi_latent_attention believes that it is there, because modules of Megatron's
+  own could be imported, and moe_utils leaves te_general_gemm undefined;
+* to leave out k_channels and v_channels, which latent attention gives its core and only TEDotProductAttention takes.
+
+A process has one parallel state: one `megatron_on_cpu` at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor, nn
+
+from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape
+
+CLIP = 1.0
+
+
+@contextmanager
+def megatron_on_cpu(store: Path, rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """A gloo group of `ranks` processes, all of them tensor-parallel, that meet in the file `store`."""
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(multi_latent_attention, "HAVE_TE", False)
+        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+        try:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+            initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+            yield
+        finally:
+            initialize_rng_tracker(force_reset=True)
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+
+
+class LatentCore(DotProductAttention):
+    """DotProductAttention for heads whose values are as wide as kv_channels, which is all it asks of them."""
+
+    def __init__(self, *arguments: Any, k_channels: int = 0, v_channels: int = 0, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+
+
+def build(shape: Shape, dtype: torch.dtype = torch.float32) -> GPTModel:
+    """Megatron's model with weights and activations of `dtype`. Its weights are not initialized: `load` them.
+
+    Raises ValueError for a rotary scaling that its GPTModel has no option for.
+    """
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()  # it has as many layers as the model that it saw first
+    common = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "bias_activation_fusion": False,
+        "use_cpu_initialization": True,
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
+    if isinstance(shape, ModelShape):
+        scaling = shape.rope_scaling
+        if scaling not in (None, Llama3Scaling(scaling.factor if scaling else 1.0)):
+            raise ValueError(f"megatron-core stretches by a factor from 8192 positions only, not by {scaling}")
+        config = TransformerConfig(**common, num_query_groups=shape.kv_heads, kv_channels=shape.head_dim)
+        spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+        rotary = {
+            "position_embedding_type": "rope",
+            "rotary_base": shape.rope_theta,
+            "rope_scaling": scaling is not None,
+            "rope_scaling_factor": scaling.factor if scaling else 1.0,
+        }
+    else:
+        config = MLATransformerConfig(**common, **_latent(shape), **_experts(shape))
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentCore
+        rotary = {"position_embedding_type": "rope"}
+    tied = shape.tied_embedding
+    model = GPTModel(config, spec, shape.vocab, shape.max_sequence, share_embeddings_and_output_weights=tied, **rotary)
+    return model.to(dtype)
+
+
+def _latent(shape: DeepseekShape) -> dict[str, Any]:
+    found = {
+        "kv_channels": shape.v_head,
+        "q_lora_rank": shape.q_lora_rank,
+        "kv_lora_rank": shape.kv_lora_rank,
+        "qk_head_dim": shape.qk_nope,
+        "qk_pos_emb_head_dim": shape.qk_rope,
+        "v_head_dim": shape.v_head,
+        "qk_layernorm": True,
+        "rotary_base": shape.rope_theta,
+    }
+    scaling = shape.rope_scaling
+    if scaling is None:
+        return found | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    return found | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "mscale": scaling.mscale,
+        "mscale_all_dim": scaling.mscale_all_dim,
+    }
+
+
+def _experts(shape: DeepseekShape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.routed_experts,
+        "moe_layer_freq": [int(layer >= shape.dense_layers) for layer in range(shape.layers)],
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_shared_expert_intermediate_size": shape.shared_experts * shape.expert_ffn,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_topk_scaling_factor": shape.routed_scale,
+        "moe_router_pre_softmax": True,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": shape.balance_alpha,
+        "moe_token_dispatcher_type": "allgather",
+    }
+
+
+def name_of(ours: str) -> str:
+    """Megatron's name for one of our parameters."""
+    if ours == "embedding.weight":
+        return "embedding.word_embeddings.weight"
+    if ours == "output_layer.weight":
+        return ours
+    for part in ("q", "q_down", "q_up", "kv_down", "kv_up"):
+        ours = ours.replace(f".linear_{part}.", f".linear_{part}_proj.")
+    return "decoder." + ours.replace(".experts.", ".experts.local_experts.")
+
+
+def load(model: GPTModel, weights: Mapping[str, Tensor]) -> None:
+    """Copy whole weights, by our names, into Megatron's model: this rank's part of them, every one exactly once."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    ranks = parallel_state.get_tensor_model_parallel_world_size()
+    model.load_state_dict({name_of(name): part(name, whole, rank, ranks) for name, whole in weights.items()})
+
+
+def part(name: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
+    """What a rank holds of a Llama's weight: whole norms, columns of what is row-parallel, rows of all else, and of fc1
+    rows of the gate and of the other half."""
+    if whole.dim() == 1:
+        return whole
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return whole.chunk(ranks, 1)[rank]
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
+    return whole.chunk(ranks)[rank]
+
+
+def inputs(tokens: Tensor) -> dict[str, Tensor]:
+    """The arguments of Megatron's forward for tokens, int64 [b, s]."""
+    batch, length = tokens.shape
+    return {
+        "input_ids": tokens,
+        "position_ids": torch.arange(length).expand(batch, length),
+        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+    }
+
+
+def step(model: GPTModel, optimizer: torch.optim.Optimizer, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """One optimizer step over micro-batches, as Megatron's schedule without pipelining takes it: each loss over their
+    number, the balance loss weighted likewise. Returns the mean loss in nats per token."""
+    optimizer.zero_grad()
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1 / len(batches)))
+    total = 0.0
+    for tokens, labels in batches:
+        loss = model(**inputs(tokens), labels=labels).mean()
+        (loss / len(batches)).backward()
+        total += loss.item() / len(batches)
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    _clip(model)
+    optimizer.step()
+    return total
+
+
+def _clip(model: nn.Module) -> None:
+    """Scale gradients to a norm of CLIP at most: that of the whole model, whose matrices are split over the ranks."""
+    split = sum(p.grad.square().sum() for p in model.parameters() if p.dim() > 1)
+    whole = sum(p.grad.square().sum() for p in model.parameters() if p.dim() == 1)
+    dist.all_reduce(split, group=parallel_state.get_tensor_model_parallel_group())
+    scale = min(1.0, CLIP / (math.sqrt(split + whole) + 1e-6))
+    for parameter in model.parameters():
+        parameter.grad.mul_(scale)
+
+
+def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Llama's and DeepSeek's AdamW. Megatron would leave weight decay out for norms: train.py does not."""
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What to train: whole weights by our names, and the steps, each of them its micro-batches of tokens and labels."""
+
+    shape: ModelShape
+    weights: dict[str, Tensor]
+    steps: list[list[tuple[Tensor, Tensor]]]
+    learning_rate: float
+
+
+def tensor_parallel_losses(trainings: Sequence[Training], directory: Path, ranks: int = 2) -> list[list[float]]:
+    """Train Megatron's models one after the other on `ranks` processes, in float32: for each the losses of its steps in
+    nats per token, which all ranks agree on. `directory` is empty and gets the ranks' files."""
+    for index, training in enumerate(trainings):
+        torch.save({"weights": training.weights, "steps": training.steps}, directory / f"given{index}.pt")
+    settings = [(training.shape, training.learning_rate) for training in trainings]
+    torch.multiprocessing.spawn(_train_rank, (ranks, settings, directory), nprocs=ranks)
+    losses = [torch.load(directory / f"losses{rank}.pt", weights_only=True) for rank in range(ranks)]
+    assert all(of_rank == losses[0] for of_rank in losses)
+    return losses[0]
+
+
+def _train_rank(rank: int, ranks: int, settings: Sequence[tuple[ModelShape, float]], directory: Path) -> None:
+    torch.set_num_threads(1)
+    losses = []
+    with megatron_on_cpu(directory / "store", rank, ranks):
+        for index, (shape, learning_rate) in enumerate(settings):
+            given = torch.load(directory / f"given{index}.pt", weights_only=True)
+            model = build(shape)
+            load(model, given["weights"])
+            optimizer = adamw(model, learning_rate)
+            losses.append([step(model, optimizer, batches) for batches in given["steps"]])
+    torch.save(losses, directory / f"losses{rank}.pt")
