@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from collector.config import (
     BACKENDS,
+    BYTE,
     DATASETS,
     DEFAULT_SCORES,
     DEVICES,
@@ -26,6 +27,7 @@ from collector.config import (
     check,
     fast,
 )
+from collector.inputs import describe_inputs
 from collector.recipe import TEN_RECIPES, RecipeError
 from data.runs import RunError, resolve_root
 from quant.formats import FORMATS, UnknownFormat
@@ -96,7 +98,12 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", default=d.model, help=", ".join(MODELS))
     what.add_argument("--size", default=d.size, help=", ".join(SIZES))
-    what.add_argument("--dataset", default=d.dataset, help=f"{', '.join(DATASETS)}, or a .jsonl(.gz) file")
+    files = "a .jsonl, .jsonl.gz or .parquet file, or Megatron's .bin/.idx (either file, or their prefix)"
+    what.add_argument("--dataset", default=d.dataset, metavar="NAME|PATH", help=f"{', '.join(DATASETS)}, {files}")
+    tokenizers = f"{BYTE}, or a Hugging Face tokenizer.json or its directory (default: {BYTE}; none with .bin/.idx)"
+    what.add_argument("--tokenizer", default=argparse.SUPPRESS, metavar="NAME|PATH", help=tokenizers)
+    vocabulary = "tokens of the model (default: its own, see `list`)"
+    what.add_argument("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=vocabulary)
     what.add_argument("--layers", type=int, default=None, help="shorten the model")
     what.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face safetensors checkpoint")
     what.add_argument("--linear-quant", metavar="FORMAT", help="override the recipe for linear layers")
@@ -159,9 +166,10 @@ def describe(config: RunConfig, root: Path) -> str:
     tokens = config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
         f"recipe    {recipe.name}",
-        f"model     {config.model} {config.size}: {shape.describe()}; {shape.parameters / 1e6:.1f} M weights",
+        f"model     {config.model} {config.size}: {shape.describe()}, "
+        f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
-        f"data      {config.dataset}, {tokens} tokens an iteration",
+        f"data      {describe_inputs(config.dataset, config.tokenizer)}, {tokens} tokens an iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.control_iter}",
         f"record    {', '.join(config.tensors) or 'every tensor'} of {config.collect_micro_batches} of "
         f"{config.micro_batches} micro-batches, every {config.capture_every} iteration(s); scores in "
@@ -228,8 +236,14 @@ def print_lists() -> None:
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
             weights = f"{shape.parameters / 1e6:,.1f} M weights"
-            print(f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, {weights}")
-    print(f"datasets\n    {', '.join(DATASETS)}, or a path to .jsonl(.gz)")
+            print(
+                f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, vocabulary {shape.vocab}, {weights}"
+            )
+    print(f"datasets\n    {', '.join(DATASETS)}")
+    print('    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"')
+    print("    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix")
+    print(f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document")
+    print("    a path to a Hugging Face tokenizer.json, or to its directory")
     print("recipes\n    " + "\n    ".join(TEN_RECIPES))
     print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")
     print("formats")
