@@ -141,6 +141,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--device", default=d.device, help=", ".join(DEVICES))
     where.add_argument("--backend", default=d.backend, help=f"what quantizes operands: {', '.join(BACKENDS)}")
     where.add_argument("--tp", type=int, default=d.tp, help="tensor-parallel ranks")
+    where.add_argument("--sequence-parallel", action="store_true", help="split sequences among them between layers")
+    where.add_argument("--dp", type=int, default=d.dp, help="data-parallel replicas, each with its own micro-batches")
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, operand by operand")
 
 
@@ -201,9 +203,18 @@ class Console:
 
 
 def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
-    from collector.train import train  # torch only when something is trained
+    from collector.ranks import started_as_rank  # torch only when something is trained
+    from collector.train import prepare, train
 
-    terminal = sys.stderr.isatty()
+    ranks = runs[0].tp * runs[0].dp
+    if ranks > 1 and not started_as_rank():
+        from collector.launch import launch
+
+        for config in runs:
+            prepare(config)
+        launch(argv, root, ranks)
+        return
+    terminal = sys.stderr.isatty() and not started_as_rank()
     for number, config in enumerate(runs, 1):
         console = Console()
         title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
@@ -211,7 +222,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
             from tqdm import tqdm
 
             console.bar = tqdm(desc=title, total=config.warmup_iterations + config.control_iter, unit="it")
-        else:
+        elif os.environ.get("RANK", "0") == "0":
             print(title, flush=True)
         try:
             result = train(
@@ -224,6 +235,8 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         finally:
             if console.bar is not None:
                 console.bar.close()
+        if os.environ.get("RANK", "0") != "0":
+            continue
         print(
             f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} tensors, "
             f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s",
@@ -281,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("collector: cancelled; what was recorded is kept", file=sys.stderr)
         return 130
     except (RunError, OSError, RuntimeError, MemoryError) as error:
-        return _fail(error, 1)
+        return _fail(error, getattr(error, "exit_status", 1))
     return 0
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from collector.norm import RMSNorm
 from collector.parallel import (
+    SINGLE,
     ColumnParallelLinear,
     Group,
     Quantization,
@@ -17,10 +18,12 @@ from collector.parallel import (
     RowParallelLinear,
     Site,
     copy_to_ranks,
-    group_size,
+    gather_sequence,
+    scatter_sequence,
 )
 from collector.rotary import apply_rotary, pairs_to_halves
 from collector.shapes import DeepseekShape, ModelShape
+from data.segment import Shard
 from quant.gemm import Observed, Tap, matmul
 
 
@@ -39,11 +42,16 @@ class CoreAttention(nn.Module):
     The taps of `quantization.qk` see query, key and, by the name "scores", the scaled scores before the mask.
     """
 
-    def __init__(self, site: Site, head_dim: int, scale: float | None = None) -> None:
+    def __init__(self, site: Site, head_dim: int, scale: float | None = None, group: Group = SINGLE) -> None:
         super().__init__()
         self.site = site
+        self.group = group
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.quantization = CoreQuantization()
+
+    def shard(self, name: str) -> Shard:
+        """How this rank's tensors stand to the whole ones: all are divided by heads."""
+        return Shard(self.group.rank, self.group.size, "slice", 1) if self.group.size > 1 else Shard()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [b, heads, s, d], key [b, groups, s, d], value [b, groups, s, v] -> [b, heads, s, v]"""
@@ -82,20 +90,21 @@ class SelfAttention(nn.Module):
 
     def __init__(self, layer_index: int, shape: ModelShape, group: Group) -> None:
         super().__init__()
-        ranks = group_size(group)
-        self.heads, self.kv_heads, self.head_dim = shape.heads // ranks, shape.kv_heads // ranks, shape.head_dim
+        self.heads, self.kv_heads = shape.heads // group.size, shape.kv_heads // group.size
+        self.head_dim = shape.head_dim
         width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         self.linear_qkv = ColumnParallelLinear(Site(layer_index, "qkv"), shape.hidden, width, group)
-        self.core_attention = CoreAttention(Site(layer_index, "core"), shape.head_dim)
+        self.core_attention = CoreAttention(Site(layer_index, "core"), shape.head_dim, group=group)
         self.linear_proj = RowParallelLinear(
             Site(layer_index, "proj"), shape.heads * shape.head_dim, shape.hidden, group
         )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        length, batch, _ = x.shape
+        mixed = self.linear_qkv(x)
+        length, batch, _ = mixed.shape
         # Megatron's layout: for each group its query heads, then its key, then its value.
         per_group = self.heads // self.kv_heads
-        mixed = self.linear_qkv(x).view(length, batch, self.kv_heads, per_group + 2, self.head_dim)
+        mixed = mixed.view(length, batch, self.kv_heads, per_group + 2, self.head_dim)
         query = mixed[:, :, :, :per_group].reshape(length, batch, self.heads, self.head_dim)
         query = apply_rotary(query, cos, sin)
         key = apply_rotary(mixed[:, :, :, per_group], cos, sin)
@@ -108,13 +117,14 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention: keys and values are expanded from one small latent a token, and a rotated part of
     the key is shared by all heads. Modules are q (or q_down and q_up), kv_down, kv_up, core and proj.
 
-    The down projections are whole on every rank, the up projections split by heads.
+    The down projections are whole on every rank and see whole sequences, the up projections are split by heads.
     """
 
     def __init__(self, layer_index: int, shape: DeepseekShape, group: Group) -> None:
         super().__init__()
         self.shape, self.group = shape, group
-        self.heads = shape.heads // group_size(group)
+        group = group.whole_sequences
+        self.heads = shape.heads // group.size
 
         def site(module: str) -> Site:
             return Site(layer_index, module)
@@ -131,11 +141,17 @@ class LatentAttention(nn.Module):
         self.kv_layernorm = RMSNorm(latent, shape.norm_eps)
         self.linear_kv_up = ColumnParallelLinear(site("kv_up"), latent, expanded, group)
         scale = (shape.rope_scaling.softmax_scale if shape.rope_scaling else 1.0) / math.sqrt(shape.head_dim)
-        self.core_attention = CoreAttention(site("core"), shape.head_dim, scale)
+        self.core_attention = CoreAttention(site("core"), shape.head_dim, scale, group)
         self.linear_proj = RowParallelLinear(site("proj"), shape.heads * shape.v_head, shape.hidden, group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [s, b, hidden], cos and sin [s, 1, 1, qk_rope] -> [s, b, hidden]"""
+        if self.group.sequence_parallel:
+            whole = gather_sequence(x, self.group, gradient_is_whole=True)
+            return scatter_sequence(self._attend(whole, cos, sin), self.group)
+        return self._attend(x, cos, sin)
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shape = self.shape
         length, batch, _ = x.shape
         by_head = (length, batch, self.heads, -1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from collector.model import CoreAttention, CoreQuantization
-from collector.parallel import ParallelLinear, Quantization, Site
+from collector.parallel import ParallelLinear, PeerLost, Quantization
+from collector.ranks import Ranks
 from collector.recipe import BF16, Part, Recipe, parse_recipe
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
-from data.segment import Identity, TensorRow, write_segment
+from data.segment import Identity, Shard, TensorRow, write_segment
 from data.store import encode, write_atomic
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
@@ -78,7 +79,9 @@ class Recorder:
     config     kept as run.json; its model, size, dataset and recipe become the tensors' words
     tensors    names to record, empty for all
     scores     formats to try on every operand
-    raw        keep values (else statistics, sketch and scores only), while their files stay within max_bytes
+    raw        keep values (else statistics, sketch and scores only), while their files stay within max_bytes, which the
+               ranks share out among them
+    ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
     captured until then is kept. Raises RunError if the root cannot be written, OSError if the disk refuses later.
@@ -94,7 +97,7 @@ class Recorder:
         scores: tuple[str, ...] = (),
         raw: bool = True,
         max_bytes: int = 4 << 30,
-        rank: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.root = resolve_root(root)
         self.label = label
@@ -102,8 +105,9 @@ class Recorder:
         self.tensors = frozenset(tensors)
         self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in scores))
         self.raw = raw
-        self.max_bytes = max_bytes
-        self.rank = rank
+        self.max_bytes = max_bytes // (ranks.size if ranks else 1)
+        self.ranks = ranks or Ranks()
+        self.rank = self.ranks.rank
         self.recording = True
         self.iteration = 0
         self.micro_batch = 0
@@ -114,7 +118,19 @@ class Recorder:
         self._bytes = 0
 
     def __enter__(self) -> Recorder:
-        self.writer = RunWriter.create(self.root, self.label, self.config)
+        ranks = self.ranks
+        if ranks.rank == 0:
+            made = None
+            try:
+                made = RunWriter.create(self.root, self.label, self.config, ranks=ranks.size, owner=ranks.owner)
+                self.writer = made
+            finally:
+                ranks.share(made and made.run_id)
+        else:
+            run_id = ranks.share(None)
+            if run_id is None:
+                raise PeerLost("rank 0 could not start the run")
+            self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -152,11 +168,11 @@ class Recorder:
         self.iteration, self.micro_batch = self.iteration + 1, 0
         self.writer.update(iteration=self.iteration - 1)
 
-    def tap(self, site: Site, part: Part, places: dict[str, Place]) -> Tap | None:
+    def tap(self, layer: ParallelLinear | CoreAttention, part: Part, places: dict[str, Place]) -> Tap | None:
         """The observer of one call of one product, or None while nothing is recorded."""
         if not self.recording:
             return None
-        iteration, micro_batch = self.iteration, self.micro_batch
+        site, iteration, micro_batch = layer.site, self.iteration, self.micro_batch
 
         def observe(seen: Observed) -> None:
             place = places.get(seen.name)
@@ -182,11 +198,11 @@ class Recorder:
                     rank=self.rank,
                     expert=site.expert,
                 )
-                self._record(seen, identity)
+                self._record(seen, identity, replace(layer.shard(seen.name), replica=self.ranks.replica))
 
         return observe
 
-    def _record(self, seen: Observed, identity: Identity) -> None:
+    def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
         shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
         summary = summarize(seen.tensor)
         error = None
@@ -213,6 +229,7 @@ class Recorder:
                 format=seen.format,
                 error=error,
                 scores=scores,
+                shard=shard,
             )
         )
         self._unnamed = None
@@ -270,7 +287,7 @@ class Recorder:
     def _publish(self) -> None:
         """Make the pending rows a segment, and say how far the run is."""
         if self._pending:
-            name = self.writer.next_segment_name(self.rank)
+            name = self.writer.next_segment_name()
             write_segment(self.writer.directory / "segments", name, self._pending)
             self._pending = []
         self.writer.update(tensors=self._count, tensors_without_raw=self._without_raw, bytes=self._bytes)
@@ -314,8 +331,8 @@ def instrument(
     if not layers:
         raise InstrumentError(f"{type(model).__name__} has no ParallelLinear or CoreAttention to instrument")
 
-    def quantization(site: Site, part: Part, places: dict[str, Place]) -> Quantization:
-        tap = (lambda: recorder.tap(site, part, places)) if recorder else (lambda: None)
+    def quantization(layer: ParallelLinear | CoreAttention, part: Part, places: dict[str, Place]) -> Quantization:
+        tap = (lambda: recorder.tap(layer, part, places)) if recorder else (lambda: None)
         return Quantization(part.formats, backend, tap)
 
     before = [(layer, layer.quantization) for layer in layers]
@@ -323,11 +340,11 @@ def instrument(
         for layer in layers:
             if isinstance(layer, CoreAttention):
                 layer.quantization = CoreQuantization(
-                    quantization(layer.site, recipe.qk, QK_PLACES), quantization(layer.site, recipe.pv, PV_PLACES)
+                    quantization(layer, recipe.qk, QK_PLACES), quantization(layer, recipe.pv, PV_PLACES)
                 )
             else:
                 part = recipe.router if layer.site.module == "router" else recipe.linear
-                layer.quantization = quantization(layer.site, part, LINEAR_PLACES)
+                layer.quantization = quantization(layer, part, LINEAR_PLACES)
         yield
     finally:
         for layer, original in before:

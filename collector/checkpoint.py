@@ -122,11 +122,13 @@ class Checkpoint:
 
     def load_into(self, model: GPTModel) -> None:
         """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file cannot be read now."""
-        parameters = dict(model.named_parameters())
-        for name, source in sources(self.shape).items():
-            read = {theirs: self._read(theirs) for theirs in source.tensors}
-            with torch.no_grad():
-                parameters[name].copy_(source.join(read))
+        known = sources(self.shape)
+
+        def whole(name: str, _: torch.Size) -> Tensor:
+            source = known[name]
+            return source.join({theirs: self._read(theirs) for theirs in source.tensors})
+
+        model.set_weights(whole)
 
     def _read(self, name: str) -> Tensor:
         path = self.files[name]

@@ -91,6 +91,8 @@ class RunConfig:
     device: str = "cpu"
     backend: str = "triton"
     tp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
 
     def parsed_recipe(self) -> Recipe:
         return parse_recipe(
@@ -128,6 +130,8 @@ def check(config: RunConfig) -> None:
         ("micro_batch_size", 1),
         ("sequence_length", 1),
         ("max_bytes", 0),
+        ("tp", 1),
+        ("dp", 1),
     ):
         value = getattr(config, name)
         if value < least:
@@ -152,14 +156,26 @@ def check(config: RunConfig) -> None:
             f"--collect-micro-batches is {config.collect_micro_batches}, but an iteration has "
             f"{config.micro_batches}: raise --micro-batches"
         )
-    if config.tp != 1:
-        raise ConfigError(f"--tp is {config.tp}: this version trains on one rank, --tp 1")
+    _check_ranks(config)
     for name in config.tensors:
         _one_of("tensor", name, TENSOR_NAMES)
     for name in config.scores:
         _one_of("score format", name, [*FORMATS, *FORMATS.aliases])
     _one_of("backend", config.backend, BACKENDS)
     _one_of("device", config.device, DEVICES)
+
+
+def _check_ranks(config: RunConfig) -> None:
+    shape = config.shape()
+    for what, value in shape.divided.items():
+        if value % config.tp:
+            raise ConfigError(f"--tp is {config.tp}: it must divide {config.model} {config.size}'s {value} {what}")
+    if config.sequence_parallel and config.tp == 1:
+        raise ConfigError("--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2 or more")
+    if config.sequence_parallel and config.sequence_length % config.tp:
+        raise ConfigError(
+            f"--sequence-length is {config.sequence_length}: with --sequence-parallel --tp {config.tp} must divide it"
+        )
 
 
 def check_memory(config: RunConfig, available: int) -> None:

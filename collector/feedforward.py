@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from collector.parallel import ColumnParallelLinear, Group, ReplicatedLinear, RowParallelLinear, Site
+from collector.parallel import (
+    ColumnParallelLinear,
+    Group,
+    ReplicatedLinear,
+    RowParallelLinear,
+    Site,
+    gather_sequence,
+    scatter_sequence,
+)
 from collector.shapes import DeepseekShape
 
 
@@ -24,7 +32,7 @@ class MLP(nn.Module):
         self, layer_index: int, hidden: int, ffn: int, group: Group, *, prefix: str = "", expert: int | None = None
     ) -> None:
         super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(Site(layer_index, f"{prefix}fc1", expert), hidden, 2 * ffn, group)
+        self.linear_fc1 = ColumnParallelLinear(Site(layer_index, f"{prefix}fc1", expert), hidden, 2 * ffn, group, 2)
         self.linear_fc2 = RowParallelLinear(Site(layer_index, f"{prefix}fc2", expert), ffn, hidden, group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,12 +44,14 @@ class MixtureOfExperts(nn.Module):
     """DeepSeek's mixture: softmax over all experts, the largest k taken greedily and not normalized, shared experts for
     every token. Modules are router, fc1 and fc2 with the expert's index, and shared_fc1 and shared_fc2.
 
-    The router multiplies in float32, as published (MoEGate in modeling_deepseek.py), whatever the activations are.
+    The router multiplies in float32, as published (MoEGate in modeling_deepseek.py), whatever the activations are. It
+    is whole on every tensor-parallel rank and sees whole sequences, the experts are divided like any feed-forward.
     """
 
     def __init__(self, layer_index: int, shape: DeepseekShape, group: Group) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.group = shape, group
+        group = group.whole_sequences
         self.router = ReplicatedLinear(Site(layer_index, "router"), shape.hidden, shape.routed_experts, group)
         self.experts = nn.ModuleList(
             MLP(layer_index, shape.hidden, shape.expert_ffn, group, expert=index)
@@ -52,6 +62,12 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [s, b, hidden] -> the same, and the balance loss, a float32 scalar"""
+        if self.group.sequence_parallel:
+            y, balance = self._mix(gather_sequence(x, self.group, gradient_is_whole=True))
+            return scatter_sequence(y, self.group), balance
+        return self._mix(x)
+
+    def _mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         k = self.shape.experts_per_token
         probs = self.router(x.float()).softmax(-1)  # [s, b, experts]
         weights, chosen = probs.topk(k, -1)  # [s, b, k]

@@ -73,6 +73,11 @@ class ModelShape:
         return self.head_dim
 
     @property
+    def divided(self) -> dict[str, int]:
+        """What tensor parallelism divides, and the number of each."""
+        return {"heads": self.heads, "KV groups": self.kv_heads, "feed-forward channels": self.ffn}
+
+    @property
     def parameters(self) -> int:
         """Number of weights."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -134,6 +139,12 @@ class DeepseekShape:
     def rotary_dim(self) -> int:
         """How much of a head is rotated by position."""
         return self.qk_rope
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """What tensor parallelism divides, and the number of each."""
+        widths = {"feed-forward channels": self.ffn, "channels of an expert": self.expert_ffn}
+        return {"heads": self.heads, **widths}
 
     @property
     def parameters(self) -> int:

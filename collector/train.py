@@ -22,6 +22,7 @@ from collector.checkpoint import Checkpoint, open_checkpoint
 from collector.config import ConfigError, RunConfig, available_host_memory, check, check_memory
 from collector.datasets import open_dataset
 from collector.model import GPTModel
+from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
 from collector.samples import SampleStream, open_stream
 
 Say = Callable[[str], None]
@@ -74,11 +75,20 @@ def train(
     """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
     written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
+    with join(config) as ranks:
+        return _run(config, root, ranks, say if ranks.rank == 0 else _silent, progress, command)
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
     checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
     shape, recipe = config.shape(), config.parsed_recipe()
     dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
-    stream = open_stream(config, dataset)
-    device = torch.device(config.device)
+    stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     description = config.to_dict() | {
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
@@ -98,21 +108,25 @@ def train(
         scores=config.scores,
         raw=config.raw,
         max_bytes=config.max_bytes,
+        ranks=ranks,
     )
     with recorder:
         writer = recorder.writer
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
+            prefix = f"rank {ranks.rank}: " if ranks.rank else ""
 
             def note(line: str) -> None:
-                log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
+                log.write(f"{time.strftime('%H:%M:%S')} {prefix}{line}\n".encode())
 
             def tell(line: str) -> None:
-                note(line)
-                say(line)
+                if ranks.rank == 0:
+                    note(line)
+                    say(line)
 
             try:
                 tell(f"data: {dataset}")
                 _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
+                ranks.wait()  # for what the others have still to write
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     note(f"ended early: {type(error).__name__}: {error}")
@@ -134,7 +148,9 @@ def _train(
 ) -> None:
     torch.manual_seed(config.seed)
     shape = config.shape()
-    model = GPTModel(shape).to(device)
+    ranks = recorder.ranks
+    with device:
+        model = GPTModel(shape, ranks.tensor)
     if checkpoint:
         checkpoint.load_into(model)
     else:
@@ -153,13 +169,13 @@ def _train(
     total = config.warmup_iterations + config.control_iter
     recorder.recording = False
     for done in range(config.warmup_iterations):
-        loss = _step(model, optimizer, stream, config, device)
+        loss = _step(model, optimizer, stream, config, device, ranks)
         _note(recorder, done - config.warmup_iterations, loss, stream.digest(), tell, "warm-up in bf16")
         progress(done + 1, total)
     launches = _launches(config)
     with instrument(model, recipe, recorder, backend=config.backend):
         for iteration in range(config.control_iter):
-            loss = _step(model, optimizer, stream, config, device, recorder, iteration)
+            loss = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             _note(recorder, iteration, loss, stream.digest(), tell, recipe.name)
             progress(config.warmup_iterations + iteration + 1, total)
     if config.backend == "triton":
@@ -181,10 +197,12 @@ def _step(
     stream: SampleStream,
     config: RunConfig,
     device: torch.device,
+    ranks: Ranks,
     recorder: Recorder | None = None,
     iteration: int = 0,
 ) -> float:
-    """One optimizer step over the micro-batches; the mean loss in nats per token."""
+    """One optimizer step over the micro-batches; the mean loss in nats per token, over all replicas."""
+    ranks.check_launcher()
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for index in range(config.micro_batches):
@@ -196,9 +214,10 @@ def _step(
             with recorder.at(iteration, index, record):
                 loss = _backward(model, tokens, labels, config.micro_batches)
         total += loss / config.micro_batches
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    finish_gradients(model, ranks)
+    clip_gradients(model, ranks, 1.0)
     optimizer.step()
-    return total
+    return mean_over_replicas(total, ranks)
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:

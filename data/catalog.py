@@ -12,24 +12,27 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import duckdb
 import pandas as pd
+import torch
 from torch import Tensor
 
 from data.filter import FIELDS, Filter
 from data.runs import RunError, RunInfo, list_runs, resolve_root
-from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from data.store import load
 from quant.summary import bin_edges
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
+# What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
+SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
 
 
@@ -174,13 +177,16 @@ class Catalog:
         try:
             with _transaction(cursor):
                 for table, schema in TABLES.items():
-                    columns = ", ".join(schema.names)
+                    file = directory / f"{table}.parquet"
+                    described = cursor.execute("DESCRIBE SELECT * FROM read_parquet($file)", {"file": str(file)})
+                    absent = ADDED_LATER - {column for column, *_ in described.fetchall()}
+                    columns = ", ".join(name for name in schema.names if name not in absent)
                     # The directory's name is the run's id, so a copied or renamed run speaks for itself.
                     cursor.execute(
                         f"INSERT INTO {table} ({columns}) SELECT {columns} FROM (SELECT * REPLACE ("
                         f"$run || '/' || tensor_id AS tensor_id{', $run AS run_id' if table == 'tensor' else ''})"
                         " FROM read_parquet($file, hive_partitioning = false))",
-                        {"run": run.run_id, "file": str(directory / f"{table}.parquet")},
+                        {"run": run.run_id, "file": str(file)},
                     )
                 cursor.execute("INSERT INTO segment VALUES (?, ?, ?)", [run.run_id, name, mtime])
             return 1
@@ -320,6 +326,42 @@ class Catalog:
     def load(self, tensor_id: str) -> Tensor:
         """The tensor's values, memory-mapped. Raises CatalogError as `path`, TensorFileError for a damaged file."""
         return load(self.path(tensor_id))
+
+    def unsharded(self, tensor_id: str) -> Tensor:
+        """The tensor that tensor-parallel ranks share, put together from their parts; `load` where there are none.
+
+        Slices are joined, partial results summed in float32 and returned in their dtype. Raises CatalogError if a part
+        was not recorded or its values not kept, TensorFileError for a damaged file.
+        """
+        parts = self.shards(tensor_id)
+        first = parts.iloc[0]
+        if first["shard"] not in ("slice", "partial"):
+            return self.load(tensor_id)
+        missing = set(range(first["tp_size"])) - set(parts["tp_rank"])
+        if missing:
+            raise CatalogError(
+                f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
+            )
+        tensors = [self.load(part) for part in parts["tensor_id"]]
+        if first["shard"] == "partial":
+            return torch.stack([t.float() for t in tensors]).sum(0).to(tensors[0].dtype)
+        axis = int(first["shard_axis"])
+        pieces = [tensor.chunk(int(first["shard_stride"]), axis) for tensor in tensors]
+        return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], axis)
+
+    def shards(self, tensor_id: str) -> pd.DataFrame:
+        """The parts of the unsharded tensor that this one is a part of, by tp_rank: columns tensor_id, rank, tp_rank,
+        tp_size, shard, shard_axis, shard_stride, path. Raises CatalogError if the id is unknown."""
+        same = " AND ".join(f"part.{name} IS NOT DISTINCT FROM given.{name}" for name in SAME_IN_SHARDS)
+        frame = self._frame(
+            "SELECT part.tensor_id, part.rank, part.tp_rank, part.tp_size, part.shard, part.shard_axis,"
+            f" part.shard_stride, part.path FROM tensor AS given JOIN tensor AS part ON {same}"
+            " WHERE given.tensor_id = ? ORDER BY part.tp_rank",
+            [tensor_id],
+        )
+        if frame.empty:
+            raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
+        return frame
 
     @staticmethod
     def _selection(where: Filter | None, tensor_ids: list[str] | None) -> tuple[str, list[Any]]:

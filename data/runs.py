@@ -6,6 +6,7 @@
       log.txt        what the collector printed
       loss.jsonl     one line per iteration
       tensors/       tensor files      segments/   their rows
+      ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
 A run's state is what its status and its process say together: a run that claims to be running while its process is
 gone has crashed.
@@ -17,8 +18,10 @@ import json
 import os
 import secrets
 import shutil
+import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Status:
-    """What status.json holds. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC."""
+    """What status.json holds. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; pid
+    is the process on `host` whose life is the run's."""
 
     state: str
     pid: int
@@ -49,6 +53,24 @@ class Status:
     reason: str | None = None
     heartbeat: str = ""
     finished: str | None = None
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What ranks/rank00.json holds: the rank's process and its share of the run's counts."""
+
+    pid: int
+    pid_started: float
+    host: str
+    tensors: int = 0
+    tensors_without_raw: int = 0
+    bytes: int = 0
+
+
+COUNTS = ("tensors", "tensors_without_raw", "bytes")
+# A run on another machine whose status has not changed for so long has crashed: its process cannot be looked at.
+SILENCE = timedelta(hours=1)
 
 
 @dataclass(frozen=True)
@@ -86,23 +108,33 @@ def process_start(pid: int) -> float | None:
 
 @dataclass
 class RunWriter:
-    """The run directory that this process writes. Every method raises OSError if the disk refuses."""
+    """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses;
+    on the others these calls do nothing, or keep the rank's own counts. Every method raises OSError if the disk
+    refuses."""
 
     run_id: str
     directory: Path
     status: Status
+    rank: int = 0
+    ranks: int = 1
     _segments: int = field(default=0)
 
     @classmethod
-    def create(cls, root: Path, label: str, config: dict[str, Any]) -> RunWriter:
-        """Make <root>/<run_id> with run.json and a first status, all at once. Raises RunError if the root cannot be
-        written, and then leaves nothing there."""
+    def create(
+        cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
+    ) -> RunWriter:
+        """Make <root>/<run_id> with run.json and a first status, all at once. owner is the process whose life is the
+        run's, this one unless given. Raises RunError if the root cannot be written, and then leaves nothing there."""
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{label}_{secrets.token_hex(3)}"
         aside = root / f".{run_id}.part"
-        writer = cls(run_id, aside, Status(RUNNING, os.getpid(), process_start(os.getpid()) or 0.0))
+        pid = owner or os.getpid()
+        status = Status(RUNNING, pid, process_start(pid) or 0.0, host=socket.gethostname())
+        writer = cls(run_id, aside, status, ranks=ranks)
         try:
             (aside / "segments").mkdir(parents=True)
             (aside / "tensors").mkdir()
+            if ranks > 1:
+                (aside / "ranks").mkdir()
             started = {"run_id": run_id, "started": now()}
             write_atomic(aside / "run.json", json.dumps(started | config, indent=1).encode())
             writer.update()
@@ -115,13 +147,39 @@ class RunWriter:
             shutil.rmtree(aside, ignore_errors=True)
         return writer
 
+    @classmethod
+    def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
+        """Another rank's part in a run that rank 0 has made. Raises RunError if its directory cannot be seen here."""
+        try:
+            status = read_status(directory)
+            writer = cls(directory.name, directory, status, rank, ranks)
+            writer.update(**dict.fromkeys(COUNTS, 0))
+        except OSError as error:
+            raise RunError(
+                f"rank {rank} cannot write to {directory}: {error.strerror or error}; all ranks need the same directory"
+            ) from error
+        return writer
+
     def update(self, **changes: Any) -> None:
-        """Replace status.json."""
+        """Replace status.json. The counts among the changes are this rank's; the status tells those of all ranks."""
+        if self.ranks > 1:
+            changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
         self.status = replace(self.status, **changes, heartbeat=now())
-        write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
+        if self.rank == 0:
+            write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
+
+    def _count(self, own: dict[str, int]) -> dict[str, int]:
+        """Write this rank's counts down, if there are new ones; what all ranks have written so far."""
+        if own:
+            mine = RankStatus(os.getpid(), process_start(os.getpid()) or 0.0, socket.gethostname(), **own)
+            path = self.directory / "ranks" / f"rank{self.rank:02d}.json"
+            write_atomic(path, json.dumps(asdict(mine)).encode())
+        return total_counts(self.directory)
 
     def finish(self, state: str, reason: str | None = None) -> None:
         """Say how the run ended, on a full disk too."""
+        if self.rank:
+            return
         try:
             self.update(state=state, reason=reason, finished=now())
         except OSError:  # no room for a second status.json: the first one's own block will do
@@ -130,19 +188,46 @@ class RunWriter:
                 file.truncate()
 
     def append_loss(self, record: dict[str, Any]) -> None:
-        with open(self.directory / "loss.jsonl", "a") as file:
-            file.write(json.dumps(record) + "\n")
+        if self.rank == 0:
+            with open(self.directory / "loss.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
 
-    def next_segment_name(self, rank: int) -> str:
+    def next_segment_name(self) -> str:
         self._segments += 1
-        return f"rank{rank:02d}-{self._segments:06d}"
+        return f"rank{self.rank:02d}-{self._segments:06d}"
+
+
+def read_status(directory: Path) -> Status:
+    """status.json as it stands. Raises OSError, and ValueError or TypeError if it is damaged."""
+    return Status(**json.loads((directory / "status.json").read_bytes()))
+
+
+def rank_statuses(directory: Path) -> list[RankStatus]:
+    """What the ranks of a run on several have written, in their order; a damaged file is left out."""
+    found = []
+    for path in sorted((directory / "ranks").glob("rank*.json")):
+        with suppress(OSError, ValueError, TypeError):
+            found.append(RankStatus(**json.loads(path.read_bytes())))
+    return found
+
+
+def total_counts(directory: Path) -> dict[str, int]:
+    ranks = rank_statuses(directory)
+    return {name: sum(getattr(rank, name) for rank in ranks) for name in COUNTS}
+
+
+def settle(directory: Path, state: str, reason: str | None) -> None:
+    """Say how a run on several ranks ended, once all of them have: what rank 0 said was said without knowing why."""
+    status = read_status(directory)
+    changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **total_counts(directory))
+    write_atomic(directory / "status.json", json.dumps(asdict(changed)).encode())
 
 
 def read_run(directory: Path) -> RunInfo:
     """A run's configuration and state. Raises RunError if the directory is no run or its files are damaged."""
     try:
         config = json.loads((directory / "run.json").read_bytes())
-        status = Status(**json.loads((directory / "status.json").read_bytes()))
+        status = read_status(directory)
     except FileNotFoundError as error:
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -151,7 +236,7 @@ def read_run(directory: Path) -> RunInfo:
         raise RunError(f"{directory.name} cannot be read: run.json is not an object")
     if status.state not in STATES:
         raise RunError(f"{directory.name} cannot be read: its state is {status.state!r}, not {', '.join(STATES)}")
-    if status.state == RUNNING and process_start(status.pid) != status.pid_started:
+    if status.state == RUNNING and _is_gone(status):
         status = replace(
             status,
             state=CRASHED,
@@ -159,6 +244,15 @@ def read_run(directory: Path) -> RunInfo:
             reason="the collector's process ended without saying so: killed, out of memory, or the machine restarted",
         )
     return RunInfo(directory.name, directory, config, status)
+
+
+def _is_gone(status: Status) -> bool:
+    if status.host in ("", socket.gethostname()):
+        return process_start(status.pid) != status.pid_started
+    try:
+        return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
+    except (TypeError, ValueError):
+        return True
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:

@@ -61,6 +61,12 @@ CREATE TABLE tensor (
     zeros         BIGINT,
     nans          BIGINT,
     infs          BIGINT,
+    tp_rank       INTEGER,              -- which of the tensor-parallel ranks, of tp_size
+    tp_size       INTEGER,
+    dp_rank       INTEGER,              -- which of the data-parallel copies of the model
+    shard         VARCHAR,              -- of the unsharded tensor: whole, slice (joined along shard_axis), partial (summed)
+    shard_axis    INTEGER,              -- from the end if negative; null unless a slice
+    shard_stride  INTEGER,              -- the unsharded tensor is this many along the axis, each divided: 2 for gate and up
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
     sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
     mse           DOUBLE,

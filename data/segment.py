@@ -42,6 +42,24 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """How a tensor stands to the whole one that tensor-parallel ranks share: it is number `index` of `count`.
+
+    kind    whole: every rank has all of it; slice: the ranks' tensors joined along `axis` are the whole; partial: their
+            sum is
+    stride  the whole is that many tensors, one after the other along the axis, each divided (SwiGLU's gate and up)
+    replica which of the data-parallel copies of the model it belongs to
+    """
+
+    index: int = 0
+    count: int = 1
+    kind: str = "whole"
+    axis: int | None = None
+    stride: int = 1
+    replica: int = 0
+
+
+@dataclass(frozen=True)
 class TensorRow:
     """All that the index keeps of one tensor. tensor_id is unique within its run (the index puts the run's id before
     it); format and error are None unless it is a quantized operand."""
@@ -59,6 +77,7 @@ class TensorRow:
     format: str | None = None
     error: Errors | None = None
     scores: dict[str, Errors] = field(default_factory=dict)
+    shard: Shard = Shard()
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
@@ -66,6 +85,17 @@ _INTEGER_WORDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
 _MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
 _COUNTS = ("zeros", "nans", "infs")
 ERROR_COLUMNS = tuple(f.name for f in fields(Errors))
+
+_SHARD = (
+    ("tp_rank", _INT),
+    ("tp_size", _INT),
+    ("dp_rank", _INT),
+    ("shard", _TEXT),
+    ("shard_axis", _INT),
+    ("shard_stride", _INT),
+)
+# Columns that the segments of an earlier version lack: null there.
+ADDED_LATER = frozenset(name for name, _ in _SHARD)
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -81,6 +111,7 @@ TENSOR_SCHEMA = pa.schema(
     ]
     + [(name, _REAL) for name in _MOMENTS]
     + [(name, _LONG) for name in _COUNTS]
+    + list(_SHARD)
     + [("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
@@ -100,6 +131,12 @@ def _tensor_record(row: TensorRow) -> dict:
         "nbytes": row.nbytes,
         "path": row.path,
         "contracted_axis": row.contracted_axis,
+        "tp_rank": row.shard.index,
+        "tp_size": row.shard.count,
+        "dp_rank": row.shard.replica,
+        "shard": row.shard.kind,
+        "shard_axis": row.shard.axis,
+        "shard_stride": row.shard.stride,
         "format": row.format,
         **(asdict(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }

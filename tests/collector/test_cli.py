@@ -42,7 +42,6 @@ WRONG = {
     "tensor": (*RUN, "--tensors", "query,weights"),
     "device": (*RUN, "--device", "tpu"),
     "backend": (*RUN, "--backend", "numpy"),
-    "two ranks": (*RUN, "--tp", "2"),
     "no ranks": (*RUN, "--tp", "0"),
     "more recorded than there are": (*RUN, "--micro-batches", "1", "--collect-micro-batches", "2"),
     "training config": ("run", "--training-config", "slow"),

@@ -20,6 +20,7 @@ from data.catalog import Catalog
 from data.filter import Filter
 from data.runs import list_runs, read_losses
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
+from tests.conftest import run_collector
 
 TEXTS = [f"Text {i} has the length of {i % 13 * 'some '}words.\n" for i in range(40)]
 FAST = ("--tensors", "query", "--no-raw")
@@ -217,6 +218,30 @@ def test_refused_in_one_line_with_nothing_written(command, capsys, tmp_path, nam
     out, err = capsys.readouterr()
     assert err.startswith("collector: ") and err.endswith("\n") and err[:-1].isprintable() and said in err
     assert out in ("", "bf16\n") and not (tmp_path / "runs").exists()
+
+
+def test_ranks_refuse_as_one(tmp_path):
+    arguments = ("run", "--dp", "2", "--backend", "torch", "--dataset", str(pair(tmp_path)), "--vocab-size", "300")
+    done = run_collector(*arguments, root=tmp_path / "runs")
+    assert done.returncode == 2 and not (tmp_path / "runs").exists()
+    assert done.stderr.startswith(f"collector: dataset {tmp_path / 'x'} holds the token id 300")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ranks_read_what_one_rank_reads(tmp_path):
+    """One document: each of two ranks takes every other batch of the row."""
+    document = list(range(77))
+    prefix = write_pair(tmp_path / "x", [[document]])
+    small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
+    arguments = ("run", *small, *FAST, "--dp", "2", "--micro-batches", "2", "--dataset", str(prefix))
+    done = run_collector(*arguments, root=tmp_path / "runs")
+    assert done.returncode == 0, done.stderr
+    ((run,), _) = list_runs(tmp_path / "runs")
+    row, sha = document * 3, hashlib.sha256()
+    for batch in (0, 2):  # those of rank 0
+        for first in (32 * batch, 32 * batch + 1):
+            sha.update(np.array(row[first : first + 32], dtype="<i8").tobytes())
+    assert data_hashes(run) == [sha.hexdigest()]
 
 
 def test_a_dataset_that_breaks_under_way_fails_the_run(command, capsys, tmp_path):

@@ -12,7 +12,7 @@ from torch import nn
 
 from collector.config import MODELS
 from collector.model import MLP, CoreAttention, GPTModel, RMSNorm, apply_rotary, rotary_angles
-from collector.parallel import ColumnParallelLinear, Site
+from collector.parallel import SINGLE, ColumnParallelLinear, Site
 
 TINY = MODELS["llama32-1b"]["tiny"]
 
@@ -126,7 +126,7 @@ def test_rotary_products_depend_on_distance_only():
 
 
 def test_mlp_is_swiglu():
-    mlp = MLP(1, TINY.hidden, TINY.ffn, None)
+    mlp = MLP(1, TINY.hidden, TINY.ffn, SINGLE)
     for p in mlp.parameters():
         nn.init.normal_(p, std=0.05)
     x = randn(5, 2, TINY.hidden)

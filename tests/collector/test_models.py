@@ -46,7 +46,7 @@ from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, Ya
 from collector.train import _backward
 from data.catalog import Catalog
 from data.filter import Filter
-from data.segment import Identity
+from data.segment import Identity, Shard
 from quant.gemm import Observed
 
 PUBLISHED_WEIGHTS = {"llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224}
@@ -378,7 +378,7 @@ CORE = {
 class Listener(Recorder):
     """A Recorder that notes what it is handed and leaves the statistics, which have tests of their own, out."""
 
-    def _record(self, seen: Observed, identity: Identity) -> None:
+    def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")

@@ -19,11 +19,11 @@ INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
 # Each rank: its chunks of the weights, the same input; saves what it sees.
 WORKER = """
 import sys, torch, torch.distributed as dist
-from collector.parallel import ColumnParallelLinear, RowParallelLinear, Site
+from collector.parallel import ColumnParallelLinear, Group, RowParallelLinear, Site
 rank, store, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 given = torch.load(where + "/given.pt", weights_only=True)
-group = dist.group.WORLD
+group = Group(dist.group.WORLD)
 first = ColumnParallelLinear(Site(1, "fc1"), given["x"].shape[-1], given["w1"].shape[0], group)
 second = RowParallelLinear(Site(1, "fc2"), given["w1"].shape[0], given["w2"].shape[0], group)
 first.weight.data.copy_(given["w1"].chunk(2)[rank])

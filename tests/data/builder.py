@@ -67,7 +67,7 @@ def add_segment(writer: RunWriter, tensors: Sequence[tuple[Tensor, dict]], *, fi
             path = f"tensors/{number:04d}.pt"
             save(writer.directory / path, x, {}, {})
         rows.append(row(writer.run_id, number, x, path, **words))
-    name = writer.next_segment_name(0)
+    name = writer.next_segment_name()
     write_segment(writer.directory / "segments", name, rows)
     writer.update(tensors=writer.status.tensors + len(rows))
     return name

@@ -1,0 +1,100 @@
+"""One of two ranks, or a single one: trains small float32 models and saves what it sees. Run by test_ranks.py.
+
+python -m tests.collector.ranks_worker DIRECTORY, with torchrun's variables if it is a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from collector.capture import instrument
+from collector.config import RunConfig
+from collector.datasets import open_dataset
+from collector.model import GPTModel
+from collector.parallel import ParallelLinear
+from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
+from collector.samples import SampleStream
+
+STEPS = 2
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    recipe: str = "bf16"
+    tp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.recipe} tp{self.tp} dp{self.dp}{' sequence' if self.sequence_parallel else ''}"
+
+    @property
+    def single(self) -> Case:
+        return Case(self.model, self.recipe)
+
+
+CASES = [
+    Case(model, recipe, **ranks)
+    for model, recipe in (("llama32-1b", "bf16"), ("llama31-8b", "linear_mxfp8"), ("deepseek2_lite", "bf16"))
+    for ranks in ({"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"dp": 2})
+]
+
+
+def train(case: Case, ranks: Ranks) -> dict:
+    """Losses, and the largest deviation of a gradient and a weight from the whole ones are compared elsewhere."""
+    config = RunConfig(model=case.model)
+    model = GPTModel(config.shape(), ranks.tensor, compute_dtype=torch.float32)
+    model.initialize(config.seed)
+    documents = open_dataset(config.dataset, config.tokenizer, config.shape().vocab).documents
+    stream = SampleStream(documents, 32, config.seed, rank=ranks.replica, ranks=ranks.replicas)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    seen: dict = {"losses": [], "gradients": {}}
+    with instrument(model, case.recipe):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            total = 0.0
+            for _ in range(MICRO_BATCHES // ranks.replicas):
+                tokens, labels = stream.batch(2)
+                logits, balance = model.logits_and_balance(tokens)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                share = MICRO_BATCHES // ranks.replicas
+                ((loss if balance is None else loss + balance) / share).backward()
+                total += float(loss) / share
+            finish_gradients(model, ranks)
+            clip_gradients(model, ranks, 0.5)
+            if step == 0:
+                seen["gradients"] = {name: p.grad.clone() for name, p in model.named_parameters()}
+            optimizer.step()
+            seen["losses"].append(mean_over_replicas(total, ranks))
+    seen["weights"] = {name: p.detach() for name, p in model.named_parameters()}
+    seen["divided"] = {
+        f"{name}.weight": (layer.split_axis, layer.stride)
+        for name, layer in model.named_modules()
+        if isinstance(layer, ParallelLinear) and layer.split_axis is not None and ranks.tensor.size > 1
+    }
+    return seen
+
+
+def main(directory: Path) -> None:
+    torch.set_num_threads(1)
+    if "RANK" not in os.environ:
+        for case in dict.fromkeys(case.single for case in CASES):
+            torch.save(train(case, Ranks()), directory / f"{case.name}.pt")
+        return
+    store = os.environ["BINADE_STORE"]
+    for number, case in enumerate(CASES):
+        os.environ["BINADE_STORE"] = f"{store}{number}"
+        with join(RunConfig(tp=case.tp, dp=case.dp, sequence_parallel=case.sequence_parallel)) as ranks:
+            torch.save(train(case, ranks), directory / f"{case.name} rank{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

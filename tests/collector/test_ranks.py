@@ -1,0 +1,296 @@
+"""Several ranks: tensor, sequence and data parallelism against a single rank, by the model and by the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.catalog import Catalog, CatalogError
+from data.filter import Filter
+from data.runs import list_runs, process_start, rank_statuses, read_losses
+from tests.collector.ranks_worker import CASES, Case
+from tests.conftest import PROJECT, run_collector
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ranks_worker saves, on one rank and on two."""
+    where = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "tests.collector.ranks_worker", str(where)]
+    usual = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "BINADE_STORE": str(where / "store")}
+    places = [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}]
+    workers = [
+        subprocess.Popen(command, cwd=PROJECT, env=usual | place, stderr=subprocess.PIPE, text=True) for place in places
+    ]
+    errors = [worker.communicate(timeout=280)[1] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0, 0], errors
+    return where
+
+
+def joined(parts: list[torch.Tensor], axis: int, stride: int) -> torch.Tensor:
+    """The ranks' parts as one; with stride 2 each is (gate, up) one after the other."""
+    halves = [part.chunk(stride, axis) for part in parts]
+    return torch.cat([halves[rank][half] for half in range(stride) for rank in range(len(parts))], axis)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_two_ranks_train_as_one(trained: Path, case: Case):
+    one = torch.load(trained / f"{case.single.name}.pt", weights_only=True)
+    two = [torch.load(trained / f"{case.name} rank{rank}.pt", weights_only=True) for rank in range(2)]
+    assert two[0]["losses"] == two[1]["losses"]
+    assert two[0]["losses"] == pytest.approx(one["losses"], rel=1e-6)  # float32 sums in another order
+    assert one["losses"][1] < one["losses"][0]
+    for name, whole in one["gradients"].items():
+        parts = [rank["gradients"][name] for rank in two]
+        if name in two[0]["divided"]:
+            assert sum(p.numel() for p in parts) == whole.numel()
+            got = joined(parts, *two[0]["divided"][name])
+        else:
+            assert torch.equal(*parts), f"{name} differs between the ranks"
+            got = parts[0]
+        assert (got - whole).norm() <= 5e-6 * whole.norm(), name
+    for name in one["weights"]:
+        if name not in two[0]["divided"]:
+            assert torch.equal(two[0]["weights"][name], two[1]["weights"][name]), name
+
+
+@pytest.mark.parametrize("model", ["llama32-1b", "deepseek2_lite"])
+def test_what_is_divided(trained: Path, model: str):
+    divided = torch.load(trained / f"{Case(model, tp=2).name} rank0.pt", weights_only=True)["divided"]
+    assert any(name.endswith("linear_fc1.weight") and how == (0, 2) for name, how in divided.items())
+    assert any(name.endswith("linear_proj.weight") and how == (1, 1) for name, how in divided.items())
+    assert not any("router" in name or "kv_down" in name for name in divided)
+
+
+# The command line
+
+OPTIONS = (
+    "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64",
+    "--backend", "torch", "--scores", "mxfp4", "--control-iter", "2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with a run on one rank, one on two tensor-parallel ranks and one on two replicas."""
+    root = tmp_path_factory.mktemp("runs")
+    for ranks in ((), ("--tp", "2", "--sequence-parallel"), ("--dp", "2")):
+        done = run_collector("run", *OPTIONS, *ranks, root=root)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("iteration 1 ") == 1  # rank 0 speaks for all
+    return root
+
+
+@pytest.fixture(scope="module")
+def catalog(runs: Path) -> Iterator[Catalog]:
+    with Catalog.open(runs) as catalog:
+        yield catalog
+
+
+def test_losses_of_the_command(runs: Path):
+    one, tensor, data = ([line["loss"] for line in read_losses(run.directory)] for run in list_runs(runs)[0])
+    assert tensor == pytest.approx(one, rel=2e-3)  # partial sums are rounded to bfloat16 before they are added
+    assert len(data) == 2 and data[0] != one[0]  # twice the data
+
+
+def test_each_rank_writes_its_own_segments(runs: Path):
+    one, tensor, data = list_runs(runs)[0]
+    for run in (tensor, data):
+        assert {name[:6] for name in run.segments} == {"rank00", "rank01"}
+        assert run.status.state == "done"
+        assert (
+            run.status.tensors == 2 * one.status.tensors == sum(rank.tensors for rank in rank_statuses(run.directory))
+        )
+        assert run.status.bytes == sum(path.stat().st_size for path in run.directory.glob("tensors/*/*.pt"))
+
+
+def test_rows_tell_rank_and_shard(runs: Path, catalog: Catalog):
+    one, tensor, data = (run.run_id for run in list_runs(runs)[0])
+    rows = catalog.tensors(Filter(run_id=[tensor], module=["fc1"], tensor_name=["weight"], iteration=[0]))
+    assert rows["rank"].tolist() == rows["tp_rank"].tolist() == [0, 1]
+    assert rows["tp_size"].tolist() == [2, 2] and rows["dp_rank"].tolist() == [0, 0]
+    assert set(rows["shard"]) == {"slice"} and set(rows["shard_stride"]) == {2}
+    rows = catalog.tensors(Filter(run_id=[data], module=["fc1"], tensor_name=["weight"], iteration=[0]))
+    assert rows["dp_rank"].tolist() == [0, 1] and rows["tp_size"].tolist() == [1, 1]
+    assert set(catalog.tensors(Filter(run_id=[one]))["shard"]) == {"whole"}
+
+
+def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
+    one, tensor, _ = (run.run_id for run in list_runs(runs)[0])
+    words = ["module", "operation", "phase", "tensor_name"]
+    whole = catalog.tensors(Filter(run_id=[one], iteration=[0])).set_index(words)["tensor_id"]
+    parts = catalog.tensors(Filter(run_id=[tensor], iteration=[0], rank=[1])).set_index(words)
+    assert sorted(whole.index) == sorted(parts.index) and set(parts["shard"]) == {"whole", "slice", "partial"}
+    for key, row in parts.iterrows():
+        expected, got = catalog.load(whole[key]), catalog.unsharded(row["tensor_id"])
+        assert got.shape == expected.shape and got.dtype == expected.dtype, key
+        if key[0] == "qkv" and key[1] == "forward" or key[-1] == "weight":
+            assert torch.equal(got, expected), key
+        else:  # behind a sum of two partial results in bfloat16, whose ulp is up to 2^-7
+            assert (got.float() - expected.float()).norm() <= 2**-7 * expected.float().norm(), key
+
+
+def test_a_part_that_is_missing_is_named(runs: Path, catalog: Catalog, tmp_path: Path):
+    done = run_collector("run", *OPTIONS, "--tp", "2", root=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = list_runs(tmp_path)[0]
+    for segment in run.directory.glob("segments/rank00*"):
+        segment.rename(tmp_path / f".{segment.name}")
+    with Catalog.open(tmp_path) as catalog:
+        row = catalog.tensors(Filter(module=["fc1"], tensor_name=["weight"])).iloc[0]
+        with pytest.raises(CatalogError, match="tensor-parallel rank 0 was not recorded"):
+            catalog.unsharded(row["tensor_id"])
+
+
+def test_torchrun_by_hand(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "collector", "run", *OPTIONS,
+         "--tp", "2", "--tensor-save-dir", str(tmp_path)],
+        cwd=PROJECT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = list_runs(tmp_path)[0]
+    assert run.status.state == "done" and {name[:6] for name in run.segments} == {"rank00", "rank01"}
+
+
+# Ends of a run on two ranks
+
+
+def start(root: Path) -> tuple[subprocess.Popen, Path]:
+    """Two ranks that train for a long time: the launcher, once an iteration has been recorded, and the run."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "collector", "run", *OPTIONS[:-1], "5000", "--no-raw", "--tp", "2"],
+        cwd=PROJECT, env=os.environ | {"TENSOR_SAVE_DIR": str(root)},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    until = time.monotonic() + 120
+    while time.monotonic() < until and launcher.poll() is None:
+        runs = list_runs(root)[0]
+        if runs and len(runs[0].segments) >= 4:
+            return launcher, runs[0].directory
+        time.sleep(0.2)
+    launcher.kill()
+    pytest.fail(f"no iteration was recorded: {launcher.communicate()[1]}")
+
+
+def gone(directory: Path) -> bool:
+    """Whether the ranks' processes end, within a minute."""
+    until = time.monotonic() + 60
+    ranks = rank_statuses(directory)
+    assert len(ranks) == 2
+    while any(process_start(rank.pid) == rank.pid_started for rank in ranks):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path):
+    launcher, directory = start(tmp_path)
+    os.kill(rank_statuses(directory)[1].pid, signal.SIGKILL)
+    assert launcher.wait(60) == 1
+    assert launcher.stderr.read() == "collector: the run failed: rank 1 was killed by SIGKILL\n"
+    assert gone(directory)
+    (run,) = list_runs(tmp_path)[0]
+    assert (run.status.state, run.status.reason) == ("failed", "rank 1 was killed by SIGKILL")
+    with Catalog.open(tmp_path) as catalog:
+        assert catalog.totals().tensors > 0 and not catalog.refused
+    assert not list(directory.glob("*/.*.part"))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_cancelling_ends_every_rank(tmp_path: Path, signum: signal.Signals):
+    launcher, directory = start(tmp_path)
+    launcher.send_signal(signum)
+    assert launcher.wait(60) == 130
+    assert launcher.stderr.read() == "collector: cancelled; what was recorded is kept\n"
+    assert gone(directory)
+    assert list_runs(tmp_path)[0][0].status.state == "cancelled"
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
+    launcher, directory = start(tmp_path)
+    launcher.kill()
+    launcher.wait()
+    assert gone(directory)
+    status = list_runs(tmp_path)[0][0].status
+    assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
+
+
+def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
+    """Rank 1's segment cannot be published: a file is in its way."""
+    launcher, directory = start(tmp_path)
+    status = rank_statuses(directory)[1]
+    (directory / "ranks" / f".rank01.json.{status.pid}.part").mkdir()
+    assert launcher.wait(60) == 1
+    assert launcher.stderr.read().startswith("collector: the run failed: rank 1: Is a directory")
+    assert list_runs(tmp_path)[0][0].status.reason.startswith("rank 1: Is a directory")
+
+
+def test_nothing_listens_but_on_loopback(tmp_path: Path):
+    launcher, directory = start(tmp_path)
+    pids = [launcher.pid, *(rank.pid for rank in rank_statuses(directory))]
+    addresses = [address for pid in pids for address in listening(pid)]
+    launcher.kill()
+    assert gone(directory)
+    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses, as the kernel writes them, of the sockets that a process listens on."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(link)
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "3"), "--tp is 3: it must divide llama32-1b tiny's 8 heads"),
+        (("--tp", "4"), "--tp is 4: it must divide llama32-1b tiny's 2 KV groups"),
+        (("--model", "deepseek2_lite", "--tp", "16"), "--tp is 16: it must divide deepseek2_lite tiny's 8 heads"),
+        (("--sequence-parallel",), "--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2"),
+        (("--tp", "2", "--sequence-parallel", "--sequence-length", "33"), "--sequence-length is 33: with"),
+        (("--tp", "0"), "--tp is 0: it must be 1 or more"),
+        (("--dp", "-1"), "--dp is -1: it must be 1 or more"),
+    ],
+)
+def test_impossible_ranks(command, capsys, tmp_path: Path, options: tuple[str, ...], message: str):
+    assert command("run", *options) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"collector: {message}") and said.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torchrun_with_another_number_of_ranks(tmp_path: Path):
+    done = run_collector("run", "--tp", "2", root=tmp_path, env={"RANK": "0", "WORLD_SIZE": "3"})
+    assert done.returncode == 2 and "is 2 ranks, torchrun started 3" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_run_json_holds_the_ranks(runs: Path):
+    _, tensor, data = list_runs(runs)[0]
+    assert json.loads((tensor.directory / "run.json").read_text())["tp"] == 2
+    assert data.config["dp"] == 2 and data.config["tp"] == 1
