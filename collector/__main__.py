@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
+from collector.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
+from collector.inputs import describe_inputs
 from collector.options import configs, one_line, parse
 from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
@@ -31,9 +32,10 @@ def describe(config: RunConfig, root: Path) -> str:
     tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
         f"recipe    {recipe.name}",
-        f"model     {config.model} {config.size}: {shape.describe()}; {shape.parameters / 1e6:.1f} M weights",
+        f"model     {config.model} {config.size}: {shape.describe()}, "
+        f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
-        f"data      {config.dataset}, {tokens} tokens an iteration",
+        f"data      {describe_inputs(config.dataset, config.tokenizer)}, {tokens} tokens an iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations}",
         f"record    {recorded(config)}",
         f"on        {config.device}, {_ranks(config)}, operands quantized by {config.backend}",
@@ -136,9 +138,15 @@ def print_lists() -> None:
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
             weights = f"{shape.parameters / 1e6:,.1f} M weights"
-            print(f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, {weights}")
+            print(
+                f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, vocabulary {shape.vocab}, {weights}"
+            )
         print(f"        modules {', '.join(dict.fromkeys(site.module for site in sites(sizes['full'])))}")
-    print(f"datasets\n    {', '.join(DATASETS)}, or a path to .jsonl(.gz)")
+    print(f"datasets\n    {', '.join(DATASETS)}")
+    print('    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"')
+    print("    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix")
+    print(f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document")
+    print("    a path to a Hugging Face tokenizer.json, or to its directory")
     print("recipes\n    " + "\n    ".join(TEN_RECIPES))
     print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")
     print("formats")

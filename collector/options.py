@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from collector.config import (
     BACKENDS,
+    BYTE,
     DATASETS,
     DEFAULT_SCORES,
     DEVICES,
@@ -111,7 +112,12 @@ def _add_options(parser: Parser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", default=d.model, help=", ".join(MODELS))
     what.add_argument("--size", default=d.size, help=", ".join(SIZES))
-    what.add_argument("--dataset", default=d.dataset, help=f"{', '.join(DATASETS)}, or a .jsonl(.gz) file")
+    files = "a .jsonl, .jsonl.gz or .parquet file, or Megatron's .bin/.idx (either file, or their prefix)"
+    what.add_argument("--dataset", default=d.dataset, metavar="NAME|PATH", help=f"{', '.join(DATASETS)}, {files}")
+    tokenizers = f"{BYTE}, or a Hugging Face tokenizer.json or its directory (default: {BYTE}; none with .bin/.idx)"
+    what.add_argument("--tokenizer", default=argparse.SUPPRESS, metavar="NAME|PATH", help=tokenizers)
+    vocabulary = "tokens of the model (default: its own, see `list`)"
+    what.add_argument("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=vocabulary)
     what.add_argument("--layers", type=int, metavar="N", help="shorten the model to its first N")
     what.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face safetensors checkpoint")
 
