@@ -104,7 +104,7 @@ class RunConfig:
         return asdict(self)
 
     def records(self, iteration: int) -> bool:
-        return iteration % self.capture_every == 0
+        return self.collect_micro_batches > 0 and iteration % self.capture_every == 0
 
 
 def fast(config: RunConfig) -> RunConfig:

@@ -152,14 +152,14 @@ def _train(
     total = config.warmup_iterations + config.control_iter
     recorder.recording = False
     for done in range(config.warmup_iterations):
-        loss = _step(model, optimizer, stream, config, device)
-        _note(recorder, done - config.warmup_iterations, loss, tell, "warm-up in bf16")
+        loss, seconds = _step(model, optimizer, stream, config, device)
+        _note(recorder, done - config.warmup_iterations, loss, seconds, tell, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
     with instrument(model, recipe, recorder, backend=config.backend):
         for iteration in range(config.control_iter):
-            loss = _step(model, optimizer, stream, config, device, recorder, iteration)
-            _note(recorder, iteration, loss, tell, recipe.name)
+            loss, seconds = _step(model, optimizer, stream, config, device, recorder, iteration)
+            _note(recorder, iteration, loss, seconds, tell, recipe.name, recorded=config.records(iteration))
             progress(config.warmup_iterations + iteration + 1, total)
     if config.backend == "triton":
         tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
@@ -182,8 +182,9 @@ def _step(
     device: torch.device,
     recorder: Recorder | None = None,
     iteration: int = 0,
-) -> float:
-    """One optimizer step over the micro-batches; the mean loss in nats per token."""
+) -> tuple[float, float]:
+    """One optimizer step over the micro-batches: the mean loss in nats per token, and the seconds the step took."""
+    start = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for index in range(config.micro_batches):
@@ -197,7 +198,9 @@ def _step(
         total += loss / config.micro_batches
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return total
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return total, time.perf_counter() - start
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
@@ -209,12 +212,15 @@ def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: in
     return loss.item()
 
 
-def _note(recorder: Recorder, iteration: int, loss: float, tell: Say, what: str) -> None:
+def _note(
+    recorder: Recorder, iteration: int, loss: float, seconds: float, tell: Say, what: str, *, recorded: bool
+) -> None:
     """Warm-up iterations count from below: the last one is -1."""
     writer = recorder.writer
     if loss != loss or loss in (float("inf"), float("-inf")):
         raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
-    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time()})
+    record = {"iteration": iteration, "loss": loss, "time": time.time(), "seconds": seconds, "recorded": recorded}
+    writer.append_loss(record)
     first = writer.status.loss_first
     if iteration >= 0:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
