@@ -15,17 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pandas as pd
-from torch import Tensor
 
 from data.filter import FIELDS, Filter
 from data.runs import RunError, RunInfo, list_runs, resolve_root
 from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from data.store import load
-from quant.summary import bin_edges
+from quant.sketch import bin_edges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
