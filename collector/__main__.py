@@ -1,4 +1,4 @@
-"""python -m collector: run, batch, quick, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
+"""python -m collector: run, batch, quick, compare, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from collector.config import (
     fast,
 )
 from collector.recipe import TEN_RECIPES, RecipeError
+from collector.words import one_line
 from data.runs import RunError, resolve_root
+from data.store import write_atomic
 from quant.formats import FORMATS, UnknownFormat
 
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
@@ -42,11 +44,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"collector: {one_line(message)}; see python -m {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
-
-
-def one_line(text: str) -> str:
-    """What a user typed may hold line breaks and escape sequences: shown, not obeyed."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -65,7 +62,7 @@ def _size(text: str) -> int:
 
 def build_parser() -> Parser:
     parser = Parser(prog="collector", description="Train a small quantized model and record its tensors.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | list")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | compare | list")
 
     run = commands.add_parser("run", help="one run", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     run.add_argument("--quantization", dest="recipe", default="bf16", metavar="RECIPE", help="see `list`")
@@ -87,6 +84,10 @@ def build_parser() -> Parser:
     for command in (run, batch, quick):
         _add_options(command)
     quick.set_defaults(training_config="fast", warmup_iterations=2)
+    compare = commands.add_parser("compare", help="loss, error, size and time by recipe")
+    compare.add_argument("root", nargs="?", metavar="ROOT", help="of the runs; else $TENSOR_SAVE_DIR, data/runs")
+    compare.add_argument("--format", choices=("text", "csv", "markdown"), default="text", help="default: text")
+    compare.add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
     commands.add_parser("list", help="models, sizes, datasets, recipes, formats")
     return parser
 
@@ -223,6 +224,44 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         )
 
 
+def print_comparison(root: Path, kind: str, output: Path | None) -> None:
+    """Compare the recipes of a root. What was passed over is told on stderr. Raises RunError; nothing is written
+    then."""
+    from collector.compare import compare  # pandas and DuckDB only when something is compared
+    from collector.tables import render
+
+    try:
+        comparison = compare(root)
+    except OSError as error:
+        raise RunError(f"{root} cannot be read: {error.strerror or error}") from error
+    for reason in comparison.refused:
+        print(f"collector: passed over: {one_line(reason)}", file=sys.stderr)
+    if not comparison.sections:
+        found = "holds no runs that can be read" if root.is_dir() else "does not exist"
+        raise RunError(f"{root} {found}: name the root of some runs, or collect some with python -m collector batch")
+    written = render(comparison, kind)
+    if output is None:
+        _put(written)
+        return
+    target = output.resolve()  # through a link, not in its place
+    try:
+        if target.exists() and not target.is_file():
+            raise RunError(f"{output} is no regular file: give another to --output")
+        write_atomic(target, written.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
+    print(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
+
+
+def _put(text: str) -> None:
+    """Print it, escaped where the terminal lacks a character; a reader that has seen enough (head) may leave."""
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it exits
+
+
 def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
@@ -255,6 +294,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)
     try:
+        if given.command == "compare":
+            print_comparison(resolve_root(given.root), given.format, given.output)
+            return 0
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
         if given.dry_run:
