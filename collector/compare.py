@@ -12,8 +12,8 @@ experiment, seed included, so their figures are not averaged: the longest is sho
     gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished: the last, and
                the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, their gap is 0 by
                construction. Whether tensors were recorded does not matter here. Both losses are of the same batch, so
-               what they share cancels; successive gaps still depend on each other, which is why no standard error is
-               given.
+               what they share cancels. The deviation of the gaps tells a gap from noise; successive gaps depend on each
+               other, so it is not turned into a standard error.
     rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients apart
                from forward operands and attention apart from linear layers, or the larger would hide the smaller.
     storage    the recorded operands, each in its exact format with block scales (`Format.bits_per_value`), those not
@@ -68,13 +68,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Gap:
-    """A run against bf16. Losses are in nats per token, at `iteration`, the last that both finished; `mean` is the mean
-    of loss − bf16_loss over the `iterations` that both finished."""
+    """A run against bf16. Losses are in nats per token, at `iteration`, the last that both finished. `mean` and
+    `deviation` (the sample's, None of a single value) are of loss − bf16_loss over the `iterations` both finished."""
 
     iteration: int
     loss: float
     bf16_loss: float
     mean: float
+    deviation: float | None
     iterations: int
 
     @property
@@ -345,7 +346,8 @@ def _gap(run: _Run, bf16: _Run) -> Gap | None:
         return None
     last = common[-1]
     gaps = [run.losses[i].loss - bf16.losses[i].loss for i in common]
-    return Gap(last, run.losses[last].loss, bf16.losses[last].loss, statistics.fmean(gaps), len(gaps))
+    deviation = statistics.stdev(gaps) if len(gaps) > 1 else None
+    return Gap(last, run.losses[last].loss, bf16.losses[last].loss, statistics.fmean(gaps), deviation, len(gaps))
 
 
 def _spread(runs: list[_Run]) -> float | None:

@@ -25,7 +25,8 @@ SIDE_TITLES = {
 }
 LEGEND = (
     "gap: loss − bf16's at the same iteration on the same data; mean gap: over every iteration under the recipe that "
-    "both finished (common), warm-up left out; perplexity: exp(mean gap), times that of bf16.",
+    "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
+    "times that of bf16.",
     "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
     "dgrad); flushed: nonzero values that became 0, of the nonzero; saturated: values beyond the format's largest, of "
     "all.",
@@ -81,7 +82,7 @@ def tables(section: Section) -> list[Table]:
     found = [
         Table(
             "Loss, in nats per token",
-            ("recipe", "state", "runs", "iterations", "loss", "common", "loss there", "bf16 there", "gap", "mean gap")
+            ("recipe", "state", "runs", "steps", "loss", "common", "loss there", "bf16 there", "gap", "mean gap", "sd")
             + ("perplexity",),
             tuple(_loss_cells(row) for row in section.rows),
             left=2,
@@ -140,10 +141,11 @@ def _loss_cells(row: Row) -> tuple[str, ...]:
             f"{gap.bf16_loss:.4f}",
             f"{gap.last:+.4f}",
             f"{gap.mean:+.4f}",
+            NOTHING if gap.deviation is None else f"{gap.deviation:.4f}",
             f"{gap.perplexity_ratio:.4f}",
         )
         if gap
-        else (NOTHING,) * 6
+        else (NOTHING,) * 7
     )
     loss = NOTHING if row.loss is None else f"{row.loss:.4f}"
     return (one_line(row.recipe), row.state, str(row.runs), str(row.iterations), loss, *compared)
@@ -248,6 +250,7 @@ COLUMNS: dict[str, Callable[[Row], Cell]] = {
     "bf16_loss_at_common_iteration_nats": lambda row: row.gap and row.gap.bf16_loss,
     "gap_at_common_iteration_nats": lambda row: row.gap and row.gap.last,
     "gap_mean_nats": lambda row: row.gap and row.gap.mean,
+    "gap_deviation_nats": lambda row: row.gap and row.gap.deviation,
     "perplexity_ratio": lambda row: row.gap and row.gap.perplexity_ratio,
     "operands": lambda row: row.storage and row.storage.tensors,
     "operand_values": lambda row: row.storage and row.storage.values,

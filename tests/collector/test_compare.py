@@ -103,7 +103,7 @@ class TestRealRuns:
         assert [record["iteration"] for record in own] == [-2, -1, 0, 1]
         assert float(row["loss_nats"]) == own[-1]["loss"]
         names = [name for name in row if "gap" in name or "common" in name or name == "perplexity_ratio"]
-        assert len(names) == 7
+        assert len(names) == 8
         if recipe == "bf16":
             assert all(row[name] == "" for name in names)
             return
@@ -115,6 +115,7 @@ class TestRealRuns:
         assert float(row["bf16_loss_at_common_iteration_nats"]) == bf16[-1]["loss"]
         assert float(row["gap_at_common_iteration_nats"]) == gaps[1]
         assert float(row["gap_mean_nats"]) == pytest.approx(sum(gaps) / 2, rel=1e-12)
+        assert float(row["gap_deviation_nats"]) == pytest.approx(abs(gaps[1] - gaps[0]) / math.sqrt(2), rel=1e-9)
         assert float(row["perplexity_ratio"]) == pytest.approx(math.e ** (sum(gaps) / 2), rel=1e-12)
 
     @pytest.mark.parametrize("recipe", RECIPES)
@@ -224,6 +225,7 @@ def check_shown(shown: list[list[list[str]]], by_recipe: dict[str, dict[str, str
             "bf16 there": "bf16_loss_at_common_iteration_nats",
             "gap": "gap_at_common_iteration_nats",
             "mean gap": "gap_mean_nats",
+            "sd": "gap_deviation_nats",
             "perplexity": "perplexity_ratio",
         }
         for title, name in expected.items():
@@ -292,6 +294,7 @@ class TestGap:
         assert (longer.loss, longer.iterations, longer.gap.iterations) == (3.0, 5, 4)
         assert longer.gap.last == pytest.approx(1.0) and longer.gap.mean == pytest.approx(2.5 / 4)
         assert longer.gap.perplexity_ratio == pytest.approx(math.exp(0.625))
+        assert longer.gap.deviation == pytest.approx(np.std([0.5, 0.5, 0.5, 1.0], ddof=1))
         assert rows["bf16"].gap is None
 
     def test_warm_up_does_not_count(self, made, compared):
@@ -329,7 +332,8 @@ class TestGap:
     def test_beyond_what_a_float_holds(self, made, compared):
         made("bf16", [1.0])
         made("mxfp4", [1001.0])
-        assert only(compared())["mxfp4"].gap.perplexity_ratio == math.inf
+        gap = only(compared())["mxfp4"].gap
+        assert gap.perplexity_ratio == math.inf and gap.deviation is None
         assert read_csv(render(compared(), "csv"))[1]["perplexity_ratio"] == "inf"
 
 
@@ -663,6 +667,6 @@ class TestCommand:
             assert all(line.isprintable() for line in out.splitlines())
         assert "m|*_`<b> tiny, 2 layers" not in out and "x1b" in out
         (loss, *_), _ = markdown_tables(out)
-        assert [row[0] for row in loss] == ["recipe", "bf16", "mx|fp8\\nx"] and {len(row) for row in loss} == {11}
+        assert [row[0] for row in loss] == ["recipe", "bf16", "mx|fp8\\nx"] and {len(row) for row in loss} == {12}
         assert command("compare", "--format", "csv") == 0
         assert [row["recipe"] for row in read_csv(capsys.readouterr().out)] == ["bf16", "mx|fp8\nx"]
