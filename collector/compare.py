@@ -292,9 +292,8 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
     for run in runs:
         groups.setdefault((run.recipe, run.info.status.state), []).append(run)
     shown = {key: max(group, key=lambda run: run.rank) for key, group in groups.items()}
-    candidates = [shown[BF16, state] for state in STATES if (BF16, state) in shown and shown[BF16, state].losses]
-    done = [run for run in candidates if run.info.status.state == DONE]
-    bf16 = max(done or candidates, key=lambda run: run.rank, default=None)
+    candidates = [run for (recipe, _), run in shown.items() if recipe == BF16 and run.losses]
+    bf16 = max(candidates, key=lambda run: (run.info.status.state == DONE, run.rank), default=None)
     rows = []
     for key in sorted(groups, key=_order):
         run = shown[key]

@@ -313,6 +313,7 @@ class TestGap:
 
     def test_a_bf16_run_that_is_not_done_serves_when_there_is_no_other(self, made, compared):
         made("bf16", [5.0, 4.0], CRASHED)
+        made("bf16", [9.0], FAILED)
         made("mxfp8", [5.5, 4.5, 4.0])
         assert only(compared())["mxfp8"].gap.mean == 0.5
         assert "The bf16 run is crashed" in render(compared(), "text")
