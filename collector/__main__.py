@@ -1,4 +1,4 @@
-"""python -m collector: run, batch, quick, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
+"""python -m collector: run, batch, quick, compare, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import NoReturn
 
 from collector.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from collector.inputs import describe_inputs
-from collector.options import configs, one_line, parse
+from collector.options import configs, parse
 from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
 from collector.site import sites
+from collector.words import one_line
 from data.runs import RunError, resolve_root
+from data.store import write_atomic
 from quant.formats import FORMATS, UnknownFormat
 
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
@@ -133,6 +135,44 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         )
 
 
+def print_comparison(root: Path, kind: str, output: Path | None) -> None:
+    """Compare the recipes of a root. What was passed over is told on stderr. Raises RunError; nothing is written
+    then."""
+    from collector.compare import compare  # pandas and DuckDB only when something is compared
+    from collector.tables import render
+
+    try:
+        comparison = compare(root)
+    except OSError as error:
+        raise RunError(f"{root} cannot be read: {error.strerror or error}") from error
+    for reason in comparison.refused:
+        print(f"collector: passed over: {one_line(reason)}", file=sys.stderr)
+    if not comparison.sections:
+        found = "holds no runs that can be read" if root.is_dir() else "does not exist"
+        raise RunError(f"{root} {found}: name the root of some runs, or collect some with python -m collector batch")
+    written = render(comparison, kind)
+    if output is None:
+        _put(written)
+        return
+    target = output.resolve()  # through a link, not in its place
+    try:
+        if target.exists() and not target.is_file():
+            raise RunError(f"{output} is no regular file: give another to --output")
+        write_atomic(target, written.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
+    print(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
+
+
+def _put(text: str) -> None:
+    """Print it, escaped where the terminal lacks a character; a reader that has seen enough (head) may leave."""
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it exits
+
+
 def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
@@ -174,6 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)
     try:
+        if given.command == "compare":
+            print_comparison(resolve_root(given.root), given.format, given.output)
+            return 0
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
         if given.dry_run:

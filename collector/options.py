@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NoReturn
 
 from collector.config import (
@@ -23,6 +24,7 @@ from collector.config import (
     fast,
 )
 from collector.recipe import TEN_RECIPES
+from collector.words import one_line
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 
@@ -60,11 +62,6 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if told else action.help
 
 
-def one_line(text: str) -> str:
-    """What a user typed may hold line breaks and escape sequences: shown, not obeyed."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read; bad usage ends the process with status 2 and one line."""
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
@@ -89,7 +86,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="collector", description="Train a small quantized model and record its tensors.", parents=[_old_parser()]
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | list")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | compare | list")
     run = commands.add_parser("run", help="one run", formatter_class=Help)
     batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
     quick = commands.add_parser("quick", help="the smallest useful run", formatter_class=Help)
@@ -103,6 +100,10 @@ def build_parser() -> Parser:
         command.add_argument("--quant-type", type=_names, metavar=metavar, help="old spelling of --quantization")
         _add_options(command)
     quick.set_defaults(training_config="fast", warmup_iterations=2)
+    compare = commands.add_parser("compare", help="the recipes of a root side by side", formatter_class=Help)
+    compare.add_argument("root", nargs="?", metavar="ROOT", help="of the runs; else $TENSOR_SAVE_DIR, data/runs")
+    compare.add_argument("--format", choices=("text", "csv", "markdown"), default="text", help="how it is written")
+    compare.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to the terminal")
     commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
     return parser
 

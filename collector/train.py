@@ -42,6 +42,14 @@ class Result:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step: the mean loss in nats per token, over all replicas, and the seconds it took."""
+
+    loss: float
+    seconds: float
+
+
 class Diverged(RuntimeError):
     """The loss is no longer finite."""
 
@@ -168,15 +176,16 @@ def _train(
     total = config.warmup_iterations + config.iterations
     recorder.recording = False
     for done in range(config.warmup_iterations):
-        loss = _step(model, optimizer, stream, config, device, ranks)
-        _note(recorder, done - config.warmup_iterations, loss, stream.digest(), tell, "warm-up in bf16")
+        step = _step(model, optimizer, stream, config, device, ranks)
+        _note(recorder, done - config.warmup_iterations, step, stream.digest(), tell, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
     chosen = {"skip": config.skip(), "capture": config.capture()}
     with instrument(model, recipe, recorder, backend=config.backend, **chosen):
         for iteration in range(config.iterations):
-            loss = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
-            _note(recorder, iteration, loss, stream.digest(), tell, recipe.name)
+            step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
+            recorded = config.records(iteration)
+            _note(recorder, iteration, step, stream.digest(), tell, recipe.name, recorded=recorded)
             progress(config.warmup_iterations + iteration + 1, total)
     if config.backend == "triton":
         tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
@@ -204,9 +213,10 @@ def _step(
     ranks: Ranks,
     recorder: Recorder | None = None,
     iteration: int = 0,
-) -> float:
-    """One optimizer step over the micro-batches; the mean loss in nats per token, over all replicas."""
+) -> Step:
+    """One optimizer step over the micro-batches."""
     ranks.check_launcher()
+    start = time.perf_counter()
     records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
@@ -222,7 +232,9 @@ def _step(
     finish_gradients(model, ranks)
     clip_gradients(model, ranks, 1.0)
     optimizer.step()
-    return mean_over_replicas(total, ranks)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
@@ -234,12 +246,15 @@ def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: in
     return loss.item()
 
 
-def _note(recorder: Recorder, iteration: int, loss: float, data_sha256: str, tell: Say, what: str) -> None:
+def _note(
+    recorder: Recorder, iteration: int, step: Step, data_sha256: str, tell: Say, what: str, *, recorded: bool
+) -> None:
     """Warm-up iterations count from below: the last one is -1. data_sha256 is of all tokens read so far."""
-    writer = recorder.writer
+    writer, loss = recorder.writer, step.loss
     if loss != loss or loss in (float("inf"), float("-inf")):
         raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
-    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time(), "data_sha256": data_sha256})
+    timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
+    writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
     first = writer.status.loss_first
     if iteration >= 0:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)

@@ -10,23 +10,24 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pandas as pd
-import torch
-from torch import Tensor
 
 from data.filter import FIELDS, Filter
 from data.runs import RunError, RunInfo, list_runs, resolve_root
 from data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from data.store import load
-from quant.summary import bin_edges
+from quant.sketch import bin_edges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
@@ -263,21 +264,34 @@ class Catalog:
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
     def moments(
-        self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
+        self,
+        where: Filter | None = None,
+        by: str | Sequence[str] | None = None,
+        tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
         """Statistics of the selection's values taken together, a row a group: tensors, numel, finite, mean, std, rms,
         min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
-        and flush_to_zero, saturated (shares of all elements concerned)."""
+        and flush_to_zero, saturated (shares of all elements concerned).
+
+        by names one column, whose values are then in `group`, or a sequence of columns, each kept under its own name.
+        Raises CatalogError for a column that cannot be grouped by.
+        """
         condition, parameters = self._selection(where, tensor_ids)
-        group = "'all'" if by is None else f"tensor.{self._column(by)}"
+        if by is None or isinstance(by, str):
+            group = "'all'" if by is None else f"tensor.{self._column(by)}"
+            named, keys = f'{group} AS "group", ', '"group"'
+        else:
+            named, keys = "", ", ".join(f'"{self._column(name)}"' for name in by)
+            if not keys:
+                raise CatalogError(f"no column is named to group by: {', '.join(GROUPABLE)}")
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {group} AS "group", *, (numel - nans - infs) AS finite,
+                SELECT {named}*, (numel - nans - infs) AS finite,
                        CASE WHEN sqnr_db IS NOT NULL THEN rms * rms * (numel - nans - infs) END AS power
                 FROM tensor WHERE {condition}
             ), totals AS (
-                SELECT "group", count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
+                SELECT {keys}, count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
                        sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
                        sqrt(sum(rms * rms * finite) FILTER (finite > 0) / sum(finite)) AS rms,
                        min(min) FILTER (finite > 0) AS min, max(max) FILTER (finite > 0) AS max,
@@ -289,14 +303,25 @@ class Catalog:
                            / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
                        sum(saturated * numel) FILTER (NOT isnan(saturated))
                            / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
-                FROM chosen GROUP BY "group"
+                FROM chosen GROUP BY {keys}
             )
             SELECT * EXCLUDE (signal, noise),
                    CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
                    CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
                         ELSE 10 * log10(signal / noise) END AS sqnr_db
-            FROM totals ORDER BY "group"
+            FROM totals ORDER BY {keys}
             """,
+            parameters,
+        )
+
+    def operands(self, where: Filter | None = None) -> pd.DataFrame:
+        """The selection's operands of GEMMs, a row for each component, operation and format (null for those that were
+        not quantized): tensors, numel, nbytes (as they were before quantization)."""
+        condition, parameters = (where or Filter()).sql()
+        return self._frame(
+            "SELECT component, operation, format, count(*) AS tensors, sum(numel)::BIGINT AS numel,"
+            f" sum(nbytes)::BIGINT AS nbytes FROM tensor WHERE contracted_axis IS NOT NULL AND {condition}"
+            " GROUP BY component, operation, format ORDER BY component, operation, format",
             parameters,
         )
 
@@ -342,6 +367,8 @@ class Catalog:
             raise CatalogError(
                 f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
             )
+        import torch  # only for those who read values
+
         tensors = [self.load(part) for part in parts["tensor_id"]]
         if first["shard"] == "partial":
             return torch.stack([t.float() for t in tensors]).sum(0).to(tensors[0].dtype)

@@ -118,3 +118,10 @@ def test_imports_no_torch(module):
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert not {"torch", "triton", "duckdb", "streamlit", "pandas"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["data.catalog", "collector.compare", "collector.tables"])
+def test_reading_the_index_imports_no_torch(module):
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert "duckdb" in done.stdout.split() and not {"torch", "triton", "streamlit"} & set(done.stdout.split())

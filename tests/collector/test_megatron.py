@@ -227,7 +227,7 @@ def our_losses(model: GPTModel, config: RunConfig, steps: int) -> Iterator[float
     optimizer = _optimizer(model, config)
     stream = open_stream(config, open_dataset(config.dataset, config.tokenizer, config.shape().vocab))
     for _ in range(steps):
-        yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks())
+        yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks()).loss
 
 
 def explained(weight: Tensor, learning_rate: float) -> float:
