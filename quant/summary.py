@@ -7,6 +7,7 @@ float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. CUDA te
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,11 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     backend as in fake_quantize: auto is Triton for CUDA tensors. Counts are the same from each.
     Raises TypeError for another dtype, ValueError for an unknown backend.
     """
+    return summarize_later(x, backend)()
+
+
+def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
+    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -76,10 +82,12 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     chosen = resolve_backend(backend, x)
     x = x.detach().reshape(-1)
     if chosen == "triton" and x.numel():
-        return _from_kernel(x)
-    if x.dtype == torch.float32:
-        return _from_values(x)
-    return _from_codes(x)
+        from quant import kernels_summary  # triton is imported when first asked for
+
+        numel, fetch = x.numel(), kernels_summary.one_pass(x)
+        return lambda: _from_sums(numel, **vars(fetch()))
+    found = _from_values(x) if x.dtype == torch.float32 else _from_codes(x)
+    return lambda: found
 
 
 def _histogram(codes: Tensor, size: int) -> np.ndarray:
@@ -198,12 +206,6 @@ def _from_values(x: Tensor) -> Summary:
         square = wide * wide
         sums += [float(wide.sum()), float(square.sum()), float(square @ wide), float(square @ square)]
     return _from_sums(x.numel(), counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
-
-
-def _from_kernel(x: Tensor) -> Summary:
-    from quant import kernels_summary  # triton is imported when first asked for
-
-    return _from_sums(x.numel(), **vars(kernels_summary.one_pass(x)))
 
 
 def _from_sums(
