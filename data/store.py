@@ -43,7 +43,10 @@ def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]
     """
     import torch
 
-    own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    own = tensor.detach()
+    whole = own.device.type == "cpu" and own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes
+    if not whole:
+        own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
     buffer = io.BytesIO()
     torch.save({"tensor": own, "tensor_info": tensor_info, "metadata": metadata}, buffer)
     return buffer.getbuffer()

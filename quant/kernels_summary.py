@@ -146,7 +146,7 @@ def one_pass(x: Tensor) -> Callable[[], Pass]:
     extremes = torch.stack((extremes[:, 0].amin(), extremes[:, 1].amax(), extremes[:, 2].amin()))
 
     def fetch() -> Pass:
-        total = counts.cpu().numpy()
+        total = counts.cpu().numpy().copy()
         total[0] -= tiles * TILE - numel  # lanes past the end read 0
         total[INFINITY_BIN:SIGN_BIN] = 0
         total[SIGN_BIN + INFINITY_BIN :] = 0
