@@ -8,15 +8,17 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
-from collector.options import configs, one_line, parse
+from collector.options import configs, job_arguments, one_line, parse
 from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
 from collector.site import sites
+from collector.slurm_options import slurm_options
 from data.runs import RunError, resolve_root
 from quant.formats import FORMATS, UnknownFormat
 
@@ -131,6 +133,18 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         )
 
 
+def _slurm() -> ModuleType:
+    """collector.slurm. Raises ConfigError without the package that it needs."""
+    try:
+        return import_module("collector.slurm")
+    except ModuleNotFoundError as error:
+        if error.name != "submitit":
+            raise
+        raise ConfigError(
+            "--launcher slurm needs the package submitit: pip install -r requirements-slurm.txt"
+        ) from None
+
+
 def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
@@ -168,10 +182,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
+        slurm = slurm_options(given, runs[0])
         if given.dry_run:
-            print("\n\n".join(describe(config, root) for config in runs))
-            return 0
-        collect(runs, root, argv)
+            shown = [describe(config, root) for config in runs]
+            if slurm:
+                shown.append(f"sbatch script:\n{_slurm().script(slurm, root, job_arguments(argv))}")
+            print("\n\n".join(shown))
+        elif slurm:
+            print(_slurm().submit(slurm, root, job_arguments(argv)))
+        else:
+            collect(runs, root, argv)
     except BAD_USAGE as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
