@@ -8,16 +8,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
 from collector.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from collector.inputs import describe_inputs
-from collector.options import configs, parse
+from collector.options import configs, job_arguments, parse
 from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
 from collector.site import sites
+from collector.slurm_options import slurm_options
 from collector.words import one_line
 from data.runs import RunError, resolve_root
 from data.store import write_atomic
@@ -173,6 +175,18 @@ def _put(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it exits
 
 
+def _slurm() -> ModuleType:
+    """collector.slurm. Raises ConfigError without the package that it needs."""
+    try:
+        return import_module("collector.slurm")
+    except ModuleNotFoundError as error:
+        if error.name != "submitit":
+            raise
+        raise ConfigError(
+            "--launcher slurm needs the package submitit: pip install -r requirements-slurm.txt"
+        ) from None
+
+
 def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
@@ -219,10 +233,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
+        slurm = slurm_options(given, runs[0])
         if given.dry_run:
-            print("\n\n".join(describe(config, root) for config in runs))
-            return 0
-        collect(runs, root, argv)
+            shown = [describe(config, root) for config in runs]
+            if slurm:
+                shown.append(f"sbatch script:\n{_slurm().script(slurm, root, job_arguments(argv))}")
+            print("\n\n".join(shown))
+        elif slurm:
+            print(_slurm().submit(slurm, root, job_arguments(argv)))
+        else:
+            collect(runs, root, argv)
     except BAD_USAGE as error:
         return _fail(error, 2)
     except KeyboardInterrupt:

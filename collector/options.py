@@ -24,6 +24,7 @@ from collector.config import (
     fast,
 )
 from collector.recipe import TEN_RECIPES
+from collector.slurm_options import add_options as add_start_options
 from collector.words import one_line
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
@@ -74,6 +75,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             old.error("the command comes first: run, batch, quick or list")
         argv = [*(MODES[mode] for mode in modes), *rest]
     return build_parser().parse_args(argv)
+
+
+def job_arguments(argv: Sequence[str]) -> list[str]:
+    """What a job is to be run with: a command line that `parse` takes, less what tells how it is started."""
+    start = Parser(prog="collector", add_help=False)
+    add_start_options(start)
+    return start.parse_known_args(argv)[1]
 
 
 def _old_parser() -> Parser:
@@ -199,7 +207,7 @@ def _add_options(parser: Parser) -> None:
     where.add_argument("--tp", type=int, default=d.tp, metavar="N", help="tensor-parallel ranks")
     where.add_argument("--sequence-parallel", action="store_true", help="split sequences among them between layers")
     where.add_argument("--dp", type=int, default=d.dp, metavar="N", help="replicas, each with its own micro-batches")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, operand by operand")
+    add_start_options(parser)
 
 
 def configs(given: argparse.Namespace) -> list[RunConfig]:
