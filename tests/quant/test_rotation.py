@@ -42,7 +42,7 @@ def test_lifts_an_outlier_channel_out_of_the_way():
     x = values(256, 64)
     x[:, ::32] *= 40
     plain, turned = score(x, "mxfp4"), score(hadamard_rotate(x), "mxfp4")
-    assert plain.flush_to_zero > 0.8 and turned.flush_to_zero < 0.2
+    assert plain.flush_to_zero > 0.6 and turned.flush_to_zero < 0.2
 
 
 @pytest.mark.parametrize(
