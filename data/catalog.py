@@ -405,12 +405,14 @@ class Catalog:
 
     def pairs(self, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
         """The tensors of one run beside their twins in another: tensor_id, reference_id, layer_index, module,
-        operation, tensor_name, iteration, numel. Matched by identity (see `twins`); both must have values on disk."""
+        operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity (see
+        `twins`); both must have values on disk."""
         condition, parameters = self._selection(where, None)
         same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
             "SELECT tensor.tensor_id, b.tensor_id AS reference_id, tensor.layer_index, tensor.module,"
-            " tensor.operation, tensor.tensor_name, tensor.iteration, tensor.numel"
+            " tensor.operation, tensor.tensor_name, tensor.iteration, tensor.numel,"
+            " b.rms * b.rms * (b.numel - b.nans - b.infs) AS reference_power"
             f" FROM tensor JOIN tensor b ON {same}"
             f" WHERE {condition} AND tensor.run_id = ? AND b.run_id = ?"
             " AND tensor.path IS NOT NULL AND b.path IS NOT NULL"

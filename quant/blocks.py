@@ -22,6 +22,18 @@ GROUP = 32
 
 
 @dataclass(frozen=True)
+class Sums:
+    """Over the finite values: Σx², Σ(y-x)², how many become 0, are nonzero, are above the largest code, are there."""
+
+    signal: float
+    noise: float
+    flushed: int
+    nonzero: int
+    saturated: int
+    finite: int
+
+
+@dataclass(frozen=True)
 class Blocks:
     """All tensors are [groups, block], in the order of `reference.to_blocks`.
 
@@ -52,6 +64,23 @@ class Blocks:
         """[groups]: of the nonzero values, the share that becomes 0; NaN of an all-zero block."""
         nonzero = (self.x != 0) & self.x.isfinite()
         return (nonzero & (self.y == 0)).sum(-1).double() / nonzero.sum(-1)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What SQNR, flush_to_zero and saturated of the whole are made of; sums in float64."""
+        finite = self.x.isfinite() & self.valid
+        x, y = self.x[finite].double(), self.y[finite].double()
+        error = y - x
+        nonzero = x != 0
+        saturated = (self.saturated * self.valid.sum(-1)).nansum()
+        return Sums(
+            float(x @ x),
+            float(error @ error),
+            int((nonzero & (y == 0)).sum()),
+            int(nonzero.sum()),
+            round(float(saturated)),
+            x.numel(),
+        )
 
     @cached_property
     def magnitudes(self) -> Tensor:

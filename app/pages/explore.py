@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import analysis, charts
+from app import analysis, charts, style
 from app.analysis import Distribution
 from app.filters import TITLES, follow_address, plain, sidebar, to_address
 from app.state import big, bytes_text, catalog, explain_empty, explain_refused
@@ -18,7 +18,7 @@ from data.filter import Filter
 from data.store import TensorFileError
 from quant.metrics import METRICS
 
-MAX_SELECTED = charts.MAX_GROUPS
+MAX_SELECTED = style.MAX_GROUPS
 MAX_ROWS = 5000
 CHART = 360  # pixels, without the legend
 GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
@@ -207,7 +207,7 @@ def _views(opened: Catalog, where: Filter, total: int, chosen: pd.DataFrame, by:
 def _charts(found: list[Distribution], subtitle: str, note: str, by: str, axis: str) -> None:
     """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
     groups = [d.group for d in found]
-    height = CHART + charts.legend_height(groups)
+    height = CHART + style.legend_height(groups)
     left, right = st.columns(2, gap="large")
     with left:
         table = analysis.linear_histogram(found) if axis == "linear" else analysis.log2_histogram(found)

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts
+from app import charts, style
 from app.state import bytes_text, catalog, explain_empty, explain_refused
 from data.catalog import Catalog
 from data.runs import read_losses
@@ -86,7 +86,7 @@ def _table(runs: pd.DataFrame) -> None:
 
 
 def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
-    latest = runs.head(charts.MAX_GROUPS).iloc[::-1]
+    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
     again = latest["recipe"].duplicated(keep=False)
     labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
     losses = [
@@ -98,7 +98,7 @@ def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
         if len(runs) > len(latest):
             st.caption(f"Losses of the {len(latest)} newest of {len(runs)} runs.")
         table = pd.DataFrame(losses)
-        height = 380 + charts.legend_height(list(dict.fromkeys(table["group"])))
+        height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
         st.altair_chart(charts.losses(table), height=height)
 
 

@@ -48,6 +48,12 @@ def test_says_what_the_quantizer_does(name, dim, options):
     nonzero = (seen.x != 0).sum(-1)
     flushed = torch.where(nonzero > 0, seen.flush_to_zero * nonzero, 0).sum() / nonzero.sum()
     assert float(flushed) == pytest.approx(total.flush_to_zero, rel=1e-5)
+    sums = seen.sums
+    if sums.noise:
+        assert 10 * math.log10(sums.signal / sums.noise) == pytest.approx(total.sqnr_db, rel=1e-9)
+    assert (sums.noise == 0) == (total.sqnr_db == math.inf)
+    assert sums.noise / sums.finite == pytest.approx(total.mse, rel=1e-9) and sums.finite == x.numel()
+    assert sums.flushed / sums.nonzero == total.flush_to_zero and sums.saturated / x.numel() == total.saturated
     a, e = seen.x.double().numpy(), (seen.y.double() - seen.x.double()).numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
         sqnr = 10 * np.log10((a**2).sum(1) / (e**2).sum(1))
