@@ -30,18 +30,22 @@ FORMAT_COLORS = {
 PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 GREY = "#737b91"  # of what belongs to no group: readable on light and on dark
-DASHES = ([1, 0], [6, 3], [2, 2])
-SHAPES = ("circle", "triangle-up", "cross")
+DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
+SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 
 _FORMAT = "|".join(sorted(FORMAT_COLORS, key=len, reverse=True))
 _FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
-_RECIPE = re.compile(rf"(FA_)?(linear_)?({_FORMAT})( at .*)?")  # "mxfp8 at 08:31:18 UTC" is a run
+_RECIPE = re.compile(
+    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})( at .*| · .*)?"
+)  # "mxfp8 at 08:31:18 UTC", "mxfp8 · ceil"
+NEUTRAL = {"as captured": PALETTE[0], "quantized run": PALETTE[2]}  # groups that stand beside formats
 
 
 # Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
 # Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
+CHOSEN = "chosen"  # the selection that a click on a chart makes
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7"}
 
@@ -117,12 +121,12 @@ def format_in(group: str) -> str | None:
 def styles(groups: list[str]) -> tuple[list[str], list[int]]:
     """(colours, which dash or shape). A group that names a format has the format's colour. Recipes of one format differ
     by dash or shape; where that would not do, and for other groups, colours are from the palette."""
-    formats = [format_in(group) for group in groups]
-    most = len(DASHES) if all(_RECIPE.fullmatch(group) for group in groups) else 1
+    formats = [group if group in NEUTRAL else format_in(group) for group in groups]
+    most = len(DASHES) if all(group in NEUTRAL or _RECIPE.fullmatch(group) for group in groups) else 1
     if None in formats or max((formats.count(name) for name in formats), default=0) > most:
         return [PALETTE[i % len(PALETTE)] for i in range(len(groups))], [0] * len(groups)
     nth = [formats[:index].count(name) for index, name in enumerate(formats)]
-    return [FORMAT_COLORS[name] for name in formats if name], nth
+    return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
 
 
 def colors(groups: list[str]) -> list[str]:
@@ -169,6 +173,11 @@ def dash(groups: list[str], title: str) -> alt.StrokeDash:
 def shape(groups: list[str], title: str) -> alt.Shape:
     scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups)[1]])
     return alt.Shape("group:N", scale=scale, legend=legend(groups, title))
+
+
+def choice(field: str) -> alt.Parameter:
+    """Marks can be clicked: the field of the one that was is in the selection CHOSEN."""
+    return alt.selection_point(name=CHOSEN, fields=[field], on="click", empty=True)
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:

@@ -99,7 +99,8 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
             "streamlit",
             lambda path: (
                 path.startswith("app/pages/")
-                or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py")
+                or path
+                in ("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/__main__.py")
             ),
         ),
     ],

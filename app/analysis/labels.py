@@ -30,6 +30,27 @@ def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
     return labels
 
 
+def full_labels(rows: pd.DataFrame) -> dict[str, str]:
+    """tensor_id to "L1 fc2 input · forward · iteration 0 · mxfp4", with micro-batch, rank and expert where they differ,
+    and the run where two runs have one recipe. Quick for thousands."""
+    layer = rows["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
+    text = layer + rows["module"].fillna("").map(lambda v: f"{v} " if v else "") + rows["tensor_name"]
+    text = text + " · " + rows["operation"].fillna("")
+    for column, title in (
+        ("iteration", "iteration"),
+        ("micro_batch", "micro-batch"),
+        ("rank", "rank"),
+        ("expert", "expert"),
+    ):
+        if column == "iteration" or rows[column].nunique(dropna=False) > 1:
+            text = text + rows[column].map(lambda v, t=title: "" if pd.isna(v) else f" · {t} {int(v)}")
+    text = text + " · " + rows["recipe"].fillna(rows["quant_type"])
+    runs = rows.drop_duplicates("run_id")
+    if runs["recipe"].duplicated().any():
+        text = text + " · " + rows["run_id"].str[-6:]
+    return dict(zip(rows["tensor_id"], text, strict=True))
+
+
 DISTINCTIONS = {
     "phase": "phase",
     "iteration": "iteration",

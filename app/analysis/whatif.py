@@ -87,6 +87,7 @@ def try_formats(
     trials: list[Trial],
     *,
     distributions: bool = False,
+    limit: int = LIMIT,
     done: Callable[[int], None] = lambda count: None,
 ) -> tuple[pd.DataFrame, list[Distribution]]:
     """Round every (tensor, contracted axis) by every trial: (a row a trial, what the first tensor's values became).
@@ -97,12 +98,13 @@ def try_formats(
     the rotated values, which are what is coded; their SQNR is that of the values themselves.
 
     The distributions are of the first tensor as captured and after each trial's round trip. done is told how
-    many tensors are through.
+    many roundings are through.
     """
     sums = [_Sum() for _ in trials]
     shown: list[Distribution] = []
+    step = 0
     for count, (x, dim) in enumerate(tensors):
-        part, every = sample(x, dim, LIMIT)
+        part, every = sample(x, dim, limit)
         along = dim if every == 1 else -1
         if distributions and not count:
             shown.append(distribution_of("as captured", part))
@@ -110,7 +112,8 @@ def try_formats(
             became = _add(part, along, one, total, x.numel() / max(part.numel(), 1))
             if distributions and not count:
                 shown.append(distribution_of(one.label, became))
-        done(count + 1)
+            step += 1
+            done(step)
     return pd.DataFrame([_row(one, total) for one, total in zip(trials, sums, strict=True)]), shown
 
 

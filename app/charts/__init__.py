@@ -4,6 +4,7 @@ Titles say what is plotted, subtitles from what; axes carry units. A module for 
 """
 
 from app.charts.distribution import (
+    LAW_TITLES,
     boxes,
     boxes_height,
     linear_histogram,
@@ -17,6 +18,7 @@ from app.charts.runs import losses
 
 __all__ = [
     "ERROR_PANELS",
+    "LAW_TITLES",
     "boxes",
     "boxes_height",
     "format_height",

@@ -1,5 +1,5 @@
 """Where it hurts: ranked bars, depth, training, forward against backward. Each mark of a chart can be chosen: its
-tensor is the field tensor_id of the selection CHOSEN."""
+tensor is the field tensor_id of the selection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ import pandas as pd
 from app import style
 from app.style import Measure
 
-CHOSEN = "chosen"
 BARS = 20  # of a ranking that are drawn
-
-
-def _choice() -> alt.Parameter:
-    return alt.selection_point(name=CHOSEN, fields=["tensor_id"], on="click", empty=True)
 
 
 def _shown(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
@@ -44,7 +39,7 @@ def _bars(
         tooltip=tooltip,
     )
     x = alt.X("figure:Q", title=measure.axis, scale=alt.Scale(domain=domain, nice=False), axis=alt.Axis(tickCount=5))
-    choice = _choice()
+    choice = style.choice("tensor_id")
     bars = (
         base.mark_bar(size=15, cornerRadiusEnd=3, cursor="pointer")
         .encode(x=x, color=color, opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)))
@@ -98,7 +93,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
     if shown["figure"].nunique() < 2:
         middle = float(shown["figure"].mean()) if shown["figure"].notna().any() else 0.0
         scale = alt.Scale(range=ramp, domain=[middle - 1, middle + 1], interpolate="rgb", type="linear")
-    choice = _choice()
+    choice = style.choice("tensor_id")
     base = alt.Chart(shown).encode(
         x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, orient="top", labelOverlap=True)),
         y=alt.Y("row:N", title=None, sort=order, axis=alt.Axis(labelLimit=240, ticks=False, domain=False)),
@@ -127,7 +122,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
                 x=alt.X("layer:O"), y=alt.Y("row:N", sort=order), text="label:N", color=alt.Color("ink:N", scale=None)
             )
         )
-    return alt.layer(*layers).properties(title=style.title(title, subtitle))
+    return alt.layer(*layers).resolve_scale(color="independent").properties(title=style.title(title, subtitle))
 
 
 def _ink(figure: pd.Series, measure: Measure, scale: alt.Scale) -> pd.Series:
@@ -151,7 +146,7 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     layers = sorted(shown["layer"].unique().tolist())
     scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
     legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
-    choice = _choice()
+    choice = style.choice("tensor_id")
     y_scale = alt.Scale(zero=False, type=_scale_type(shown, measure))
     x_axis = alt.Axis(tickMinStep=1, format="d")
     return (

@@ -50,7 +50,7 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
                 axis=alt.Axis(tickMinStep=1, format="d"),
                 scale=alt.Scale(nice=False, padding=16),
             ),
-            y=alt.Y("gap:Q", title="loss − bf16’s loss (nats per token)"),
+            y=alt.Y("gap:Q", title="gap to bf16 (nats per token)"),
             color=style.color(groups, "run", line=True),
             strokeDash=style.dash(groups, "run"),
             tooltip=[
@@ -85,7 +85,7 @@ def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.3 * most]
     x = alt.X(
         "gap:Q",
-        title="mean loss − bf16’s loss (nats per token)",
+        title="mean gap to bf16’s loss (nats per token)",
         scale=alt.Scale(domain=domain, nice=False),
         axis=alt.Axis(tickCount=5),
     )

@@ -24,6 +24,7 @@ TIER_COLORS = {
     ZERO: style.GREY,
     SPECIAL: "#db2777",
 }
+TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
 ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 
@@ -34,7 +35,8 @@ def codebook(
     flushes and what saturates shaded and told in percent."""
     share = zones.set_index("zone")["share"]
     flush, clip = edges
-    low = min(float(table["low"].min()), flush - 2)
+    tail = table["low"][((table["high"] - table["low"]) * table["share"]).cumsum() >= TAIL]
+    low = min(float(tail.min()) if len(tail) else flush - 2, flush - 2)
     high = max(float(table["high"].max()), clip + 1.5)
     top = float(table["share"].max()) * 1.22
     bands = pd.DataFrame(
@@ -62,7 +64,7 @@ def codebook(
     )
     bars = (
         alt.Chart(table)
-        .mark_rect(strokeWidth=0, color=style.FORMAT_COLORS[fmt.name])
+        .mark_rect(strokeWidth=0, color=style.FORMAT_COLORS[fmt.name], clip=True)
         .encode(
             x="low:Q",
             x2="high:Q",
@@ -75,7 +77,9 @@ def codebook(
             ],
         )
     )
-    marks = alt.Chart(ticks.assign(y=-top * 0.022)).mark_tick(thickness=1, size=9, orient="vertical", color=style.GREY)
+    marks = alt.Chart(ticks.assign(y=-top * 0.022)).mark_tick(
+        thickness=1, size=9, orient="vertical", color=style.GREY, clip=True
+    )
     marks = marks.encode(x="log2:Q", y="y:Q", tooltip=[alt.Tooltip("log2:Q", title="a code at log₂", format=".3~f")])
     words = [
         alt.Chart(bands[bands["zone"] == zone])
@@ -262,7 +266,15 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         alt.Tooltip("highest:Q", title="highest of a query", format=".3f"),
     ]
     base = alt.Chart(table.assign(floor=0.0)).encode(x=_by_head(table), tooltip=tooltip)
-    bars = base.mark_bar(color=style.FINE, opacity=0.85).encode(y=alt.Y("entropy:Q", title="entropy (bits)"))
+    choice = style.choice("head")
+    bars = (
+        base.mark_bar(color=style.FINE, cursor="pointer")
+        .encode(
+            y=alt.Y("entropy:Q", title="entropy (bits)"),
+            opacity=alt.condition(choice, alt.value(0.85), alt.value(0.35)),
+        )
+        .add_params(choice)
+    )
     span = base.mark_rule(color=style.GREY, strokeWidth=1.2).encode(y="lowest:Q", y2="highest:Q")
     even = alt.Chart(table.head(1)).mark_rule(strokeDash=[5, 4], color=style.GREY).encode(y="uniform:Q")
     return (bars + span + even).properties(title=style.title("Entropy of the probabilities", subtitle))

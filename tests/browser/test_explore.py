@@ -20,7 +20,7 @@ from tests.conftest import RECIPES, run_collector
 pytestmark = pytest.mark.browser
 Visit = Callable[..., Page]
 WHERE = Filter(quant_type=["mxfp8"], layer_index=[1], operation=["forward"])
-QUERY = "/?quant_type=mxfp8&layer_index=1&operation=forward"
+QUERY = "/explore?quant_type=mxfp8&layer_index=1&operation=forward"
 
 
 @pytest.fixture(scope="module")
