@@ -72,13 +72,12 @@ class Blocks:
         x, y = self.x[finite].double(), self.y[finite].double()
         error = y - x
         nonzero = x != 0
-        saturated = (self.saturated * self.valid.sum(-1)).nansum()
         return Sums(
             float(x @ x),
             float(error @ error),
             int((nonzero & (y == 0)).sum()),
             int(nonzero.sum()),
-            round(float(saturated)),
+            int(self.clipped.sum()),
             x.numel(),
         )
 
@@ -90,16 +89,19 @@ class Blocks:
         return torch.where(good, self.x.abs().double() / self.scale, math.nan)
 
     @cached_property
-    def saturated(self) -> Tensor:
-        """[groups]: the share of values with |x / scale| above the largest finite one. A scale that is the tensor's own
-        absmax clips nothing, whatever the quotient's rounding says."""
+    def clipped(self) -> Tensor:
+        """[groups, block] bool: |x / scale| above the largest finite value. A scale that is the tensor's own absmax
+        clips nothing, whatever the quotient's rounding says."""
         if self.plan.scale_rule in ("amax", "pow2"):
-            return torch.zeros(len(self.x), dtype=torch.float64)
+            return torch.zeros_like(self.valid)
         if self.plan.scale_rule == "nvfp4":
-            limit = self.plan.format.max * (1 + 1e-12)  # the scale is a rounded quotient: not told apart from equal
-        else:
-            limit = self.plan.format.max
-        return (self.magnitudes > limit).sum(-1).double() / self.valid.sum(-1)
+            return self.magnitudes > self.plan.format.max * (1 + 1e-12)  # a rounded quotient: not told from equal
+        return self.magnitudes > self.plan.format.max
+
+    @cached_property
+    def saturated(self) -> Tensor:
+        """[groups] float64: the share of values that are clipped."""
+        return self.clipped.sum(-1).double() / self.valid.sum(-1)
 
     @cached_property
     def scale_exponents(self) -> Tensor:

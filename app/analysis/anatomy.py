@@ -80,8 +80,13 @@ def zones(found: Subject) -> pd.DataFrame:
     lost = blocks.valid & ~(blocks.x.isfinite() & blocks.y.isfinite())
     zero = blocks.valid & (blocks.x == 0) & ~lost
     flushed = blocks.valid & (blocks.x != 0) & (blocks.y == 0) & ~lost
-    saturated = round(float((blocks.saturated * blocks.valid.sum(-1)).nansum())) if n else 0
-    counts = {"flushed": int(flushed.sum()), "saturated": saturated, "zero": int(zero.sum()), "lost": int(lost.sum())}
+    saturated = blocks.clipped & ~flushed & ~lost  # where even the scaled-back value underflows, it is flushed
+    counts = {
+        "flushed": int(flushed.sum()),
+        "saturated": int(saturated.sum()),
+        "zero": int(zero.sum()),
+        "lost": int(lost.sum()),
+    }
     counts["kept"] = n - sum(counts.values())
     return pd.DataFrame({"zone": [*counts], "share": [count / max(n, 1) for count in counts.values()]})
 
@@ -108,6 +113,8 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
     Reads the tensor a strip at a time.
     """
     matrix = rows_by_channels(x.detach())
+    if not matrix.numel():
+        return np.zeros((0, 0), np.float32)
     height, width = (max(1, -(-n // most)) for n, most in zip(matrix.shape, (rows, columns), strict=True))
     strips = []
     for strip in matrix.split(height):
@@ -115,7 +122,7 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
         short = -len(top) % width
         top = torch.nn.functional.pad(top, (0, short), value=0.0).reshape(-1, width).amax(-1)
         strips.append(top)
-    return torch.stack(strips).numpy() if strips else np.zeros((0, 0), np.float32)
+    return torch.stack(strips).numpy()
 
 
 def channels(x: Tensor) -> pd.DataFrame:
