@@ -271,6 +271,16 @@ class Catalog:
         frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
+    def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
+        """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
+        condition, parameters = self._selection(where, None)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        return self._frame(
+            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
+            f" WHERE {condition} GROUP BY ALL",
+            parameters,
+        )
+
     def moments(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
     ) -> pd.DataFrame:

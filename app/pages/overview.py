@@ -20,7 +20,7 @@ from data.catalog import Catalog, Totals
 from data.filter import Filter
 
 PANELS = (
-    (None, "All values"),
+    ("all", "All values"),
     ("quant_type", "By quant type"),
     ("layer_type", "By layer type"),
     ("operation", "By operation"),
@@ -101,8 +101,9 @@ def _questions(where: Filter) -> None:
 
 def _panels(opened: Catalog, where: Filter) -> None:
     cells = [*st.columns(2, gap="large"), *st.columns(2, gap="large")]
+    each = analysis.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
     for cell, (by, title) in zip(cells, PANELS, strict=True):
-        found = [d for d in analysis.distributions(opened, where, by) if d.total]
+        found = each[by]
         found = sorted(found, key=lambda d: -d.total)[:MOST_GROUPS] if len(found) > MOST_GROUPS else found
         table = analysis.log2_histogram(found)
         with cell:
@@ -110,7 +111,7 @@ def _panels(opened: Catalog, where: Filter) -> None:
                 st.info("Nothing to draw: no nonzero value is finite.", icon=":material/block:")
                 continue
             subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
-            name = f"panel_{by or 'all'}"
+            name = f"panel_{by}"
             caption = show.source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude")
             chart = charts.log2_histogram(table, subtitle, title.removeprefix("By "))
             show.figure(chart, name, table, caption, height=PANEL + style.legend_height([d.group for d in found]))

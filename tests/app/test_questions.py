@@ -12,6 +12,7 @@ import torch
 from scipy import stats
 
 import quant
+from app import analysis
 from app.analysis import anatomy, attention, boards, distribution_of, laws, recipes, whatif
 from data.catalog import Catalog
 from data.filter import Filter
@@ -50,6 +51,15 @@ def first(catalog: Catalog, **where) -> str:
 
 def sample(law: str, n: int = 4001) -> np.ndarray:
     return SAMPLES[law].rvs(n, random_state=np.random.default_rng(5)).astype(np.float32)
+
+
+def test_each_by_is_the_distribution_by_each(catalog):
+    where = Filter(layer_index=[1])
+    found = analysis.each_by(catalog, where, ("quant_type", "operation"))
+    for by, several in found.items():
+        wanted = analysis.distributions(catalog, where, None if by == "all" else by)
+        assert [d.group for d in several] == [d.group for d in wanted]
+        pd.testing.assert_frame_equal(analysis.log2_histogram(several), analysis.log2_histogram(wanted))
 
 
 class TestLaws:
