@@ -277,7 +277,7 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     )
     span = base.mark_rule(color=style.GREY, strokeWidth=1.2).encode(y="lowest:Q", y2="highest:Q")
     even = alt.Chart(table.head(1)).mark_rule(strokeDash=[5, 4], color=style.GREY).encode(y="uniform:Q")
-    return (bars + span + even).properties(title=style.title("Entropy of the probabilities", subtitle))
+    return (span + bars + even).properties(title=style.title("Entropy of the probabilities", subtitle))
 
 
 def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:

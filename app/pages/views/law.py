@@ -59,7 +59,7 @@ def _against_law(look: Look, own: Distribution, law: str, precision: str) -> Non
     left, right = st.columns([3, 2], gap="large")
     with left:
         caption = f"{look.source(precision)}\nQuantiles against a {TITLES[law]}. {fit_note}"
-        chart = charts.qq(points, f"{look.label} · {own.total:,} values, {precision}", "tensor", law=law)
+        chart = charts.qq(points, f"{precision} · {own.total:,} values · {look.label}", "tensor", law=law)
         show.figure(chart, "qq", points, caption, note=fit_note, height=420)
     with right:
         st.markdown("**How close each law comes**")

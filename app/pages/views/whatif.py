@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pandas as pd
 import streamlit as st
@@ -37,6 +36,7 @@ TITLES = {
 }
 OVER = ("tensor", "selection")
 MOST_TENSORS = 12
+REMEMBERED = 32
 EACH = 1 << 16  # values tried of each tensor of a selection
 
 
@@ -75,12 +75,8 @@ def view(look: Look) -> None:
     else:
         ids = [look.row["tensor_id"]]
     with show.progress(len(ids) * len(trials), "Rounding") as done:
-        table, shown = _tried(look.opened, str(look.opened.root), tuple(ids), tuple(trials_key(trials)), trials, done)
+        table, shown = _tried(look.opened, ids, trials, done)
     _results(look, table, shown, over, ids)
-
-
-def trials_key(trials: list[whatif.Trial]) -> list[str]:
-    return [one.label for one in trials]
 
 
 def _say_ignored(trials: list[whatif.Trial]) -> None:
@@ -102,22 +98,39 @@ def _operands(look: Look, hadamard: int) -> list[str]:
     return rows["tensor_id"].tolist()
 
 
-@st.cache_data(max_entries=32, show_spinner=False)
+@st.cache_resource
+def _memory() -> dict[tuple, tuple[pd.DataFrame, list]]:
+    """The last results. Not st.cache_data: what computes them moves a progress bar, which that would replay."""
+    return {}
+
+
 def _tried(
-    _opened: Catalog, root: str, ids: tuple[str, ...], labels: tuple[str, ...], _trials: list, _done: Any
+    opened: Catalog, ids: list[str], trials: list[whatif.Trial], done: Callable[[int], None]
 ) -> tuple[pd.DataFrame, list]:
-    rows = _opened.rows_of(list(ids)).set_index("tensor_id")
+    asked = (str(opened.root), *ids, *(one.label for one in trials))
+    memory = _memory()
+    if asked not in memory:
+        while len(memory) >= REMEMBERED:
+            memory.pop(next(iter(memory)), None)
+        memory[asked] = _try(opened, ids, trials, done)
+    return memory[asked]
+
+
+def _try(
+    opened: Catalog, ids: list[str], trials: list[whatif.Trial], done: Callable[[int], None]
+) -> tuple[pd.DataFrame, list]:
+    rows = opened.rows_of(ids).set_index("tensor_id")
 
     def tensors() -> Iterator[tuple[Tensor, int]]:
         for tensor_id in ids:
             axis = rows.loc[tensor_id, "contracted_axis"]
             try:
-                yield _opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
+                yield opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
             except (CatalogError, TensorFileError):
                 continue
 
     limit = whatif.LIMIT if len(ids) == 1 else EACH
-    return whatif.try_formats(tensors(), _trials, distributions=len(ids) == 1, limit=limit, done=_done)
+    return whatif.try_formats(tensors(), trials, distributions=len(ids) == 1, limit=limit, done=done)
 
 
 def _results(look: Look, table: pd.DataFrame, shown: list, over: str, ids: list[str]) -> None:
