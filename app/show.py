@@ -166,8 +166,7 @@ def _tell(on_choose: Callable[[Any], None], name: str, field: str) -> None:
 
 def _alt(chart: alt.TopLevelMixin, caption: str) -> str:
     """What a screen reader says of a chart."""
-    title = chart.to_dict().get("title", {})
-    text = title.get("text", "") if isinstance(title, dict) else str(title)
+    text = chart.title.text if isinstance(chart.title, alt.TitleParams) else ""
     return f"{text}. {caption}".strip(". ")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pandas as pd
 import streamlit as st
 from torch import Tensor
@@ -28,6 +30,7 @@ VIEWS = {
     "codes": "Codes",
 }
 MAX_LISTED = 5000
+LARGE = 1 << 24  # values that take more than a moment to read
 
 
 def page() -> None:
@@ -55,11 +58,12 @@ def page() -> None:
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
     if (x := _load(opened, row)) is not None:
         look = Look(opened, where, row, x, FORMATS[fmt], labels[tensor_id])
-        if view == "law":
-            law.view(look, labels)
-        else:
-            draw = {"why": why, "whatif": whatif, "drift": drift, "blocks": blocks, "attention": attention}
-            draw.get(view or "why", codes).view(look)
+        with st.spinner("Reading the values …", show_time=True) if x.numel() > LARGE else nullcontext():
+            if view == "law":
+                law.view(look, labels)
+            else:
+                draw = {"why": why, "whatif": whatif, "drift": drift, "blocks": blocks, "attention": attention}
+                draw.get(view or "why", codes).view(look)
     write(where, params)
 
 

@@ -35,3 +35,4 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
         if Path(root).is_dir():
             state._open(root)[0].close()
     state._open.clear()
+    state._sandbox.clear()

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from altair.utils.schemapi import disable_debug_mode
 
 import quant
 from app import analysis, charts
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--values", type=int, default=1 << 28, help="of the huge tensor")
     parser.add_argument("--tensors", type=int, default=10_000, help="indexed, for the filter")
     args = parser.parse_args()
+    disable_debug_mode()  # as `app serve` does
     with tempfile.TemporaryDirectory() as directory:
         huge(Path(directory), args.values)
     with tempfile.TemporaryDirectory() as directory:
