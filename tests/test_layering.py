@@ -94,12 +94,13 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
     ("library", "at_home"),
     [
         ("triton", lambda path: path.startswith("quant/kernels")),
-        ("duckdb", lambda path: path == "data/catalog.py"),
+        ("duckdb", lambda path: path in ("data/catalog.py", "data/sandbox.py")),
         (
             "streamlit",
             lambda path: (
                 path.startswith("app/pages/")
-                or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py")
+                or path
+                in ("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/__main__.py")
             ),
         ),
     ],
