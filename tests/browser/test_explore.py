@@ -206,7 +206,9 @@ def test_nothing_leaves_the_machine_and_nothing_complains(visit: Visit):
     page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
     page.get_by_role("heading", name="Runs").wait_for()
     settle(page)
-    outside = [url for url in page.requests if urlsplit(url).hostname != "127.0.0.1" and not url.startswith("data:")]
+    # A blob is made by a page of its own origin, which its address names.
+    asked = [url.removeprefix("blob:") for url in page.requests if not url.startswith("data:")]
+    outside = [url for url in asked if urlsplit(url).hostname != "127.0.0.1"]
     assert outside == []
     assert page.complaints == []
 
