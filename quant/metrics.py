@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quant import cpu, sketch
 from quant.formats import E4M3, Format
-from quant.quantizer import apply, decode_table, plan, quantize, tensor_absmax
+from quant.quantizer import apply, check_tensor, decode_table, plan, quantize, resolve_backend, tensor_absmax
 from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
 from quant.summary import summarize
 
@@ -206,6 +206,14 @@ def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **
 
 def score_later(x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto") -> Callable[[], Errors]:
     """As `score`, but the result is fetched when called: until then nothing waits for a GPU."""
+    if x.device.type == "cpu" and resolve_backend(backend, x) == "torch" and x.numel() and decided.scale_rule != "pow2":
+        check_tensor(x, dim)
+        absmax = float(tensor_absmax(x.detach())) if decided.scale_rule in ("amax", "nvfp4") else 0.0
+        left, right = _saturation(decided, absmax) or (1.0, math.inf)
+        found = cpu.score(x.detach(), decided, dim, absmax, left, right)
+        if found is not None:
+            result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
+            return lambda: result
     q, scales = apply(x, decided, dim, backend, want_scales=True)
     return errors_later(x, q, decided, scales, dim)
 
@@ -224,8 +232,8 @@ def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim
     absmax = tensor_absmax(x.detach()).double() if decided.scale_rule == "nvfp4" else 0.0
     limit = _saturation(decided, absmax)
     if x.device.type == "cpu":
-        left, right = (1.0, math.inf) if limit is None else (limit[0], float(limit[1]))
-        found = cpu.measure(x, q, decided, dim, scales, left, right)
+        left, right = limit or (1.0, math.inf)
+        found = cpu.measure(x, q, decided, dim, scales, left, float(right))
         if found is not None:
             result = _from_sums(found[:8], numel, found[8] / numel)
             return lambda: result

@@ -18,8 +18,9 @@ from torch import Tensor
 from app.analysis.labels import group_name
 from data.catalog import Catalog
 from data.filter import Filter
+from quant.counts import upper_counts, upper_edges, value_counts
 from quant.sketch import interval_quantiles
-from quant.summary import bin_edges, summarize, upper_counts, upper_edges, value_counts
+from quant.summary import bin_edges, summarize
 
 SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
 FINE_BIN = 2.0**-7
