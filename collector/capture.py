@@ -30,6 +30,7 @@ from collector.site import Site
 from collector.writing import TensorFiles
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from data.segment import Identity, Shard, TensorRow, write_segment
+from quant.counts import Counted, counted
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
 from quant.metrics import Errors, errors_later, score_later
@@ -214,12 +215,13 @@ class Recorder:
     def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
         """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
         shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
-        summary = summarize_later(seen.tensor)
+        codes = counted(seen.tensor) if seen.tensor.device.type == "cpu" else None
+        summary = summarize_later(seen.tensor, codes=codes)
         error = None
         if seen.format:
             error = errors_later(seen.tensor, seen.quantized, plan(seen.format), seen.scales, seen.dim)
         operand = seen.name in OPERANDS
-        scores = self._scores(seen, error) if operand else {}
+        scores = self._scores(seen, error, codes) if operand else {}
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, seen.format, captured)
         self._count += 1
@@ -240,9 +242,13 @@ class Recorder:
         )
         self._pending.append(_Pending(path, make, summary, error, scores))
 
-    def _scores(self, seen: Observed, error: Callable[[], Errors] | None) -> dict[str, Callable[[], Errors]]:
+    def _scores(
+        self, seen: Observed, error: Callable[[], Errors] | None, codes: Counted | None
+    ) -> dict[str, Callable[[], Errors]]:
         return {
-            name: error if error and name == seen.format else score_later(seen.tensor, plan(name), seen.dim)
+            name: error
+            if error and name == seen.format
+            else score_later(seen.tensor, plan(name), seen.dim, codes=codes)
             for name in self.scores
         }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,11 +23,22 @@ PER_THREAD = 1 << 20
 UNIT = native.Unit("counts.cpp")
 
 
-def value_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a bfloat16 or float16 tensor that occur (float32, in the order of their codes; NaN, Inf and -0
-    among them), and how often each does (int64)."""
+@dataclass(frozen=True)
+class Counted:
+    """The values of a bfloat16 or float16 tensor that occur, float32 [n] in the order of their codes, NaN, Inf and -0
+    among them; and how often each does, int64 [n]."""
+
+    dtype: torch.dtype
+    values: np.ndarray
+    counts: np.ndarray
+
+
+def counted(x: Tensor) -> Counted | None:
+    """Counts a tensor's values by their codes; None of a float32 tensor."""
+    if x.dtype == torch.float32:
+        return None
     used, counts = _distinct(x.detach().reshape(-1).contiguous().view(torch.int16))
-    return torch.from_numpy(used.view(np.int16)).view(x.dtype).float().numpy(), counts
+    return Counted(x.dtype, torch.from_numpy(used.view(np.int16)).view(x.dtype).float().numpy(), counts)
 
 
 def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:

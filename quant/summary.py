@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.counts import value_counts
+from quant.counts import Counted, counted
 from quant.quantizer import resolve_backend
 from quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
@@ -74,8 +74,9 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     return summarize_later(x, backend)()
 
 
-def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
-    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU."""
+def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = None) -> Callable[[], Summary]:
+    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU. x has been read by
+    then. codes is what `counted(x)` has found already."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -87,8 +88,11 @@ def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
 
         numel, fetch = x.numel(), kernels_summary.one_pass(x)
         return lambda: _from_sums(numel, **vars(fetch()))
-    found = _from_values(x) if x.dtype == torch.float32 else _from_codes(x)
-    return lambda: found
+    codes = codes or counted(x)
+    if codes is None:
+        found = _from_values(x)
+        return lambda: found
+    return lambda: _from_codes(codes)
 
 
 def _histogram(codes: Tensor, size: int) -> np.ndarray:
@@ -96,8 +100,8 @@ def _histogram(codes: Tensor, size: int) -> np.ndarray:
     return torch.bincount(codes, minlength=size).cpu().numpy()
 
 
-def _from_codes(x: Tensor) -> Summary:
-    values, counts = value_counts(x)
+def _from_codes(codes: Counted) -> Summary:
+    values, counts = codes.values, codes.counts
     finite = np.isfinite(values)
     total, nans = int(counts.sum()), int(counts[np.isnan(values)].sum())
     values, counts = values[finite], counts[finite]
