@@ -4,13 +4,15 @@
 
 All variants train the same model on the same batch in turn, round after round; a ratio is of medians to the bare
 step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
-GEMM), and take its min, max, mean and std, or copy it to the host, or torch.save it, within the step. What the recorder
-writes behind the step is waited for within it too. `every 20th` is a recorded step and 19 others, over 20 bare ones.
+GEMM), and take its min, max, mean and std, or copy it to the host, or torch.save it, within the step. The recorder
+writes behind the step: `until written` also waits until all is on the disk (synchronized, which torch.save is not).
+`every 20th` is one such step waited for and 19 bare ones, over 20 bare ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
 
 import torch
 import torch.nn.functional as F
@@ -113,14 +117,14 @@ def main() -> None:
 
             return run
 
-        def recorded(keep: Recorder, recipe: str = "bf16") -> Callable[[], None]:
-            number = iter(range(1 << 30))
+        def recorded(name: str, recipe: str = "bf16", **options: object) -> None:
+            keep, number = recorder(**options), iter(range(1 << 30))
 
             def run() -> None:
                 with instrument(step.model, recipe, keep, backend="torch"), recording(keep, number):
                     step()
 
-            return run
+            variants[name], settle[name] = run, keep.settle
 
         variants: dict[str, Callable[[], None]] = {
             "bare": step,
@@ -129,28 +133,33 @@ def main() -> None:
             "hooks: torch.save each": hooked(saver(root / "saved")),
             f"{RECIPE} by torch": quantized("torch"),
             f"{RECIPE} by Triton": quantized("triton"),
-            "recorded: statistics, sketch": recorded(recorder(raw=False)),
-            "recorded: + four scores": recorded(recorder(raw=False, scores=DEFAULT_SCORES)),
-            "recorded: statistics, raw": recorded(recorder()),
-            "recorded: + four scores, raw": recorded(recorder(scores=DEFAULT_SCORES)),
-            f"recorded: all, {RECIPE} by torch": recorded(recorder(scores=DEFAULT_SCORES), RECIPE),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        settle: dict[str, Callable[[], None]] = {}
+        recorded("recorded: statistics, sketch", raw=False)
+        recorded("recorded: + four scores", raw=False, scores=DEFAULT_SCORES)
+        recorded("recorded: statistics, raw")
+        recorded("recorded: + four scores, raw", scores=DEFAULT_SCORES)
+        recorded(f"recorded: all, {RECIPE} by torch", RECIPE, scores=DEFAULT_SCORES)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
         for number in range(given.rounds + 1):
             for name, run in variants.items():
                 start = time.perf_counter()
                 run()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
+                stepped = time.perf_counter() - start
+                if name in settle:
+                    settle[name]()
                 if number:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - start)
+                    times[name].append((stepped, time.perf_counter() - start))
             for path in (root / "saved").iterdir():
                 path.unlink()
-    bare = statistics.median(seconds["bare"])
-    print("| step | ms | of a bare step | every 20th |\n|---|---|---|---|")
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        print(f"| {name} | {median * 1e3:.1f} | {median / bare:.2f} | {(19 * bare + median) / (20 * bare):.2f} |")
+    bare = statistics.median(step for step, _ in times["bare"])
+    print("| step | ms | of a bare step | until written | every 20th |\n|---|---|---|---|---|")
+    for name, measured in times.items():
+        step_time, written = (statistics.median(column) for column in zip(*measured, strict=True))
+        rest = (written / bare, (19 * bare + written) / (20 * bare))
+        print(f"| {name} | {step_time * 1e3:.1f} | {step_time / bare:.2f} | {rest[0]:.2f} | {rest[1]:.2f} |")
 
 
 if __name__ == "__main__":
