@@ -148,6 +148,11 @@ class Recorder:
         later = self._writing.close()
         failure = failure or later
         if error is None and failure is None:
+            try:
+                self.ranks.wait()  # for what the others have still to write
+            except PeerLost as lost:
+                failure = lost
+        if error is None and failure is None:
             state = DONE
         else:
             state = CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED

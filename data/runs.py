@@ -220,7 +220,13 @@ def total_counts(directory: Path) -> dict[str, int]:
 
 
 def settle(directory: Path, state: str, reason: str | None) -> None:
-    """Say how a run on several ranks ended, once all of them have: what rank 0 said was said without knowing why."""
+    """Say how a run ended whose processes are gone: what rank 0 said of several was said without knowing why. What a
+    killed one was writing aside is deleted."""
+    for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
     status = read_status(directory)
     changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **total_counts(directory))
     write_atomic(directory / "status.json", json.dumps(asdict(changed)).encode())
