@@ -67,6 +67,7 @@ CREATE TABLE tensor (
     shard         VARCHAR,              -- of the unsharded tensor: whole, slice (joined along shard_axis), partial (summed)
     shard_axis    INTEGER,              -- from the end if negative; null unless a slice
     shard_stride  INTEGER,              -- the unsharded tensor is this many along the axis, each divided: 2 for gate and up
+    recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
     sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
     mse           DOUBLE,

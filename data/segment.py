@@ -62,7 +62,8 @@ class Shard:
 @dataclass(frozen=True)
 class TensorRow:
     """All that the index keeps of one tensor. tensor_id is unique within its run (the index puts the run's id before
-    it); format and error are None unless it is a quantized operand."""
+    it); format and error are None unless it is a quantized operand. recomputed: its layer's forward pass ran a second
+    time during the backward pass (activation recomputation); None where that is not known."""
 
     tensor_id: str
     run_id: str
@@ -78,6 +79,7 @@ class TensorRow:
     error: Errors | None = None
     scores: dict[str, Errors] = field(default_factory=dict)
     shard: Shard = Shard()
+    recomputed: bool | None = None
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
@@ -95,7 +97,7 @@ _SHARD = (
     ("shard_stride", _INT),
 )
 # Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset(name for name, _ in _SHARD)
+ADDED_LATER = frozenset((*(name for name, _ in _SHARD), "recomputed"))
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -112,6 +114,7 @@ TENSOR_SCHEMA = pa.schema(
     + [(name, _REAL) for name in _MOMENTS]
     + [(name, _LONG) for name in _COUNTS]
     + list(_SHARD)
+    + [("recomputed", pa.bool_())]
     + [("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
@@ -137,6 +140,7 @@ def _tensor_record(row: TensorRow) -> dict:
         "shard": row.shard.kind,
         "shard_axis": row.shard.axis,
         "shard_stride": row.shard.stride,
+        "recomputed": row.recomputed,
         "format": row.format,
         **(asdict(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
