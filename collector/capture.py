@@ -445,7 +445,7 @@ def instrument(
             undo.callback(layer.attach(told))
         for each, seen in zip(models, found, strict=True):
             clock = Clock(recorder, each) if recorder else None
-            watch = Watch(each, seen.left, attention) if watched and seen.watched else None
+            watch = Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
             undo.enter_context(around_forward(each, clock, watch))
         yield
 

@@ -124,10 +124,12 @@ def _path(name: str) -> str:
     return re.sub(r"(^|\.)layers\.\d+\.", r"\1", name)
 
 
-def _shard(module: nn.Module, kinds: dict[str, str]) -> Callable[[str], Shard]:
+def _shard(module: nn.Module, word: str, kinds: dict[str, str]) -> Callable[[str], Shard]:
     group = module.tp_group
     count = 1 if group is None else dist.get_world_size(group)
-    stride = getattr(module.weight, "partition_stride", 1) if module.weight is not None else 1
+    # Each rank's part of a gated fc1 is its gate and its up: initialized or not, the weight need not say so.
+    gated = word.endswith("fc1") and module.config.gated_linear_unit
+    stride = 2 if gated else max(1, getattr(module.weight, "partition_stride", 1))
 
     def shard(name: str) -> Shard:
         kind = kinds.get(name, "whole")
@@ -169,7 +171,7 @@ def _linear(modules: dict[str, nn.Module], name: str, column: bool) -> Layer:
         return detach
 
     site = _site(modules, name) if _layer_number(modules, name) is not None else Site(0, "head")
-    return Layer(name, module, site, _shard(module, COLUMN if column else ROW), attach, _path(name))
+    return Layer(name, module, site, _shard(module, site.module, COLUMN if column else ROW), attach, _path(name))
 
 
 def _product(

@@ -55,11 +55,20 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
         if how.formats == UNQUANTIZED:
             return original(x, weight) if tap is None else beside(original, x, weight, tap)
         dtype = _dtype(x)
-        y = quant.gemm.linear(x.to(dtype), weight.to(dtype), how.formats, backend=how.backend, tap=tap)
+        inner = tap if bias is None else _but_result(tap)
+        y = quant.gemm.linear(x.to(dtype), weight.to(dtype), how.formats, backend=how.backend, tap=inner)
         if bias is None:
             return y
         # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
-        return (y.flatten(0, -2) + bias.to(dtype)).view(y.shape)
+        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape)
+        if tap:
+            tap(Observed("y", y.detach()))
+        return y
+
+
+def _but_result(tap: Tap | None) -> Tap | None:
+    """A tap for a product whose bias is still to be added."""
+    return tap and (lambda seen: None if seen.name == "y" else tap(seen))
 
 
 def _dtype(x: Tensor) -> torch.dtype:
@@ -92,7 +101,9 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
     if not y.requires_grad:
         return
     base = y._base
-    if base is None or not (base.is_contiguous() and y.is_contiguous() and base.numel() == y.numel()):
+    if base is None or base.grad_fn is None or base.numel() != y.numel() or not (
+        base.is_contiguous() and y.is_contiguous()
+    ):  # fmt: skip
         y.register_hook(_telling(tap, "grad"))
         return
     # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own

@@ -90,7 +90,7 @@ def _refusal(module: nn.Module) -> str | None:
 def calls(module: nn.Module, word: str) -> bool:
     """Whether the module's own methods use that name."""
     for kind in type(module).__mro__:
-        if kind is nn.Module:
+        if kind is nn.Module or kind.__name__ == "PreTrainedModel":  # of which every model of transformers is one
             break
         for method in vars(kind).values():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None

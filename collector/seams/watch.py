@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from collector.seams.layer import InstrumentError
+from collector.seams.layer import InstrumentError, Layer
 from collector.seams.products import is_answering
 
 PRODUCTS = frozenset(
@@ -49,9 +49,10 @@ STEPS = 4  # from a weight's copy back to the weight
 
 
 class Watch(TorchFunctionMode):
-    """left: modules whose products are their own affair. attention: whether any product of activations is meant."""
+    """layers: what the seams answer for. left: modules whose products are their own affair. attention: whether any
+    product of activations is meant."""
 
-    def __init__(self, model: nn.Module, left: Iterable[nn.Module], attention: bool) -> None:
+    def __init__(self, model: nn.Module, layers: Iterable[Layer], left: Iterable[nn.Module], attention: bool) -> None:
         self.names = {module: name or type(model).__name__ for name, module in model.named_modules()}
         self.left = {inner for module in left for inner in module.modules()}
         embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.left)
@@ -59,6 +60,8 @@ class Watch(TorchFunctionMode):
         self.weights = {
             id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known
         }  # fmt: skip
+        self.cores = {layer.module for layer in layers if layer.is_core}
+        self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -72,7 +75,8 @@ class Watch(TorchFunctionMode):
         if weight is None and not attends:
             return
         module = _caller(self.names)
-        if module in self.left:
+        # A seam need not answer where there is nothing to do, and looks itself whether it was asked.
+        if module in self.left or module in (self.linears if weight else self.cores):
             return
         where = f"{self.names[module]} ({type(module).__name__})" if module else "the model"
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"

@@ -1,4 +1,4 @@
-"""What the tests of instrumented models share: the exact state of a model's modules, training, and what was recorded."""
+"""What the tests of instrumented models share: the exact state of a model, training, and what was recorded."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def rows(root: Path, **words: Any) -> pd.DataFrame:
-    """The rows of what was recorded that have these words, with their values in a column `tensor`."""
+def rows(root: Path, *, values: bool = True, **words: Any) -> pd.DataFrame:
+    """The rows of what was recorded that have these words, with their values, if kept, in a column `tensor`."""
     with Catalog.open(root) as catalog:
         found = catalog.tensors()
         for word, value in words.items():
             found = found[found[word] == value]
-        return found.assign(tensor=[catalog.load(each).clone() for each in found["tensor_id"]])
+        return found.assign(tensor=[catalog.load(each).clone() for each in found["tensor_id"]]) if values else found
 
 
 def names(found: pd.DataFrame) -> dict[tuple[int, str], dict[str, int]]:
@@ -84,14 +84,17 @@ def rounded(x: Tensor, fmt: str, dim: int = -1) -> Tensor:
     return quant.fake_quantize(x, fmt, dim=dim, backend="torch")
 
 
-def linear_products(found: pd.DataFrame, layer: int, module: str, **words: Any) -> None:
+def linear_products(
+    found: pd.DataFrame, layer: int, module: str, bias: Tensor | float | None = None, **words: Any
+) -> None:
     """Assert that a linear layer's three results are those of its recorded operands, rounded to MXFP8."""
 
     def of(name: str) -> Tensor:
         return value(found, layer, module, name, **words)
 
     x, w, dy = of("input"), of("weight"), of("grad_output")
-    assert torch.equal(of("output"), rounded(x, "mxfp8") @ rounded(w, "mxfp8").t())
+    y = rounded(x, "mxfp8") @ rounded(w, "mxfp8").t()
+    assert torch.equal(of("output"), y if bias is None else y + bias)
     assert torch.equal(of("grad_input"), rounded(dy, "mxfp8_e5m2") @ rounded(w, "mxfp8", 0))
     tokens = rounded(dy.flatten(0, -2), "mxfp8_e5m2", 0).t()
     assert torch.equal(of("grad_weight"), tokens @ rounded(x.flatten(0, -2), "mxfp8", 0))
