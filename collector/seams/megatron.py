@@ -217,7 +217,8 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     module = modules[name]
-    group = module.tp_group if hasattr(module, "tp_group") else module.pg_collection.tp
+    state = sys.modules["megatron.core.parallel_state"]
+    group = getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group()  # 0.15 keeps none
 
     def attach(told: Told) -> Detach:
         assert isinstance(told, CoreQuantization)

@@ -74,6 +74,7 @@ RECOMPUTATION = {
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron(tmp_path_factory) -> Iterator[None]:
+    assert num_microbatches_calculator.__file__.startswith(os.environ.get("BINADE_MEGATRON", sys.prefix))
     with megatron_on_cpu(tmp_path_factory.mktemp("megatron") / "store"):
         yield
 

@@ -79,6 +79,7 @@ def agree(catalog: Catalog, root: Path) -> None:
             if table == "tensor":
                 frame["shape"] = frame["shape"].map(tuple)
                 frame["captured"] = frame["captured"].astype("datetime64[us]")
+                frame["recomputed"] = frame["recomputed"].astype("boolean")
         pd.testing.assert_frame_equal(found, expected, check_dtype=False, check_exact=True)
 
 
