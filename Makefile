@@ -7,8 +7,9 @@ SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
 export OMP_WAIT_POLICY := passive
-# What `make run` collects when there are no runs yet.
-FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4 --warmup-iterations 12 --control-iter 2
+# What `make run` collects when there are no runs yet: three formats everywhere, and mxfp4 in each part alone.
+FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
+FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
 
 .DEFAULT_GOAL := help
 .PHONY: help run test install install-tests lint format bench clean
@@ -17,7 +18,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: install ## set up, collect a small batch of runs if there are none, open the app on 127.0.0.1:8501 (PORT=)
-	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || $(PY) -m collector batch $(FIRST_RUNS)
+	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || \
+		{ $(PY) -m collector batch $(FIRST_RUNS) && $(PY) -m collector run $(FIRST_PV); }
 	@exec $(PY) -m app serve --port "$(PORT)"
 
 test: install-tests ## set up, run every test, the browser's included
@@ -55,6 +57,8 @@ format: install-tests ## put the style right
 
 bench: install-tests ## measure, each figure as a ratio to something measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
+	@$(PY) -m tests.bench.bench_recipes
+	@$(PY) -m tests.bench.bench_explore
 	@$(PY) -m tests.bench.bench_instrument
 
 clean: ## remove .venv and caches; runs are kept

@@ -42,12 +42,15 @@ def serve(port: int) -> int:
         advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
         print(f"app: port {port} is taken: {advice}", file=sys.stderr)
         return 1
+    from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
 
     # Our pages are declared in main.py. Left to itself, Streamlit would take app/pages for pages of its old kind until
     # main.py has run once: an address like /runs, opened first, would be blank.
     PagesManager.uses_pages_directory = False
+    # The tests hold every chart to Vega-Lite's schema; doing so again for each that is drawn takes longer than drawing.
+    disable_debug_mode()
     page = Path(__file__).with_name("main.py")
     print(f"Binade: http://{HOST}:{port}", flush=True)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.pages import explore, runs
+from app.pages import explore, overview, recipes, runs, sql, tensor, worst
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (
@@ -12,22 +12,37 @@ ICON = (
     '<rect x="5" y="5" width="3" height="10"/><rect x="9" y="1" width="3" height="14"/>'
     '<rect x="13" y="7" width="2" height="8"/></g></svg>'
 )
-
-st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
-st.html(
+CSS = (
     "<style>"
     ".block-container{padding:3.4rem 2.2rem 3rem;max-width:1760px}"
     "h1{font-size:1.9rem!important;padding-bottom:.2rem!important}"
     "[data-testid=stMetric]{padding:.55rem .9rem}"
-    "[data-testid=stMetricValue]{font-size:1.55rem}"
+    "[data-testid=stMetricValue]{font-size:1.4rem}"
     "[data-testid=stSidebarHeader]{height:2.6rem}"
     "</style>"
 )
-page = st.navigation(
-    [
-        st.Page(explore.show, title="Explore", icon=":material/query_stats:", default=True),
-        st.Page(runs.show, title="Runs", icon=":material/science:", url_path="runs"),
-    ],
-    position="top",
-)
-page.run()
+
+
+def navigate(default: str = "overview") -> None:
+    """Declare the pages, so that they can link to each other, and run the one that the address names."""
+    st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
+    st.html(CSS)
+    pages = {
+        "overview": (overview.page, "Overview", ":material/home:"),
+        "explore": (explore.page, "Explore", ":material/query_stats:"),
+        "worst": (worst.page, "Worst", ":material/trending_down:"),
+        "tensor": (tensor.page, "Tensor", ":material/grid_on:"),
+        "recipes": (recipes.page, "Recipes", ":material/balance:"),
+        "runs": (runs.page, "Runs", ":material/science:"),
+        "sql": (sql.page, "SQL", ":material/database:"),
+    }
+    declared = {
+        name: st.Page(page, title=title, icon=icon, url_path=None if name == default else name, default=name == default)
+        for name, (page, title, icon) in pages.items()
+    }
+    st.session_state["pages"] = declared
+    st.navigation(list(declared.values()), position="top").run()
+
+
+if __name__ == "__main__":
+    navigate()

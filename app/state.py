@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import time
+from typing import Any
 
 import streamlit as st
 
 from data.catalog import Catalog
-from data.runs import RunError, resolve_root
+from data.runs import RunError, read_losses, resolve_root
+from data.sandbox import Sandbox
+from quant.formats import FORMATS
 
 SYNC_SECONDS = 2.0
 
@@ -36,6 +39,35 @@ def _up_to_date() -> Catalog:
         opened.sync()
         state["synced"] = time.monotonic()
     return opened
+
+
+def first_formats(opened: Catalog) -> tuple[str, ...]:
+    """The formats that tensors were scored with: the coarsest first, where most is to be seen."""
+    return tuple(sorted(opened.scored_formats(), key=lambda name: (FORMATS[name].bits_per_value, name)))
+
+
+@st.cache_resource(max_entries=1, show_spinner="Copying the index …")
+def _sandbox(_opened: Catalog, root: str, state: tuple) -> Sandbox:
+    return Sandbox(_opened)
+
+
+def sandbox(opened: Catalog) -> Sandbox:
+    """A sandbox over the index as it is now."""
+    runs = opened.runs()
+    state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))
+    return _sandbox(opened, str(opened.root), state)
+
+
+def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The losses of runs; what is no loss, or a file that cannot be read, is left out."""
+    found = {}
+    for run_id in run_ids:
+        try:
+            records = read_losses(opened.root / run_id)
+        except (OSError, ValueError):
+            records = []
+        found[run_id] = [r for r in records if isinstance(r, dict) and {"iteration", "loss"} <= set(r)]
+    return found
 
 
 def explain_refused(opened: Catalog) -> None:

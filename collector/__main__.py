@@ -1,4 +1,4 @@
-"""python -m collector: run, batch, quick, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
+"""python -m collector: run, batch, quick, compare, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import NoReturn
 
-from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
-from collector.options import configs, one_line, parse
+from collector.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
+from collector.inputs import describe_inputs
+from collector.options import configs, job_arguments, parse
 from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
 from collector.site import sites
+from collector.slurm_options import slurm_options
+from collector.words import one_line
 from data.runs import RunError, resolve_root
+from data.store import write_atomic
 from quant.formats import FORMATS, UnknownFormat
 
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
@@ -31,9 +36,10 @@ def describe(config: RunConfig, root: Path) -> str:
     tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
         f"recipe    {recipe.name}",
-        f"model     {config.model} {config.size}: {shape.describe()}; {shape.parameters / 1e6:.1f} M weights",
+        f"model     {config.model} {config.size}: {shape.describe()}, "
+        f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
-        f"data      {config.dataset}, {tokens} tokens an iteration",
+        f"data      {describe_inputs(config.dataset, config.tokenizer)}, {tokens} tokens an iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations}",
         f"record    {recorded(config)}",
         f"on        {config.device}, {_ranks(config)}, operands quantized by {config.backend}",
@@ -131,14 +137,70 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         )
 
 
+def print_comparison(root: Path, kind: str, output: Path | None) -> None:
+    """Compare the recipes of a root. What was passed over is told on stderr. Raises RunError; nothing is written
+    then."""
+    from collector.compare import compare  # pandas and DuckDB only when something is compared
+    from collector.tables import render
+
+    try:
+        comparison = compare(root)
+    except OSError as error:
+        raise RunError(f"{root} cannot be read: {error.strerror or error}") from error
+    for reason in comparison.refused:
+        print(f"collector: passed over: {one_line(reason)}", file=sys.stderr)
+    if not comparison.sections:
+        found = "holds no runs that can be read" if root.is_dir() else "does not exist"
+        raise RunError(f"{root} {found}: name the root of some runs, or collect some with python -m collector batch")
+    written = render(comparison, kind)
+    if output is None:
+        _put(written)
+        return
+    target = output.resolve()  # through a link, not in its place
+    try:
+        if target.exists() and not target.is_file():
+            raise RunError(f"{output} is no regular file: give another to --output")
+        write_atomic(target, written.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
+    print(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
+
+
+def _put(text: str) -> None:
+    """Print it, escaped where the terminal lacks a character; a reader that has seen enough (head) may leave."""
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it exits
+
+
+def _slurm() -> ModuleType:
+    """collector.slurm. Raises ConfigError without the package that it needs."""
+    try:
+        return import_module("collector.slurm")
+    except ModuleNotFoundError as error:
+        if error.name != "submitit":
+            raise
+        raise ConfigError(
+            "--launcher slurm needs the package submitit: pip install -r requirements-slurm.txt"
+        ) from None
+
+
 def print_lists() -> None:
     print("models")
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
             weights = f"{shape.parameters / 1e6:,.1f} M weights"
-            print(f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, {weights}")
+            print(
+                f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, vocabulary {shape.vocab}, {weights}"
+            )
         print(f"        modules {', '.join(dict.fromkeys(site.module for site in sites(sizes['full'])))}")
-    print(f"datasets\n    {', '.join(DATASETS)}, or a path to .jsonl(.gz)")
+    print(f"datasets\n    {', '.join(DATASETS)}")
+    print('    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"')
+    print("    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix")
+    print(f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document")
+    print("    a path to a Hugging Face tokenizer.json, or to its directory")
     print("recipes\n    " + "\n    ".join(TEN_RECIPES))
     print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")
     print("formats")
@@ -166,12 +228,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)
     try:
+        if given.command == "compare":
+            print_comparison(resolve_root(given.root), given.format, given.output)
+            return 0
         runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
+        slurm = slurm_options(given, runs[0])
         if given.dry_run:
-            print("\n\n".join(describe(config, root) for config in runs))
-            return 0
-        collect(runs, root, argv)
+            shown = [describe(config, root) for config in runs]
+            if slurm:
+                shown.append(f"sbatch script:\n{_slurm().script(slurm, root, job_arguments(argv))}")
+            print("\n\n".join(shown))
+        elif slurm:
+            print(_slurm().submit(slurm, root, job_arguments(argv)))
+        else:
+            collect(runs, root, argv)
     except BAD_USAGE as error:
         return _fail(error, 2)
     except KeyboardInterrupt:

@@ -4,17 +4,19 @@
         train_step()
 
 A tensor is recorded as it enters or leaves a GEMM, before quantization, with the error that quantization made. Its
-statistics, sketch and scores are computed at once; its values go to a file while the byte budget lasts. Rows are
-published as a segment at the end of each micro-batch, after the files they name.
+statistics, sketch and scores are computed at once, on its device; its values are copied and written behind the step,
+while the byte budget lasts. Rows are published as a segment at the end of each micro-batch, after the files they name:
+on a GPU that is when results are fetched, and nothing waits for it before.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,14 @@ from collector.seams.passes import Clock, Listener
 from collector.seams.watch import Watch
 from collector.selection import Selection
 from collector.site import Site
+from collector.writing import TensorFiles
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from data.segment import Identity, Shard, TensorRow, write_segment
-from data.store import encode, write_atomic
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
-from quant.metrics import Errors, score, score_of
-from quant.summary import Summary, summarize
+from quant.metrics import Errors, errors_later, score_later
+from quant.quantizer import plan
+from quant.summary import Summary, summarize_later
 
 OPERANDS = ("a", "b", "grad")
 
@@ -146,11 +149,10 @@ class Recorder:
         self.micro_batch = 0
         self._first: int | None = None
         self._again: set[tuple[Site, int, int]] = set()
-        self._pending: list[TensorRow] = []
-        self._unnamed: Path | None = None  # a tensor file whose row is not pending yet
+        self._pending: list[_Pending] = []
         self._count = 0
         self._without_raw = 0
-        self._bytes = 0
+        self._lost = 0  # counted, but not published: the disk was full
 
     def __enter__(self) -> Recorder:
         if not self.enabled:
@@ -168,18 +170,22 @@ class Recorder:
             if run_id is None:
                 raise PeerLost("rank 0 could not start the run")
             self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
+        self._files = TensorFiles(self.writer.directory, self.max_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if not self.enabled:
             return
         full: OSError | None = None
-        try:
-            self._forget_unnamed()
-            self._publish()
-        except OSError as refused:
-            full = refused
+        for _ in ("all", "without what could not be written"):
+            try:
+                self._publish()
+                break
+            except OSError as refused:
+                full = full or refused
+        else:
             self._abandon()
+        self._files.close()
         if error is None and full is None:
             state = DONE
         else:
@@ -266,45 +272,45 @@ class Recorder:
         return observe
 
     def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
+        """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
         shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
-        summary = summarize(seen.tensor)
+        summary = summarize_later(seen.tensor)
         error = None
         if seen.format:
-            error = score_of(seen.tensor, seen.quantized, FORMATS[seen.format], seen.scales, seen.dim)
+            error = errors_later(seen.tensor, seen.quantized, plan(seen.format), seen.scales, seen.dim)
         operand = seen.name in OPERANDS
         scores = self._scores(seen, error) if operand else {}
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, seen.format, captured)
         self._count += 1
         self._without_raw += path is None
-        self._pending.append(
-            TensorRow(
-                tensor_id=f"r{self.rank:02d}-{self._count:06d}",
-                run_id=self.writer.run_id,
-                identity=identity,
-                captured=captured.replace(tzinfo=None),
-                shape=tuple(shown.shape),
-                dtype=str(shown.dtype).removeprefix("torch."),
-                nbytes=shown.numel() * shown.element_size(),
-                path=path,
-                contracted_axis=seen.dim - seen.tensor.dim() if seen.dim >= 0 else seen.dim if operand else None,
-                summary=summary,
-                format=seen.format,
-                error=error,
-                scores=scores,
-                shard=shard,
-            )
+        make = partial(
+            TensorRow,
+            tensor_id=f"r{self.rank:02d}-{self._count:06d}",
+            run_id=self.writer.run_id,
+            identity=identity,
+            captured=captured.replace(tzinfo=None),
+            shape=tuple(shown.shape),
+            dtype=str(shown.dtype).removeprefix("torch."),
+            nbytes=shown.numel() * shown.element_size(),
+            path=path and str(path),
+            contracted_axis=seen.dim - seen.tensor.dim() if seen.dim >= 0 else seen.dim if operand else None,
+            format=seen.format,
+            shard=shard,
         )
-        self._unnamed = None
+        self._pending.append(_Pending(path, make, summary, error, scores))
 
-    def _scores(self, seen: Observed, error: Errors | None) -> dict[str, Errors]:
+    def _scores(self, seen: Observed, error: Callable[[], Errors] | None) -> dict[str, Callable[[], Errors]]:
         return {
-            name: error if error and name == seen.format else score(seen.tensor, name, seen.dim) for name in self.scores
+            name: error if error and name == seen.format else score_later(seen.tensor, plan(name), seen.dim)
+            for name in self.scores
         }
 
-    def _save(self, x: Tensor, identity: Identity, summary: Summary, fmt: str | None, captured: datetime) -> str | None:
-        """Write the values if they are wanted and fit the budget; the file's path relative to the run."""
-        if not self.raw or self._bytes + x.numel() * x.element_size() > self.max_bytes:
+    def _save(
+        self, x: Tensor, identity: Identity, summary: Callable[[], Summary], fmt: str | None, captured: datetime
+    ) -> Path | None:
+        """Have the values written if they are wanted and fit the budget; the file's path relative to the run."""
+        if not self.raw:
             return None
         i = identity
         stamp = captured.astimezone()
@@ -313,8 +319,6 @@ class Recorder:
             f"_{i.operation}_{i.phase}_{i.component}_{i.quant_type}_rank{i.rank:02d}_sample{i.micro_batch:03d}"
             f"_group{i.expert or 0:03d}_{i.tensor_name}.pt"
         )
-        relative = Path("tensors", i.quant_type, name)
-        path = self.writer.directory / relative
         metadata = {
             "layer_type": i.layer_type,
             "layer_idx": i.layer_index,
@@ -332,48 +336,57 @@ class Recorder:
             "save_time": f"{stamp:%Y-%m-%d %H:%M:%S}",
             "run_id": self.writer.run_id,
         }
-        info = {
-            "shape": list(x.shape),
-            "dtype": str(x.dtype),
-            "device": str(x.device),
-            **{key: getattr(summary, key) for key in ("min", "max", "mean", "std")},
-        }
-        content = encode(x, metadata, info)
-        if self._bytes + len(content) > self.max_bytes:
-            return None
-        path.parent.mkdir(exist_ok=True)
-        self._unnamed = path
-        write_atomic(path, content)
-        self._bytes += len(content)
-        return str(relative)
+        info = {"shape": list(x.shape), "dtype": str(x.dtype), "device": str(x.device)}
+
+        def about() -> tuple[dict[str, Any], dict[str, Any]]:
+            found = summary()
+            return metadata, info | {key: getattr(found, key) for key in ("min", "max", "mean", "std")}
+
+        relative = Path("tensors", i.quant_type, name)
+        return relative if self._files.offer(relative, x, about) else None
 
     def _publish(self) -> None:
-        """Make the pending rows a segment, and say how far the run is."""
+        """Make the pending rows a segment once their files are written, and say how far the run is."""
         if not self.enabled:
             return
+        self._files.settle()
+        kept = [pending for pending in self._pending if pending.path not in self._files.lost]
+        self._lost += len(self._pending) - len(kept)
+        self._pending = kept
         if self._pending:
-            name = self.writer.next_segment_name()
-            rows = [replace(row, recomputed=self._was_recomputed(row.identity)) for row in self._pending]
-            write_segment(self.writer.directory / "segments", name, rows)
-            self._pending = []
-            self._again = {again for again in self._again if again[1] >= self.iteration}
-        self.writer.update(tensors=self._count, tensors_without_raw=self._without_raw, bytes=self._bytes)
+            rows = [pending.row() for pending in self._pending]
+            rows = [replace(row, recomputed=self._was_recomputed(row.identity)) for row in rows]
+            write_segment(self.writer.directory / "segments", self.writer.next_segment_name(), rows)
+        self._files.forget({pending.path for pending in self._pending if pending.path})
+        self._pending = []
+        self._again = {again for again in self._again if again[1] >= self.iteration}
+        self.writer.update(
+            tensors=self._count - self._lost, tensors_without_raw=self._without_raw, bytes=self._files.bytes
+        )
 
     def _was_recomputed(self, i: Identity) -> bool:
         return (Site(i.layer_index, i.module, i.expert), i.iteration, i.micro_batch) in self._again
 
     def _abandon(self) -> None:
         """Drop the pending rows with their files: the disk has no room to publish them."""
-        for row in self._pending:
-            if row.path:
-                (self.writer.directory / row.path).unlink(missing_ok=True)
+        self._lost += len(self._pending)
         self._pending = []
+        self._files.forget(set())
 
-    def _forget_unnamed(self) -> None:
-        """Remove the file of a capture that was broken off before its row was there."""
-        named = {row.path for row in self._pending}
-        if self._unnamed and str(self._unnamed.relative_to(self.writer.directory)) not in named:
-            self._unnamed.unlink(missing_ok=True)
+
+@dataclass(frozen=True)
+class _Pending:
+    """A row without what is still being measured."""
+
+    path: Path | None
+    make: Callable[..., TensorRow]
+    summary: Callable[[], Summary]
+    error: Callable[[], Errors] | None
+    scores: dict[str, Callable[[], Errors]]
+
+    def row(self) -> TensorRow:
+        scores = {name: score() for name, score in self.scores.items()}
+        return self.make(summary=self.summary(), error=self.error and self.error(), scores=scores)
 
 
 def describe(error: BaseException) -> str:

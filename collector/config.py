@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from collector.errors import ConfigError
+from collector.inputs import BYTE, DATASETS, check_inputs
 from collector.recipe import Part, Recipe, parse_recipe
 from collector.selection import Selection, SelectionError
 from collector.shapes import MODELS, ModelShape, Shape
@@ -16,6 +18,7 @@ from quant.formats import FORMATS
 
 __all__ = [
     "BACKENDS",
+    "BYTE",
     "DATASETS",
     "DEFAULT_SCORES",
     "DEVICES",
@@ -31,7 +34,6 @@ __all__ = [
     "fast",
 ]
 
-DATASETS = ("wikipedia", "dolma", "python-docs")
 SIZES = ("tiny", "full")
 BACKENDS = ("triton", "torch")
 DEVICES = ("cpu", "cuda")
@@ -42,10 +44,6 @@ CORE_TENSORS = (
     *("grad_output", "grad_query", "grad_key", "grad_value"),
 )
 TENSOR_NAMES = tuple(dict.fromkeys(LINEAR_TENSORS + CORE_TENSORS))
-
-
-class ConfigError(ValueError):
-    """A choice that cannot be run. The message says what was wrong, what was expected and what to do."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,14 @@ class RunConfig:
     tp, dp                 tensor-parallel ranks that share a model, and replicas of the model, each with micro-batches
                            of its own
     load_hf                directory of a Hugging Face checkpoint to start from
+    dataset, tokenizer     names or paths; tokenizer None is BYTE for text. vocab_size replaces the model's own
     """
 
     model: str = "llama32-1b"
     size: str = "tiny"
     dataset: str = "wikipedia"
+    tokenizer: str | None = None
+    vocab_size: int | None = None
     recipe: str = "bf16"
     linear_quant: str | None = None
     qk_quant: str | None = None
@@ -120,8 +121,8 @@ class RunConfig:
         )
 
     def shape(self) -> Shape:
-        shape = MODELS[self.model][self.size]
-        return replace(shape, layers=self.layers) if self.layers else shape
+        chosen = {"layers": self.layers, "vocab": self.vocab_size}
+        return replace(MODELS[self.model][self.size], **{name: value for name, value in chosen.items() if value})
 
     def skip(self) -> Selection | None:
         """The layers that stay in bf16, None for none. Raises SelectionError, as `capture` does."""
@@ -177,12 +178,7 @@ def check(config: RunConfig) -> None:
     """Raise ConfigError, RecipeError or UnknownFormat for the first choice that cannot be run."""
     _one_of("model", config.model, MODELS)
     _one_of("size", config.size, SIZES)
-    if config.dataset not in DATASETS and not config.dataset.endswith((".jsonl", ".jsonl.gz")):
-        raise ConfigError(
-            f"dataset {config.dataset!r} is unknown: {', '.join(DATASETS)}, or a path to a .jsonl or .jsonl.gz file"
-        )
-    if config.dataset not in DATASETS and not Path(config.dataset).is_file():
-        raise ConfigError(f"dataset {config.dataset} does not exist: give the path of an existing file")
+    check_inputs(config.dataset, config.tokenizer)
     config.parsed_recipe()
     for name, least in (
         ("control_iter", 0),
@@ -203,6 +199,8 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"--seed is {config.seed}: it must be 0 or more and less than 2^63")
     if not 0 <= config.learning_rate < math.inf:
         raise ConfigError(f"--learning-rate is {config.learning_rate}: it must be 0 or more, and finite")
+    if config.vocab_size is not None and config.vocab_size < 1:
+        raise ConfigError(f"--vocab-size is {config.vocab_size}: it must be 1 or more")
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")

@@ -20,11 +20,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, sta
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from collector.errors import ConfigError
 from collector.parallel import PeerLost
 from collector.ranks import LAUNCHER, STORE
 from data.runs import CANCELLED, DONE, FAILED, list_runs, settle
 
 PREFIX = "collector: "
+REFUSED = 2  # a rank's exit status for bad usage
 # How a rank ends because another did: told by the collective operation, or by the signal that it was sent.
 FOLLOWED = (PeerLost.exit_status, 130, -signal.SIGTERM)
 
@@ -34,7 +36,8 @@ class RankFailed(RuntimeError):
 
 
 def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
-    """python -m collector with these arguments on `ranks` ranks. Raises RankFailed, KeyboardInterrupt."""
+    """python -m collector with these arguments on `ranks` ranks. Raises RankFailed, KeyboardInterrupt, or ConfigError
+    where a rank refused what it was asked for."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it warns of is told here
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
         # Rank 0 talks to the terminal, what the others say is kept aside.
@@ -53,9 +56,15 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
             _settle(root, CANCELLED, None)
             raise KeyboardInterrupt from None
         if result.failures:
-            reason = _reason(result.failures, result.stderrs)
-            _settle(root, FAILED, reason)
-            raise RankFailed(f"the run failed: {reason}")
+            rank, failure = _first(result.failures)
+            if failure.exitcode < 0:
+                said = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
+            else:
+                said = f"rank {rank}: {_last_words(failure, result.stderrs[rank])}"
+            _settle(root, FAILED, said)
+            if failure.exitcode == REFUSED:
+                raise ConfigError(said.removeprefix(f"rank {rank}: "))
+            raise RankFailed(f"the run failed: {said}")
 
 
 def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
@@ -75,14 +84,16 @@ def _settle(root: Path, state: str, reason: str | None) -> None:
             settle(run.directory, state, reason)
 
 
-def _reason(failures: dict[int, ProcessFailure], stderrs: dict[int, str]) -> str:
-    """Why the run ended, by the rank that failed of itself. Words that are no message of ours are passed on whole."""
+def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed of itself."""
     own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWED} or failures
-    rank, failure = min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
-    if failure.exitcode < 0:
-        return f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
-    said = Path(stderrs[rank]).read_text(errors="replace").strip()
+    return min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
+
+
+def _last_words(failure: ProcessFailure, stderr: str) -> str:
+    """Why a rank ended, as it said. Words that are no message of ours are passed on whole."""
+    said = Path(stderr).read_text(errors="replace").strip()
     last = said.splitlines()[-1] if said else f"exit status {failure.exitcode}"
     if not last.startswith(PREFIX):
         print(said, file=sys.stderr)
-    return f"rank {rank}: {last.removeprefix(PREFIX).removeprefix('the run failed: ')}"
+    return last.removeprefix(PREFIX).removeprefix("the run failed: ")

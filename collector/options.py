@@ -6,10 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NoReturn
 
 from collector.config import (
     BACKENDS,
+    BYTE,
     DATASETS,
     DEFAULT_SCORES,
     DEVICES,
@@ -22,6 +24,8 @@ from collector.config import (
     fast,
 )
 from collector.recipe import TEN_RECIPES
+from collector.slurm_options import add_options as add_start_options
+from collector.words import one_line
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 
@@ -59,11 +63,6 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action) if told else action.help
 
 
-def one_line(text: str) -> str:
-    """What a user typed may hold line breaks and escape sequences: shown, not obeyed."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read; bad usage ends the process with status 2 and one line."""
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
@@ -78,6 +77,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
+def job_arguments(argv: Sequence[str]) -> list[str]:
+    """What a job is to be run with: a command line that `parse` takes, less what tells how it is started."""
+    start = Parser(prog="collector", add_help=False)
+    add_start_options(start)
+    return start.parse_known_args(argv)[1]
+
+
 def _old_parser() -> Parser:
     old = Parser(prog="collector", add_help=False)
     old.add_argument("--mode", choices=MODES, action="append", help="old spelling of the commands run, batch and quick")
@@ -88,7 +94,7 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="collector", description="Train a small quantized model and record its tensors.", parents=[_old_parser()]
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | list")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | compare | list")
     run = commands.add_parser("run", help="one run", formatter_class=Help)
     batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
     quick = commands.add_parser("quick", help="the smallest useful run", formatter_class=Help)
@@ -102,6 +108,10 @@ def build_parser() -> Parser:
         command.add_argument("--quant-type", type=_names, metavar=metavar, help="old spelling of --quantization")
         _add_options(command)
     quick.set_defaults(training_config="fast", warmup_iterations=2)
+    compare = commands.add_parser("compare", help="the recipes of a root side by side", formatter_class=Help)
+    compare.add_argument("root", nargs="?", metavar="ROOT", help="of the runs; else $TENSOR_SAVE_DIR, data/runs")
+    compare.add_argument("--format", choices=("text", "csv", "markdown"), default="text", help="how it is written")
+    compare.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to the terminal")
     commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
     return parser
 
@@ -111,7 +121,12 @@ def _add_options(parser: Parser) -> None:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", default=d.model, help=", ".join(MODELS))
     what.add_argument("--size", default=d.size, help=", ".join(SIZES))
-    what.add_argument("--dataset", default=d.dataset, help=f"{', '.join(DATASETS)}, or a .jsonl(.gz) file")
+    files = "a .jsonl, .jsonl.gz or .parquet file, or Megatron's .bin/.idx (either file, or their prefix)"
+    what.add_argument("--dataset", default=d.dataset, metavar="NAME|PATH", help=f"{', '.join(DATASETS)}, {files}")
+    tokenizers = f"{BYTE}, or a Hugging Face tokenizer.json or its directory (default: {BYTE}; none with .bin/.idx)"
+    what.add_argument("--tokenizer", default=argparse.SUPPRESS, metavar="NAME|PATH", help=tokenizers)
+    vocabulary = "tokens of the model (default: its own, see `list`)"
+    what.add_argument("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=vocabulary)
     what.add_argument("--layers", type=int, metavar="N", help="shorten the model to its first N")
     what.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face safetensors checkpoint")
 
@@ -192,7 +207,7 @@ def _add_options(parser: Parser) -> None:
     where.add_argument("--tp", type=int, default=d.tp, metavar="N", help="tensor-parallel ranks")
     where.add_argument("--sequence-parallel", action="store_true", help="split sequences among them between layers")
     where.add_argument("--dp", type=int, default=d.dp, metavar="N", help="replicas, each with its own micro-batches")
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, operand by operand")
+    add_start_options(parser)
 
 
 def configs(given: argparse.Namespace) -> list[RunConfig]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from collector.parallel import SINGLE, Group, PeerLost
 LAUNCHER = "BINADE_LAUNCHER"
 STORE = "BINADE_STORE"
 TIMEOUT = timedelta(minutes=30)
+_joined = count()  # the runs of this process
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def join(config: RunConfig) -> Iterator[Ranks]:
     rank = int(os.environ["RANK"])
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    store = dist.FileStore(os.environ[STORE], size) if STORE in os.environ else None
+    store = dist.PrefixStore(f"run {next(_joined)}", _meeting_place(rank, size))
     dist.init_process_group(
         "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
@@ -120,6 +123,15 @@ def join(config: RunConfig) -> Iterator[Ranks]:
         yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _meeting_place(rank: int, size: int) -> dist.Store:
+    """Where the ranks find each other, one for all runs of a batch: a rank that is early for the next run would meet
+    those that have not left the last."""
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], size)
+    return next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0]
 
 
 def _own(groups: list[range], rank: int) -> dist.ProcessGroup | None:

@@ -20,9 +20,10 @@ from torch import Tensor
 from collector.capture import Recorder, instrument
 from collector.checkpoint import Checkpoint, open_checkpoint
 from collector.config import ConfigError, RunConfig, available_host_memory, check, check_memory
-from collector.corpus import SampleStream, load_corpus
+from collector.datasets import open_dataset
 from collector.model import GPTModel
 from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
+from collector.samples import SampleStream, open_stream
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # iterations done, of how many
@@ -38,6 +39,14 @@ class Result:
     loss_last: float | None
     tensors: int
     bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step: the mean loss in nats per token, over all replicas, and the seconds it took."""
+
+    loss: float
     seconds: float
 
 
@@ -84,13 +93,14 @@ def _silent(line: str) -> None:
 
 def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
     checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
-    corpus = load_corpus(config.dataset)
     shape, recipe = config.shape(), config.parsed_recipe()
+    dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
+    stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     description = config.to_dict() | {
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
-        "corpus_sha256": corpus.digest,
+        "data": dataset.identity,
         "operands": recipe.lines(),
         "parameters": shape.parameters,
         "command": command or " ".join(sys.argv),
@@ -123,7 +133,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
                     say(line)
 
             try:
-                _train(config, corpus, recipe, device, recorder, tell, progress, checkpoint)
+                tell(f"data: {dataset}")
+                _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
                 ranks.wait()  # for what the others have still to write
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
@@ -142,7 +153,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
 
 
 def _train(
-    config, corpus, recipe, device, recorder: Recorder, tell: Say, progress: Progress, checkpoint: Checkpoint | None
+    config, stream, recipe, device, recorder: Recorder, tell: Say, progress: Progress, checkpoint: Checkpoint | None
 ) -> None:
     torch.manual_seed(config.seed)
     shape = config.shape()
@@ -153,7 +164,6 @@ def _train(
         checkpoint.load_into(model)
     else:
         model.initialize(config.seed)
-    stream = SampleStream(corpus, config.sequence_length, config.seed, rank=ranks.replica, ranks=ranks.replicas)
     optimizer = _optimizer(model, config)
     tell(
         f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
@@ -161,22 +171,22 @@ def _train(
     )
     if checkpoint:
         tell(f"weights from {checkpoint.directory}")
-    tell(f"data: {config.dataset}, {len(corpus.documents)} documents, sha256 {corpus.digest[:16]}")
     tell(f"recipe {recipe.name}: {recipe.describe()}")
     if config.skip_layers:
         tell(f"in bf16 whatever the recipe: {config.skip_layers}")
     total = config.warmup_iterations + config.iterations
     recorder.recording = False
     for done in range(config.warmup_iterations):
-        loss = _step(model, optimizer, stream, config, device, ranks)
-        _note(recorder, done - config.warmup_iterations, loss, tell, "warm-up in bf16")
+        step = _step(model, optimizer, stream, config, device, ranks)
+        _note(recorder, done - config.warmup_iterations, step, stream.digest(), tell, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
     chosen = {"skip": config.skip(), "capture": config.capture()}
     with instrument(model, recipe, recorder, backend=config.backend, **chosen):
         for iteration in range(config.iterations):
-            loss = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
-            _note(recorder, iteration, loss, tell, recipe.name)
+            step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
+            recorded = config.records(iteration)
+            _note(recorder, iteration, step, stream.digest(), tell, recipe.name, recorded=recorded)
             progress(config.warmup_iterations + iteration + 1, total)
     if config.backend == "triton":
         tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
@@ -204,9 +214,10 @@ def _step(
     ranks: Ranks,
     recorder: Recorder | None = None,
     iteration: int = 0,
-) -> float:
-    """One optimizer step over the micro-batches; the mean loss in nats per token, over all replicas."""
+) -> Step:
+    """One optimizer step over the micro-batches."""
     ranks.check_launcher()
+    start = time.perf_counter()
     records = config.records(iteration) and ranks.rank in config.recording_ranks
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
@@ -222,7 +233,9 @@ def _step(
     finish_gradients(model, ranks)
     clip_gradients(model, ranks, 1.0)
     optimizer.step()
-    return mean_over_replicas(total, ranks)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
@@ -234,12 +247,15 @@ def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: in
     return loss.item()
 
 
-def _note(recorder: Recorder, iteration: int, loss: float, tell: Say, what: str) -> None:
-    """Warm-up iterations count from below: the last one is -1."""
-    writer = recorder.writer
+def _note(
+    recorder: Recorder, iteration: int, step: Step, data_sha256: str, tell: Say, what: str, *, recorded: bool
+) -> None:
+    """Warm-up iterations count from below: the last one is -1. data_sha256 is of all tokens read so far."""
+    writer, loss = recorder.writer, step.loss
     if loss != loss or loss in (float("inf"), float("-inf")):
         raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
-    writer.append_loss({"iteration": iteration, "loss": loss, "time": time.time()})
+    timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
+    writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
     first = writer.status.loss_first
     if iteration >= 0:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)

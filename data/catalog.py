@@ -10,23 +10,26 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pandas as pd
-import torch
-from torch import Tensor
+import pyarrow as pa
 
 from data.filter import FIELDS, Filter
 from data.runs import RunError, RunInfo, list_runs, resolve_root
 from data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from data.store import load
-from quant.summary import bin_edges
+from quant.formats import FORMATS
+from quant.sketch import bin_edges
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCHEMA = Path(__file__).with_name("schema.sql")
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
@@ -34,6 +37,19 @@ UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
+SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
+# Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
+STATISTICS = {
+    "absmax": "absmax",
+    "std": "std",
+    "kurtosis": "kurtosis",
+    "crest_factor": "absmax / nullif(rms, 0)",
+    "dynamic_range": "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END",
+    "zero_share": "zeros / nullif(numel, 0)",
+}
+# What makes a tensor of one run the same tensor as one of another.
+TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
+PUBLIC_TABLES = ("run", "tensor", "score", "sketch")
 
 
 class CatalogError(ValueError):
@@ -262,22 +278,45 @@ class Catalog:
         frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
+    def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
+        """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
+        condition, parameters = self._selection(where, None)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        return self._frame(
+            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
+            f" WHERE {condition} GROUP BY ALL",
+            parameters,
+        )
+
     def moments(
-        self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
+        self,
+        where: Filter | None = None,
+        by: str | Sequence[str] | None = None,
+        tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
         """Statistics of the selection's values taken together, a row a group: tensors, numel, finite, mean, std, rms,
         min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
-        and flush_to_zero, saturated (shares of all elements concerned)."""
+        and flush_to_zero, saturated (shares of all elements concerned).
+
+        by names one column, whose values are then in `group`, or a sequence of columns, each kept under its own name.
+        Raises CatalogError for a column that cannot be grouped by.
+        """
         condition, parameters = self._selection(where, tensor_ids)
-        group = "'all'" if by is None else f"tensor.{self._column(by)}"
+        if by is None or isinstance(by, str):
+            group = "'all'" if by is None else f"tensor.{self._column(by)}"
+            named, keys = f'{group} AS "group", ', '"group"'
+        else:
+            named, keys = "", ", ".join(f'"{self._column(name)}"' for name in by)
+            if not keys:
+                raise CatalogError(f"no column is named to group by: {', '.join(GROUPABLE)}")
         return self._frame(
             f"""
             WITH chosen AS (
-                SELECT {group} AS "group", *, (numel - nans - infs) AS finite,
+                SELECT {named}*, (numel - nans - infs) AS finite,
                        CASE WHEN sqnr_db IS NOT NULL THEN rms * rms * (numel - nans - infs) END AS power
                 FROM tensor WHERE {condition}
             ), totals AS (
-                SELECT "group", count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
+                SELECT {keys}, count(*) AS tensors, sum(numel)::BIGINT AS numel, sum(finite)::BIGINT AS finite,
                        sum(mean * finite) FILTER (finite > 0) / sum(finite) AS mean,
                        sqrt(sum(rms * rms * finite) FILTER (finite > 0) / sum(finite)) AS rms,
                        min(min) FILTER (finite > 0) AS min, max(max) FILTER (finite > 0) AS max,
@@ -289,14 +328,25 @@ class Catalog:
                            / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
                        sum(saturated * numel) FILTER (NOT isnan(saturated))
                            / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
-                FROM chosen GROUP BY "group"
+                FROM chosen GROUP BY {keys}
             )
             SELECT * EXCLUDE (signal, noise),
                    CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
                    CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
                         ELSE 10 * log10(signal / noise) END AS sqnr_db
-            FROM totals ORDER BY "group"
+            FROM totals ORDER BY {keys}
             """,
+            parameters,
+        )
+
+    def operands(self, where: Filter | None = None) -> pd.DataFrame:
+        """The selection's operands of GEMMs, a row for each component, operation and format (null for those that were
+        not quantized): tensors, numel, nbytes (as they were before quantization)."""
+        condition, parameters = (where or Filter()).sql()
+        return self._frame(
+            "SELECT component, operation, format, count(*) AS tensors, sum(numel)::BIGINT AS numel,"
+            f" sum(nbytes)::BIGINT AS nbytes FROM tensor WHERE contracted_axis IS NOT NULL AND {condition}"
+            " GROUP BY component, operation, format ORDER BY component, operation, format",
             parameters,
         )
 
@@ -312,6 +362,131 @@ class Catalog:
             " ORDER BY tensor_id, score.format",
             parameters,
         )
+
+    def errors(
+        self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
+    ) -> pd.DataFrame:
+        """What a format would do to the selection's operands, a row a group: by's columns, tensors, sqnr_db (of the
+        summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the group's
+        worst by `worst`, one of these three. Operands without a finite value are left out.
+
+        Raises CatalogError for another column or metric.
+        """
+        if worst not in SHOWN_ERRORS:
+            raise CatalogError(f"operands cannot be ranked by {worst!r}: {', '.join(SHOWN_ERRORS)}")
+        condition, parameters = self._selection(where, None)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        key = "-score.sqnr_db" if worst == "sqnr_db" else f"score.{worst}"
+        return self._frame(
+            f"""
+            WITH chosen AS (
+                SELECT {columns}, tensor.tensor_id, numel, numel - nans - infs AS finite, zeros, rms, score.mse,
+                       score.flush_to_zero, score.saturated, CASE WHEN isnan({key}) THEN NULL ELSE {key} END AS badness
+                FROM score JOIN tensor USING (tensor_id)
+                WHERE {condition} AND score.format = ? AND NOT isnan(score.mse) AND NOT isnan(rms)
+            ), totals AS (
+                SELECT {", ".join(by)}, count(*) AS tensors, sum(rms * rms * finite) AS signal,
+                       sum(mse * finite) AS noise,
+                       sum(flush_to_zero * (finite - zeros)) FILTER (NOT isnan(flush_to_zero))
+                           / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
+                       sum(saturated * numel) FILTER (NOT isnan(saturated))
+                           / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated,
+                       coalesce(arg_max(tensor_id, badness), min(tensor_id)) AS tensor_id
+                FROM chosen GROUP BY ALL
+            )
+            SELECT {", ".join(by)}, tensors, flush_to_zero, saturated, tensor_id,
+                   CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
+                        ELSE 10 * log10(signal / noise) END AS sqnr_db
+            FROM totals ORDER BY ALL
+            """,
+            [*parameters, FORMATS[fmt].name],
+        )
+
+    def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
+        """The largest of a statistic among the selection's tensors, a row a group: by's columns, tensors, `metric` and
+        the tensor_id of the tensor that has it. metric: a key of STATISTICS. Tensors without one are left out.
+
+        Raises CatalogError for another column or metric.
+        """
+        if metric not in STATISTICS:
+            raise CatalogError(f"there is no statistic {metric!r}: {', '.join(STATISTICS)}")
+        condition, parameters = self._selection(where, None)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        return self._frame(
+            f"""
+            WITH chosen AS (SELECT {columns}, tensor_id, {STATISTICS[metric]} AS value FROM tensor WHERE {condition})
+            SELECT {", ".join(by)}, count(*) AS tensors, max(value) AS "{metric}",
+                   arg_max(tensor_id, value) AS tensor_id
+            FROM chosen WHERE NOT isnan(value) GROUP BY ALL ORDER BY ALL
+            """,
+            parameters,
+        )
+
+    def scored_formats(self, where: Filter | None = None) -> list[str]:
+        """The formats that the selection's operands were scored with, in the order of FORMATS."""
+        condition, parameters = self._selection(where, None)
+        rows = self._rows(
+            f"SELECT DISTINCT score.format FROM score JOIN tensor USING (tensor_id) WHERE {condition}", parameters
+        )
+        found = {name for (name,) in rows}
+        return [name for name in FORMATS if name in found]
+
+    def twins(self, tensor_id: str) -> pd.DataFrame:
+        """The same tensor of every run: the rows of `tensor` with its model, size, dataset, place, iteration,
+        micro-batch, rank and expert, itself among them, newest run first; run_id tells them apart.
+
+        Whether the runs saw the same data is for their configurations to say. Empty if the id is unknown.
+        """
+        same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
+        return self._frame(
+            f"SELECT a.* FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
+            " WHERE b.tensor_id = ? ORDER BY run.started DESC, a.tensor_id",
+            [tensor_id],
+        )
+
+    def pairs(self, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
+        """The tensors of one run beside their twins in another: tensor_id, reference_id, layer_index, module,
+        operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity (see
+        `twins`); both must have values on disk."""
+        condition, parameters = self._selection(where, None)
+        same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
+        return self._frame(
+            "SELECT tensor.tensor_id, b.tensor_id AS reference_id, tensor.layer_index, tensor.module,"
+            " tensor.operation, tensor.tensor_name, tensor.iteration, tensor.numel,"
+            " b.rms * b.rms * (b.numel - b.nans - b.infs) AS reference_power"
+            f" FROM tensor JOIN tensor b ON {same}"
+            f" WHERE {condition} AND tensor.run_id = ? AND b.run_id = ?"
+            " AND tensor.path IS NOT NULL AND b.path IS NOT NULL"
+            " ORDER BY tensor.iteration, tensor.layer_index, tensor.module, tensor.tensor_name, tensor.tensor_id",
+            [*parameters, run_id, reference],
+        )
+
+    def parts(self) -> pd.DataFrame:
+        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router),
+        format (forward operands), gradient_format. A part that ran as it is has no row."""
+        return self._frame(
+            """
+            SELECT run_id, CASE WHEN layer_type = 'attention'
+                                THEN CASE WHEN tensor_name IN ('query', 'key') THEN 'QK' ELSE 'PV' END
+                                WHEN module = 'router' THEN 'router' ELSE 'linear' END AS part,
+                   min(format) FILTER (operation = 'forward') AS format,
+                   min(format) FILTER (operation = 'backward') AS gradient_format
+            FROM tensor WHERE format IS NOT NULL GROUP BY ALL ORDER BY ALL
+            """
+        )
+
+    def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
+        """The rows of `tensor` for these ids, in their order; ids that are not there are left out."""
+        frame = self._frame("SELECT * FROM tensor WHERE list_contains(?, tensor_id)", [tensor_ids])
+        order = {tensor_id: index for index, tensor_id in enumerate(tensor_ids)}
+        return frame.sort_values("tensor_id", key=lambda ids: ids.map(order), ignore_index=True)
+
+    def table(self, name: str) -> pa.Table:
+        """A whole table of the index (run, tensor, score, sketch), for `sandbox`. Raises CatalogError for another."""
+        if name not in PUBLIC_TABLES:
+            raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
+        with self._cursor() as cursor:
+            return cursor.sql(f"FROM {name}").to_arrow_table()
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown or its values were not kept."""
@@ -342,6 +517,8 @@ class Catalog:
             raise CatalogError(
                 f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
             )
+        import torch  # only for those who read values
+
         tensors = [self.load(part) for part in parts["tensor_id"]]
         if first["shard"] == "partial":
             return torch.stack([t.float() for t in tensors]).sum(0).to(tensors[0].dtype)

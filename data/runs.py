@@ -271,7 +271,9 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
 
 
 def read_losses(directory: Path) -> list[dict[str, Any]]:
-    """loss.jsonl as records; a line cut short by a crash or damaged ends them."""
+    """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
+    seconds since 1970, the step's own seconds and whether tensors were recorded in it (older runs lack these two). A
+    line cut short by a crash or damaged ends them."""
     path = directory / "loss.jsonl"
     records = []
     for line in path.read_bytes().splitlines() if path.exists() else []:

@@ -10,13 +10,15 @@ import shutil
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quant.metrics import Errors
-from quant.summary import Summary
+if TYPE_CHECKING:  # they import torch, which reading the index does not need
+    from quant.metrics import Errors
+    from quant.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,17 @@ _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
 _INTEGER_WORDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
 _MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
 _COUNTS = ("zeros", "nans", "infs")
-ERROR_COLUMNS = tuple(f.name for f in fields(Errors))
+ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
+    "sqnr_db",
+    "mse",
+    "relative_error",
+    "cosine",
+    "projection",
+    "max_abs_error",
+    "flush_to_zero",
+    "underflow_of_all",
+    "saturated",
+)
 
 _SHARD = (
     ("tp_rank", _INT),

@@ -2,6 +2,8 @@
 
 It loads with torch.load(path, weights_only=True, mmap=True), here and in anyone's script. Nothing is ever unpickled
 beyond what weights_only allows.
+
+torch is imported where a tensor is read or written: who only asks the index does not wait for it.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TensorFileError(ValueError):
@@ -39,7 +41,12 @@ def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]
 
     The tensor is stored contiguous, on the CPU, in a storage of its own: a view does not drag its base along.
     """
-    own = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    import torch
+
+    own = tensor.detach()
+    whole = own.device.type == "cpu" and own.is_contiguous() and own.untyped_storage().nbytes() == own.nbytes
+    if not whole:
+        own = own.to("cpu", copy=True, memory_format=torch.contiguous_format)
     buffer = io.BytesIO()
     torch.save({"tensor": own, "tensor_info": tensor_info, "metadata": metadata}, buffer)
     return buffer.getbuffer()
@@ -54,6 +61,8 @@ def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict
 
 def load(path: Path) -> Tensor:
     """The tensor of a file, memory-mapped: pages are read when touched. Raises TensorFileError."""
+    import torch
+
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
@@ -61,6 +70,6 @@ def load(path: Path) -> Tensor:
     except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise TensorFileError(f"{path} cannot be read as a tensor file: {reason}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("tensor"), Tensor):
+    if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
     return content["tensor"]

@@ -12,6 +12,8 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "Blocks": "blocks",
+    "look": "blocks",
     "FORMATS": "formats",
     "Format": "formats",
     "UnknownFormat": "formats",
@@ -21,6 +23,7 @@ _HOME = {
     "compare": "metrics",
     "score": "metrics",
     "usage": "metrics",
+    "hadamard_rotate": "rotation",
     "Quantized": "quantizer",
     "fake_quantize": "quantizer",
     "quantize": "quantizer",

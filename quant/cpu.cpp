@@ -1,4 +1,5 @@
-// The compiled CPU twin of reference.py: the same bits, one pass over memory. See cpu.py for how it is built and called.
+// The compiled CPU twin of reference.py: the same bits, one pass over memory; and the error that it made, in another. See
+// cpu.py for how it is built and called.
 //
 // A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
 // along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways.
@@ -7,6 +8,7 @@
 // WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes a second, of all ten.
 // Needs strict IEEE float32: no contraction, no reassociation, subnormals and signed zeros kept.
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -222,6 +224,78 @@ struct Quantizer {
     }
 };
 
+// What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
+struct Sums {
+    static constexpr int64_t TILE = 512;
+    float a[TILE], b[TILE];
+    double most[TILE];  // |a| · left beyond it is saturated
+    double left;
+    int64_t filled = 0;
+    double total[9] = {};
+
+    void add_run(const VALUE* x, const VALUE* y, int64_t length, double limit) {
+        while (length > 0) {
+            const int64_t n = length < TILE - filled ? length : TILE - filled;
+            for (int64_t i = 0; i < n; i++) {
+                a[filled + i] = load(x + i);
+                b[filled + i] = load(y + i);
+                most[filled + i] = limit;
+            }
+            advance(n);
+            x += n, y += n, length -= n;
+        }
+    }
+
+    void add_row(const VALUE* x, const VALUE* y, const double* limits, int64_t length) {
+        while (length > 0) {
+            const int64_t n = length < TILE - filled ? length : TILE - filled;
+            for (int64_t i = 0; i < n; i++) {
+                a[filled + i] = load(x + i);
+                b[filled + i] = load(y + i);
+                most[filled + i] = limits[i];
+            }
+            advance(n);
+            x += n, y += n, limits += n, length -= n;
+        }
+    }
+
+    void advance(int64_t n) {
+        filled += n;
+        if (filled == TILE) finish();
+    }
+
+    void finish() {
+        const int32_t n = static_cast<int32_t>(filled);
+        double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0;
+        int32_t finite = 0, nonzero = 0, flushed = 0, saturated = 0;
+#pragma omp simd reduction(+ : xx, qq, xq, ee, finite, nonzero, flushed, saturated) reduction(max : peak)
+        for (int32_t i = 0; i < n; i++) {
+            const bool ok = (to_bits(a[i]) & 0x7FFFFFFF) < 0x7F800000;
+            const double x = ok ? a[i] : 0.0f, q = ok ? b[i] : 0.0f, e = q - x;
+            const double size = e < 0 ? -e : e, magnitude = x < 0 ? -x : x;
+            xx += x * x;
+            qq += q * q;
+            xq += x * q;
+            ee += e * e;
+            peak = size > peak ? size : peak;
+            finite += ok;
+            nonzero += x != 0;
+            flushed += (x != 0) & (q == 0);
+            saturated += magnitude * left > most[i];
+        }
+        total[0] += xx;
+        total[1] += qq;
+        total[2] += xq;
+        total[3] += ee;
+        total[4] = peak > total[4] ? peak : total[4];
+        total[5] += finite;
+        total[6] += nonzero;
+        total[7] += flushed;
+        total[8] += saturated;
+        filled = 0;
+    }
+};
+
 }  // namespace
 
 // Work items [first, last): values where no block shares a scale, blocks where inner = 1, strips otherwise.
@@ -243,4 +317,43 @@ extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* 
         q.rows(first, last);
     else
         q.strips(first, last);
+}
+
+// The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,
+// not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales may be null (all 1).
+extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int64_t axis, int64_t inner, int64_t block,
+                        double left, double right, int64_t first, int64_t last, double* out) {
+    Sums sums;
+    sums.left = left;
+    if (!scales) {
+        sums.add_run(x + first, y + first, last - first, right);
+    } else if (inner == 1) {
+        const int64_t per_row = (axis + block - 1) / block;
+        for (int64_t b = first; b < last; b++) {
+            const int64_t begin = (b % per_row) * block;
+            const int64_t length = axis - begin < block ? axis - begin : block;
+            const int64_t at = (b / per_row) * axis + begin;
+            sums.add_run(x + at, y + at, length, scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+        }
+    } else {
+        const int64_t per_column = (axis + block - 1) / block;
+        const int64_t per_row = (inner + STRIP - 1) / STRIP;
+        double most[STRIP];
+        for (int64_t strip = first; strip < last; strip++) {
+            const int64_t column = (strip % per_row) * STRIP;
+            const int64_t row = strip / per_row;
+            const int64_t begin = (row % per_column) * block;
+            const int64_t length = axis - begin < block ? axis - begin : block;
+            const int64_t width = inner - column < STRIP ? inner - column : STRIP;
+            const int64_t base = ((row / per_column) * axis + begin) * inner + column;
+            for (int64_t j = 0; j < width; j++) {
+                const float scale = scales[row * inner + column + j];
+                most[j] = scale > 0 ? scale * right : HUGE_VAL;
+            }
+            for (int64_t i = 0; i < length; i++)
+                sums.add_row(x + base + i * inner, y + base + i * inner, most, width);
+        }
+    }
+    sums.finish();
+    std::memcpy(out, sums.total, sizeof sums.total);
 }

@@ -36,8 +36,10 @@ from quant.reference import RULES, Plan
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Strict IEEE arithmetic: contraction off; the two -fno options touch errno and trap flags only, never a value.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+# Strict IEEE arithmetic: contraction off; the two -fno options touch errno and trap flags only, never a value. What may
+# be added up in another order says so by a pragma.
+STRICT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp-simd", *STRICT)
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
 ROUNDINGS = {"nearest": 0, "half_away": 1}
@@ -90,12 +92,20 @@ class CannotBuild(RuntimeError):
     """There is no C++ compiler, or it failed."""
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """The functions of a build."""
+
+    quantize: Callable
+    measure: Callable
+
+
 _lock = threading.Lock()
-_kernels: dict[Kind, Callable | None] = {}
+_kernels: dict[Kind, Kernel | None] = {}
 _worked: dict[Kind, int] = {}
 
 
-def kernel(kind: Kind, values: int | None = None) -> Callable | None:
+def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
     """The compiled kernel of a kind, loaded or built if `values` more to quantize are worth it (None: in any case).
 
     None if it is not, or cannot be.
@@ -118,15 +128,16 @@ def kernel(kind: Kind, values: int | None = None) -> Callable | None:
         return _kernels[kind]
 
 
-def _load(kind: Kind) -> Callable:
+def _load(kind: Kind) -> Kernel:
     path = _path(kind)
     if not path.exists():
         _build(kind, path)
-    function = ctypes.CDLL(str(path)).quantize
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, size, size]
-    function.restype = None
-    return function
+    library = ctypes.CDLL(str(path))
+    pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    library.quantize.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, size, size]
+    library.measure.argtypes = [pointer, pointer, pointer, size, size, size, real, real, size, size, pointer]
+    library.quantize.restype = library.measure.restype = None
+    return Kernel(library.quantize, library.measure)
 
 
 def _build(kind: Kind, path: Path) -> None:
@@ -197,42 +208,88 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="quant")
 
 
-def compiled(
-    x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: Callable
-) -> tuple[Tensor, Tensor]:
-    """As `quantize_dequantize`, by a kernel of `kernel(kind_of(plan, x.dtype))`."""
-    dtype = x.dtype
-    x = x.contiguous() if dtype in VALUES else x.float().contiguous()
-    dim = dim % x.dim() if x.dim() else 0
-    axis = x.shape[dim] if x.dim() else 1
-    inner = x.shape[dim + 1 :].numel()
-    y = torch.empty_like(x)
-    scales = torch.empty(0)
-    if plan.block_size is None:
-        block, items, per_item = 1, x.numel(), 1
-    else:
+@dataclass(frozen=True)
+class Layout:
+    """A tensor as the kernels see it, [outer, axis, inner] in blocks along the axis, and the work cut into `items`."""
+
+    axis: int
+    inner: int
+    block: int
+    rows: int  # of blocks, each `inner` wide
+    items: int
+    per_item: int
+
+    @classmethod
+    def of(cls, x: Tensor, plan: Plan, dim: int) -> Layout:
+        dim = dim % x.dim() if x.dim() else 0
+        axis = x.shape[dim] if x.dim() else 1
+        inner = x.shape[dim + 1 :].numel()
+        if plan.block_size is None:
+            return cls(axis, inner, 1, 0, x.numel(), 1)
         block = plan.block_size
         rows = x.numel() // (axis * inner) * -(-axis // block)
         items = rows if inner == 1 else rows * -(-inner // STRIP)
-        per_item = min(block, axis) * min(inner, STRIP)
-        if want_scales:
-            scales = torch.empty(rows * inner)
+        return cls(axis, inner, block, rows, items, min(block, axis) * min(inner, STRIP))
+
+    def share_out(self, part: Callable[[int, int], None]) -> None:
+        """Call part(first, last) for all items, on as many threads as torch may use and the work is worth."""
+        threads = max(1, min(torch.get_num_threads(), self.items * self.per_item // PER_THREAD))
+        if threads == 1:
+            part(0, self.items)
+        else:
+            cuts = [self.items * i // threads for i in range(threads + 1)]
+            list(_pool(torch.get_num_threads(), os.getpid()).map(part, cuts[:-1], cuts[1:]))
+
+
+def compiled(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: Kernel) -> tuple[Tensor, Tensor]:
+    """As `quantize_dequantize`, by kernel(kind_of(plan, x.dtype))."""
+    dtype = x.dtype
+    x = x.contiguous() if dtype in VALUES else x.float().contiguous()
+    layout = Layout.of(x, plan, dim)
+    y = torch.empty_like(x)
+    scales = torch.empty(layout.rows * layout.inner if want_scales else 0)
     described = _describe(plan)
     scales_at = scales.data_ptr() if scales.numel() else None
+    shape = layout.axis, layout.inner, layout.block
     largest = float(absmax)
 
     def part(first: int, last: int) -> None:
-        run(
-            ctypes.addressof(described), x.data_ptr(), y.data_ptr(), scales_at, axis, inner, block, largest, first, last
-        )
+        run.quantize(ctypes.addressof(described), x.data_ptr(), y.data_ptr(), scales_at, *shape, largest, first, last)
 
-    threads = max(1, min(torch.get_num_threads(), items * per_item // PER_THREAD))
-    if threads == 1:
-        part(0, items)
-    else:
-        cuts = [items * i // threads for i in range(threads + 1)]
-        list(_pool(torch.get_num_threads(), os.getpid()).map(part, cuts[:-1], cuts[1:]))
+    layout.share_out(part)
     return y.to(dtype), scales
+
+
+def measure(
+    x: Tensor, y: Tensor, plan: Plan, dim: int, scales: Tensor | None, left: float, right: float
+) -> list[float] | None:
+    """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
+    elements of x are finite, not zero, not zero but zero in y, and saturated, which is where |x| · left exceeds their
+    block's scale times right. None where there is no kernel for this plan and dtype, or it is not worth building.
+
+    x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them.
+    """
+    kind = kind_of(plan, x.dtype) if x.dtype == y.dtype and x.dtype in VALUES else None
+    run = kernel(kind, x.numel()) if kind else None
+    if run is None:
+        return None
+    x, y = x.contiguous(), y.contiguous()
+    layout = Layout.of(x, plan, dim)
+    scales = scales.contiguous() if scales is not None and plan.block_size is not None else None
+    shape = layout.axis, layout.inner, layout.block
+    found: dict[int, ctypes.Array] = {}
+
+    def part(first: int, last: int) -> None:
+        sums = (ctypes.c_double * 9)()
+        scales_at = None if scales is None else scales.data_ptr()
+        run.measure(x.data_ptr(), y.data_ptr(), scales_at, *shape, left, right, first, last, ctypes.addressof(sums))
+        found[first] = sums
+
+    layout.share_out(part)
+    parts = [list(found[first]) for first in sorted(found)]  # added up in one order, however the threads ran
+    total = [sum(column) for column in zip(*parts, strict=True)]
+    total[4] = max(part[4] for part in parts)
+    return total
 
 
 def in_pieces(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ Counts are exact and equal to those of the CPU path. Moments are float64 sums in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,8 +107,8 @@ class Pass:
     infs: int
 
 
-def one_pass(x: Tensor) -> Pass:
-    """Flat, contiguous, not empty x -> Pass."""
+def one_pass(x: Tensor) -> Callable[[], Pass]:
+    """Flat, contiguous, not empty x -> Pass, fetched when called: until then nothing waits for the GPU."""
     check_device(x)
     device, numel = x.device, x.numel()
     programs = 4 if INTERPRETED else 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -139,20 +140,18 @@ def one_pass(x: Tensor) -> Pass:
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
-    total = counts.sum(0, dtype=torch.int64).cpu().numpy()
-    total[0] -= tiles * TILE - numel  # lanes past the end read 0
-    total[INFINITY_BIN:SIGN_BIN] = 0
-    total[SIGN_BIN + INFINITY_BIN :] = 0
-    found = extremes.cpu().numpy().astype(np.float64)
-    zeros, nans, infs = (int(v) for v in special.sum(0).cpu())
-    return Pass(
-        counts=total,
-        sums=sums.cpu().numpy().sum(0),
-        shift=float(shift),
-        low=float(found[:, 0].min()),
-        high=float(found[:, 1].max()),
-        absmin=float(found[:, 2].min()),
-        zeros=zeros,
-        nans=nans,
-        infs=infs,
-    )
+    # On the device still: what is kept until it is fetched is small.
+    counts = counts.sum(0, dtype=torch.int64)
+    sums, special = sums.sum(0), special.sum(0)
+    extremes = torch.stack((extremes[:, 0].amin(), extremes[:, 1].amax(), extremes[:, 2].amin()))
+
+    def fetch() -> Pass:
+        total = counts.cpu().numpy().copy()
+        total[0] -= tiles * TILE - numel  # lanes past the end read 0
+        total[INFINITY_BIN:SIGN_BIN] = 0
+        total[SIGN_BIN + INFINITY_BIN :] = 0
+        low, high, absmin = extremes.tolist()
+        zeros, nans, infs = special.tolist()
+        return Pass(total, sums.cpu().numpy(), float(shift), low, high, absmin, zeros, nans, infs)
+
+    return fetch

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quant import sketch
+from quant import cpu, sketch
 from quant.formats import E4M3, Format
 from quant.quantizer import apply, decode_table, plan, quantize, tensor_absmax
 from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
 from quant.summary import summarize
 
 CHUNK = 1 << 17
+CUDA_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js
 class Errors:
     """Error of q against x, over the finite elements of x. Sums in float64.
 
-    sqnr_db is +inf where q = x throughout and NaN where x is all zero (so are relative_error, cosine, projection);
-    flush_to_zero is NaN where x has no nonzero element. saturated is NaN if the format is not known.
+    sqnr_db is +inf where q = x throughout, -inf where a finite x became infinite, and NaN where x is all zero (so are
+    relative_error, cosine, projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN if the
+    format is not known.
     """
 
     sqnr_db: float
@@ -81,37 +84,49 @@ class Errors:
 
 def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
     """The error of q against x, both of one shape, floating. Raises ValueError for different shapes."""
+    return _from_sums(_error_sums(x, q).tolist(), x.numel(), saturated)
+
+
+def _error_sums(x: Tensor, q: Tensor) -> Tensor:
+    """float64 [8] on x's device: sums of x², q², xq and (q-x)², the largest |q-x|, and how many elements of x are
+    finite, not zero, and not zero but zero in q. On a GPU nothing waits for it. Raises ValueError for different
+    shapes."""
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
-    xx = qq = xq = ee = 0.0
-    largest = 0.0
-    nonzero = flushed = finite = 0
-    for a, b in zip(x.detach().reshape(-1).split(CHUNK), q.detach().reshape(-1).split(CHUNK), strict=True):
-        a, b = a.double(), b.double()
-        ok = a.isfinite()
-        if not bool(ok.all()):
-            a, b = a[ok], b[ok]
+    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
+    total = torch.zeros(8, dtype=torch.float64, device=x.device)
+    for a, b in zip(x.detach().reshape(-1).split(chunk), q.detach().reshape(-1).split(chunk), strict=True):
         if not a.numel():
             continue
+        a, b = a.double(), b.double()
+        ok = a.isfinite()
+        if x.is_cuda or not bool(ok.all()):
+            a, b = torch.where(ok, a, 0.0), torch.where(ok, b, 0.0)
         e = b - a
-        xx += float(a @ a)
-        qq += float(b @ b)
-        xq += float(a @ b)
-        ee += float(e @ e)
-        peak = float(e.abs().max())
-        largest = peak if peak != peak else max(largest, peak)
-        finite += a.numel()
-        nonzero += int(torch.count_nonzero(a))
-        flushed += int(((a != 0) & (b == 0)).sum())
+        nonzero = a != 0
+        total[4] = torch.maximum(total[4], e.abs().amax())
+        total[:4] += torch.stack((a @ a, b @ b, a @ b, e @ e))
+        total[5:] += torch.stack((ok.sum(), nonzero.sum(), (nonzero & (b == 0)).sum()))
+    return total
+
+
+def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
+    xx, qq, xq, ee, largest, finite, nonzero, flushed = sums
+    if not xx:
+        sqnr_db = math.nan
+    elif ee in (0.0, math.inf):
+        sqnr_db = -math.inf if ee else math.inf
+    else:
+        sqnr_db = 10 * math.log10(xx / ee)
     return Errors(
-        sqnr_db=math.nan if not xx else math.inf if ee == 0 else 10 * math.log10(xx / ee),
+        sqnr_db=sqnr_db,
         mse=ee / finite if finite else math.nan,
         relative_error=math.sqrt(ee / xx) if xx else math.nan,
         cosine=xq / math.sqrt(xx * qq) if xx and qq else math.nan,
         projection=xq / xx if xx else math.nan,
-        max_abs_error=largest if finite else math.nan,
+        max_abs_error=(math.nan if ee != ee else largest) if finite else math.nan,
         flush_to_zero=flushed / nonzero if nonzero else math.nan,
-        underflow_of_all=flushed / x.numel() if x.numel() else math.nan,
+        underflow_of_all=flushed / numel if numel else math.nan,
         saturated=saturated,
     )
 
@@ -153,39 +168,75 @@ def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, abs
     scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale. A Format means its
     defaults.
     """
-    decided = plan(fmt) if isinstance(fmt, Format) else fmt
-    fmt = decided.format
     if not x.numel():
         return math.nan
+    decided = plan(fmt) if isinstance(fmt, Format) else fmt
+    limit = _saturation(decided, absmax)
+    return float(_saturated(x, decided, scales, limit, dim)) / x.numel() if limit else 0.0
+
+
+def _saturation(decided: Plan, absmax: float | Tensor) -> tuple[float, float | Tensor] | None:
+    """(left, right): an element saturates where |x| · left > its block's scale · right, every product exact in float64.
+    None where none can."""
     if decided.scale_rule in ("amax", "pow2"):
-        return 0.0
+        return None
+    if decided.scale_rule == "nvfp4":
+        return NVFP4_TENSOR_MAX, decided.format.max * absmax
+    return 1.0, decided.format.max
+
+
+def _saturated(
+    x: Tensor, decided: Plan, scales: Tensor | None, limit: tuple[float, float | Tensor], dim: int
+) -> Tensor:
+    """How many elements saturate, on x's device."""
+    left, right = limit
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     if decided.scale_rule == "none":
-        count = (magnitude > fmt.max).sum()
-    else:
-        scales = scales.transpose(1, 2).reshape(-1, 1)  # [groups, 1], in to_blocks' order
-        blocks = to_blocks(magnitude, dim, decided.block_size)
-        if decided.scale_rule == "nvfp4":  # |x| / (scale · absmax / 2688) > 6, each product exact in float64
-            over = blocks.double() * NVFP4_TENSOR_MAX > scales.double() * (fmt.max * absmax)
-        else:
-            over = blocks > scales.double() * fmt.max
-        count = (over & (scales > 0)).sum()
-    return float(count) / x.numel()
+        return (magnitude > right).sum()
+    scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
+    over = to_blocks(magnitude, dim, decided.block_size).double() * left > scales * right
+    return (over & (scales > 0)).sum()
 
 
 def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options) -> Errors:
     """The error that a format would make on x, blocks along `dim`. Options as in `quantizer.plan`."""
-    decided = plan(fmt, **options)
+    return score_later(x, plan(fmt, **options), dim, backend)()
+
+
+def score_later(x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto") -> Callable[[], Errors]:
+    """As `score`, but the result is fetched when called: until then nothing waits for a GPU."""
     q, scales = apply(x, decided, dim, backend, want_scales=True)
-    return score_of(x, q, decided, scales, dim)
+    return errors_later(x, q, decided, scales, dim)
 
 
 def score_of(x: Tensor, q: Tensor, fmt: Format | Plan, scales: Tensor | None, dim: int) -> Errors:
     """As `score`, for a q that has been computed already. A Format means its default options."""
-    decided = plan(fmt) if isinstance(fmt, Format) else fmt
-    absmax = float(tensor_absmax(x.detach())) if decided.scale_rule == "nvfp4" else 0.0
-    return errors(x, q, saturated_fraction(x, decided, scales, absmax, dim))
+    return errors_later(x, q, plan(fmt) if isinstance(fmt, Format) else fmt, scales, dim)()
+
+
+def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim: int) -> Callable[[], Errors]:
+    """As `score_of`, fetched when called."""
+    numel = x.numel()
+    if not numel:
+        empty = errors(x, q)
+        return lambda: empty
+    absmax = tensor_absmax(x.detach()).double() if decided.scale_rule == "nvfp4" else 0.0
+    limit = _saturation(decided, absmax)
+    if x.device.type == "cpu":
+        left, right = (1.0, math.inf) if limit is None else (limit[0], float(limit[1]))
+        found = cpu.measure(x, q, decided, dim, scales, left, right)
+        if found is not None:
+            result = _from_sums(found[:8], numel, found[8] / numel)
+            return lambda: result
+    over = torch.zeros((), device=x.device) if limit is None else _saturated(x, decided, scales, limit, dim)
+    sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
+
+    def fetch() -> Errors:
+        *first, saturated = sums.tolist()
+        return _from_sums(first, numel, saturated / numel)
+
+    return fetch
 
 
 @dataclass(frozen=True)

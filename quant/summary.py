@@ -7,6 +7,9 @@ float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. CUDA te
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +72,11 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     backend as in fake_quantize: auto is Triton for CUDA tensors. Counts are the same from each.
     Raises TypeError for another dtype, ValueError for an unknown backend.
     """
+    return summarize_later(x, backend)()
+
+
+def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
+    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -76,10 +84,12 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     chosen = resolve_backend(backend, x)
     x = x.detach().reshape(-1)
     if chosen == "triton" and x.numel():
-        return _from_kernel(x)
-    if x.dtype == torch.float32:
-        return _from_values(x)
-    return _from_codes(x)
+        from quant import kernels_summary  # triton is imported when first asked for
+
+        numel, fetch = x.numel(), kernels_summary.one_pass(x)
+        return lambda: _from_sums(numel, **vars(fetch()))
+    found = _from_values(x) if x.dtype == torch.float32 else _from_codes(x)
+    return lambda: found
 
 
 def _histogram(codes: Tensor, size: int) -> np.ndarray:
@@ -95,6 +105,40 @@ def value_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
         counts += _histogram(chunk.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, 1 << 16)
     used = counts.nonzero()[0]
     return torch.from_numpy(used).to(torch.int16).view(x.dtype).float().numpy(), counts[used]
+
+
+def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The upper 16 bits of a float32 tensor's values that occur (int64, 0 to 65,535), and how often each does (int64).
+
+    What `upper_edges` says of them bounds every value within 1/128 of itself (2^-133 for subnormals). One pass, a chunk
+    at a time, on as many threads as torch uses.
+    """
+    flat = x.detach().reshape(-1).contiguous()
+    upper = flat.view(torch.int16)[1 if sys.byteorder == "little" else 0 :: 2]
+
+    def count(part: Tensor) -> Tensor:
+        found = torch.zeros(1 << 16, dtype=torch.int64)
+        for chunk in part.split(CHUNK):
+            found += torch.bincount(chunk.to(torch.int32) & 0xFFFF, minlength=1 << 16)
+        return found
+
+    threads = max(1, min(torch.get_num_threads(), upper.numel() // CHUNK))
+    with ThreadPoolExecutor(threads) as pool:
+        counts = sum(pool.map(count, upper.tensor_split(threads))).numpy()
+    used = counts.nonzero()[0]
+    return used, counts[used]
+
+
+def upper_edges(upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The interval of the float32 values with these upper 16 bits, as float64 (low, high); NaN or infinite for those of
+    Inf and NaN. As in `sketch.bin_edges`, the inner end belongs to it."""
+    magnitude = (np.asarray(upper, np.int64) & 0x7FFF).astype(np.uint32)
+    with np.errstate(invalid="ignore"):
+        inner = (magnitude << 16).view(np.float32).astype(np.float64)
+        outer = ((magnitude + 1) << 16).view(np.float32).astype(np.float64)
+    outer = np.where(magnitude == 0x7F7F, 2.0**128, outer)
+    negative = np.asarray(upper) >= 0x8000
+    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
 
 
 def _from_codes(x: Tensor) -> Summary:
@@ -198,12 +242,6 @@ def _from_values(x: Tensor) -> Summary:
         square = wide * wide
         sums += [float(wide.sum()), float(square.sum()), float(square @ wide), float(square @ square)]
     return _from_sums(x.numel(), counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
-
-
-def _from_kernel(x: Tensor) -> Summary:
-    from quant import kernels_summary  # triton is imported when first asked for
-
-    return _from_sums(x.numel(), **vars(kernels_summary.one_pass(x)))
 
 
 def _from_sums(

@@ -94,12 +94,13 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
     ("library", "at_home"),
     [
         ("triton", lambda path: path.startswith("quant/kernels")),
-        ("duckdb", lambda path: path == "data/catalog.py"),
+        ("duckdb", lambda path: path in ("data/catalog.py", "data/sandbox.py")),
         (
             "streamlit",
             lambda path: (
                 path.startswith("app/pages/")
-                or path in ("app/main.py", "app/filters.py", "app/state.py", "app/__main__.py")
+                or path
+                in ("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/__main__.py")
             ),
         ),
     ],
@@ -118,3 +119,10 @@ def test_imports_no_torch(module):
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
     assert not {"torch", "triton", "duckdb", "streamlit", "pandas"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["data.catalog", "collector.compare", "collector.tables"])
+def test_reading_the_index_imports_no_torch(module):
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert "duckdb" in done.stdout.split() and not {"torch", "triton", "streamlit"} & set(done.stdout.split())

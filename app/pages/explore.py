@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
 import streamlit as st
 
-from app import analysis, charts
+from app import analysis, charts, show, style
+from app.address import TITLES, One, follow, one_line, plain, write
 from app.analysis import Distribution
-from app.filters import TITLES, follow_address, plain, sidebar, to_address
+from app.analysis.distribution import FINE_BIN
+from app.analysis.laws import LAWS, distance_to, fit, qq
+from app.filters import sidebar
 from app.state import big, bytes_text, catalog, explain_empty, explain_refused
 from data.catalog import Catalog, CatalogError, Totals
 from data.filter import Filter
 from data.store import TensorFileError
 from quant.metrics import METRICS
 
-MAX_SELECTED = charts.MAX_GROUPS
+MAX_SELECTED = style.MAX_GROUPS
 MAX_ROWS = 5000
 CHART = 360  # pixels, without the legend
 GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
@@ -41,14 +43,15 @@ def _error_columns(of_what: str = "") -> dict[str, Any]:
     }
 
 
-def show() -> None:
+def page() -> None:
     opened = catalog()
     st.title("Explore", anchor=False)
     explain_refused(opened)
     if not opened.totals().tensors:
         explain_empty(opened)
         return
-    follow_address(opened, {"by": GROUPINGS, "axis": tuple(AXES)})
+    params = {"by": One(GROUPINGS), "axis": One(tuple(AXES)), "law": One(LAWS)}
+    follow(opened, "explore", params)
     where = sidebar(opened)
     totals = opened.totals(where)
     _totals(totals, where)
@@ -58,16 +61,11 @@ def show() -> None:
             f"No tensor matches: {plain(where.sentence())}. Take something out of the filter.",
             icon=":material/filter_alt_off:",
         )
-        to_address(where)
+        write(where, params)
         return
     chosen = _table(totals.tensors, where, rows)
     by, axis = _controls(one_by_one=not chosen.empty)
-    to_address(
-        where,
-        tensor=chosen["tensor_id"].tolist(),
-        by=by if by != GROUPINGS[0] else None,
-        axis=axis if axis != next(iter(AXES)) else None,
-    )
+    write(where, params, tensor=chosen["tensor_id"].tolist())
     _views(opened, where, totals.tensors, chosen, by, axis)
 
 
@@ -167,8 +165,7 @@ def _huge_as_text(table: pd.DataFrame, titles: dict[str, str]) -> tuple[pd.DataF
 
 def _controls(one_by_one: bool) -> tuple[str, str]:
     """(what groups are compared by, the axis) as chosen above the charts."""
-    left, right = st.columns([3, 1])
-    by = left.segmented_control(
+    by = st.segmented_control(
         "Compare by",
         GROUPINGS,
         key="by",
@@ -177,7 +174,11 @@ def _controls(one_by_one: bool) -> tuple[str, str]:
         disabled=one_by_one,
         help="Each selected tensor is shown by itself: clear the selection to compare groups" if one_by_one else None,
     )
-    axis = right.segmented_control("Axis", AXES, key="axis", required=True, format_func=lambda name: AXES[name])
+    left, right = st.columns(2, gap="large")
+    right.segmented_control(
+        "Q–Q against", LAWS, key="law", required=True, format_func=lambda name: charts.LAW_TITLES[name]
+    )
+    axis = left.segmented_control("Axis", AXES, key="axis", required=True, format_func=lambda name: AXES[name])
     return by or GROUPINGS[0], axis or next(iter(AXES))
 
 
@@ -197,39 +198,58 @@ def _views(opened: Catalog, where: Filter, total: int, chosen: pd.DataFrame, by:
     if found := [d for d in found if d.total]:
         subtitle = f"{big(sum(d.total for d in found))} values · {source}"
         note = _left_out(opened, where, ids, axis) + _resolution(found, axis)
-        _charts(found, subtitle, note, by_title, axis)
+        _charts(found, subtitle, note, by_title, axis, show.source(where, f"{subtitle} ({_how(found)})"))
     else:
         st.info("Nothing to draw: there is no finite value.", icon=":material/block:")
     _statistics(opened, where, chosen, by)
     _formats(opened, where, ids)
 
 
-def _charts(found: list[Distribution], subtitle: str, note: str, by: str, axis: str) -> None:
+def _how(found: list[Distribution]) -> str:
+    """Whether the values are exact, in words."""
+    exact = sum(d.exact for d in found)
+    fine = any(not d.exact and d.bin_width == FINE_BIN for d in found)
+    bins = "bins of 1/128 binade" if fine else "the binade sketch, bins of 1/8 binade"
+    return "exact" if exact == len(found) else bins if not exact else f"partly exact, partly {bins}"
+
+
+def _charts(found: list[Distribution], subtitle: str, note: str, by: str, axis: str, caption: str) -> None:
     """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
     groups = [d.group for d in found]
-    height = CHART + charts.legend_height(groups)
+    height = CHART + style.legend_height(groups)
     left, right = st.columns(2, gap="large")
     with left:
         table = analysis.linear_histogram(found) if axis == "linear" else analysis.log2_histogram(found)
         draw = charts.linear_histogram if axis == "linear" else charts.log2_histogram
         if table.empty:
             st.info("No magnitudes to draw: all values are zero.", icon=":material/block:")
+            st.caption(note)
         else:
-            st.altair_chart(draw(table, subtitle, by, groups), key="histogram", height=height)
-        st.caption(note)
+            words = f"{caption}\nShares are of all values of a group. {note}"
+            show.figure(draw(table, subtitle, by, groups), "histogram", table, words, note=note, height=height)
     with right:
-        points = analysis.qq_normal(found)
+        law = st.session_state.get("law") or LAWS[0]
+        points = qq(found, law)
         if points.empty:
             st.info("No Q–Q plot: all values are equal.", icon=":material/block:")
         else:
-            st.altair_chart(charts.qq_normal(points, subtitle, by, groups), key="qq", height=height)
-            st.caption("On the dashed line values are normal; above it at the right, the tail is heavier.")
+            words = f"{caption}\nQuantiles against a fitted {charts.LAW_TITLES[law]}."
+            chart = charts.qq(points, subtitle, by, groups, law)
+            show.figure(chart, "qq", points, words, note=_law_note(found, law), height=height)
     log2 = axis != "linear"
     spread = analysis.boxes([analysis.magnitudes(d) for d in found] if log2 else found)
     if not spread.empty:
         marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
         chart = charts.boxes(spread, f"{marks} · {subtitle}", by, groups, log2=log2)
-        st.altair_chart(chart, key="boxes", height=charts.boxes_height(spread))
+        show.figure(chart, "boxes", spread, f"{caption}\n{marks}.", height=charts.boxes_height(spread))
+
+
+def _law_note(found: list[Distribution], law: str) -> str:
+    """How to read a Q-Q plot, and what was fitted where there is one group."""
+    reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
+    if len(found) != 1 or not (fitted := fit(found[0], law)):
+        return reading
+    return f"{reading} Fitted: {fitted.text}; Kolmogorov–Smirnov distance {distance_to(found[0], fitted):.3f}."
 
 
 def _exact(opened: Catalog, chosen: pd.DataFrame) -> tuple[list[Distribution], str]:
@@ -238,8 +258,9 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> tuple[list[Distribution], s
     found, not_kept, damaged = [], [], []
     for tensor_id, label in labels.items():
         exact = None
+        row = chosen[chosen["tensor_id"] == tensor_id].iloc[0]
         try:
-            exact = analysis.distribution_of(label, opened.load(tensor_id))
+            exact = analysis.distribution_of(label, opened.load(tensor_id), (row["mean"], row["std"]))
         except CatalogError:
             not_kept.append(label)
         except TensorFileError as error:
@@ -260,17 +281,15 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> tuple[list[Distribution], s
         st.error(f"{title}: drawn from the sketch instead.", icon=":material/broken_image:")
         with st.expander("Which, and why"):
             for label, reason in damaged:
-                st.text(f"{label}: {_one_line(reason)}")
+                st.text(f"{label}: {one_line(reason)}")
     own = sum(d.exact for d in found)
+    fine = sum(not d.exact and d.bin_width == FINE_BIN for d in found)
     parts = [f"{own} tensor{'s' * (own != 1)}, exact"] if own else []
-    if own < len(found):
-        parts.append(f"{len(found) - own} from the sketch")
+    if fine:
+        parts.append(f"{fine} too large to sort, within 1/128 of each value")
+    if own + fine < len(found):
+        parts.append(f"{len(found) - own - fine} from the sketch")
     return found, " · ".join(parts)
-
-
-def _one_line(text: str, longest: int = 400) -> str:
-    """A message without line breaks, terminal colours and what follows the first few sentences."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:longest]
 
 
 def _left_out(opened: Catalog, where: Filter, ids: list[str] | None, axis: str) -> str:
@@ -357,6 +376,8 @@ def _formats(opened: Catalog, where: Filter, ids: list[str] | None) -> None:
         f"**What each format would do to it** · {operands:,} operand{'s' * (operands != 1)}, "
         "each rounded along the axis it is contracted over"
     )
-    for cell, panel in zip(st.columns(3), charts.format_panels(table), strict=True):
-        cell.altair_chart(panel, height=charts.format_height(table))
+    words = show.source(where, f"{operands:,} operands, from the index") + "".join(
+        f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in charts.ERROR_PANELS
+    )
+    show.panels(charts.format_panels(table), "formats", table, words, charts.format_height(table))
     st.caption("SQNR hides how a format fails: read it with the values flushed to zero and saturated.")

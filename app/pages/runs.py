@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pandas as pd
 import streamlit as st
 
-from app import charts
-from app.state import bytes_text, catalog, explain_empty, explain_refused
+from app import charts, show, style
+from app.state import bytes_text, catalog, explain_empty, explain_refused, losses_of
 from data.catalog import Catalog
-from data.runs import read_losses
 
 STATES = {
     "done": "✓ done",
@@ -22,9 +18,10 @@ STATES = {
 }
 
 
-def show() -> None:
+def page() -> None:
     opened = catalog()
     st.title("Runs", anchor=False)
+    st.session_state["page"] = "runs"
     explain_refused(opened)
     runs = opened.runs()
     if runs.empty:
@@ -86,26 +83,19 @@ def _table(runs: pd.DataFrame) -> None:
 
 
 def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
-    latest = runs.head(charts.MAX_GROUPS).iloc[::-1]
+    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
     again = latest["recipe"].duplicated(keep=False)
     labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
+    found = losses_of(opened, latest["run_id"].tolist())
     losses = [
         {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
         for run_id, label in zip(latest["run_id"], labels, strict=True)
-        for record in _records(opened.root / run_id)
+        for record in found[run_id]
     ]
     if losses:
         if len(runs) > len(latest):
             st.caption(f"Losses of the {len(latest)} newest of {len(runs)} runs.")
         table = pd.DataFrame(losses)
-        height = 380 + charts.legend_height(list(dict.fromkeys(table["group"])))
-        st.altair_chart(charts.losses(table), height=height)
-
-
-def _records(directory: Path) -> list[dict[str, Any]]:
-    """The losses of a run; what is no loss, or a file that cannot be read, is left out."""
-    try:
-        records = read_losses(directory)
-    except (OSError, ValueError):
-        return []
-    return [record for record in records if isinstance(record, dict) and {"iteration", "loss"} <= set(record)]
+        height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
+        words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token."
+        show.figure(charts.losses(table), "losses", table, words, height=height)

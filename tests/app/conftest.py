@@ -11,15 +11,7 @@ from streamlit.testing.v1 import AppTest
 
 from app import state
 
-MAIN = Path(__file__).parents[2] / "app" / "main.py"
-
 torch.set_num_threads(1)
-
-
-def runs_page() -> None:
-    from app.pages import runs
-
-    runs.show()
 
 
 @pytest.fixture
@@ -30,7 +22,7 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
     def open_page(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
         monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
         roots.add(str(root))
-        at = AppTest.from_file(str(MAIN)) if page == "explore" else AppTest.from_function(runs_page)
+        at = AppTest.from_string(f"from app.main import navigate\nnavigate({page!r})")
         at.default_timeout = 120
         for name, value in query.items():
             at.query_params[name] = value
@@ -43,3 +35,4 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
         if Path(root).is_dir():
             state._open(root)[0].close()
     state._open.clear()
+    state._sandbox.clear()

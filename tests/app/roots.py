@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from collector.capture import LINEAR_PLACES, Recorder
-from collector.parallel import Site
+from collector.parallel import ReplicatedLinear, Site
 from collector.recipe import Part
 from quant.gemm import Observed
 
@@ -23,7 +23,7 @@ def record(root: Path, tensors: list[Tensor], **options) -> list[str]:
     config = {"model": "odd", "size": "tiny", "dataset": "none", "recipe": "bf16", "control_iter": 1}
     with Recorder(root, label="odd", config=config, scores=SCORES, **options) as recorder:
         for index, x in enumerate(tensors):
-            tap = recorder.tap(Site(index + 1, "fc1"), Part(), LINEAR_PLACES)
+            tap = recorder.tap(ReplicatedLinear(Site(index + 1, "fc1"), 1, 1), Part(), LINEAR_PLACES)
             assert tap
             tap(Observed("a", x))
     return [f"{recorder.writer.run_id}/r00-{index + 1:06d}" for index in range(len(tensors))]

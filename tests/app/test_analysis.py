@@ -18,6 +18,7 @@ from scipy import stats
 import quant
 from app import analysis
 from app.analysis import Distribution, distribution_of
+from app.analysis.distribution import _shares
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.metrics import score
@@ -97,9 +98,21 @@ class TestDistributionOf:
         a, b = distribution_of("x", x), distribution_of("x", x.float())
         assert np.array_equal(np.repeat(a.low, a.count), np.repeat(b.low, b.count))
 
-    def test_too_large_to_sort(self):
-        x = torch.zeros(1).expand(analysis.MAX_EXACT_FLOAT32 + 1)
-        assert distribution_of("x", x) is None
+    @pytest.mark.parametrize("scale", [1.0, 2.0**-140, 1e38])
+    def test_too_large_to_sort_is_counted_in_bins_of_a_128th(self, monkeypatch, scale):
+        x = torch.randn(50_000, generator=torch.Generator().manual_seed(2)).clamp(-3, 3) * scale
+        x[:4] = torch.tensor([0.0, -0.0, math.nan, math.inf])
+        exact = distribution_of("x", x)
+        monkeypatch.setattr("app.analysis.distribution.MAX_EXACT_FLOAT32", 1000)
+        d = distribution_of("x", x)
+        assert not d.exact and d.total == exact.total == 49_998
+        assert d.mean == pytest.approx(exact.mean, rel=1e-6) and d.std == pytest.approx(exact.std, rel=1e-6)
+        p = np.linspace(0, 1, 301)
+        wanted, got = analysis.quantiles(exact, p), analysis.quantiles(d, p)
+        assert (np.abs(got - wanted) <= np.maximum(np.abs(wanted) / 128, 2.0**-133)).all()
+        values = np.repeat(exact.low, exact.count)
+        inside = [np.count_nonzero((low <= values) & (values <= high)) for low, high in zip(d.low, d.high, strict=True)]
+        assert (np.array(inside) >= d.count).all()
 
     @pytest.mark.parametrize("value", [0.1, -3e38, 1e-40, 0.0])
     @pytest.mark.parametrize("count", [1, 3, 1000])
@@ -161,10 +174,10 @@ class TestLinearHistogram:
         tensor_id, _ = tensors[name]
         d, exact = sketched(catalog, tensor_id), distribution_of(name, tensors[name][1])
         edges = np.linspace(d.low[0], d.high[-1], 41)
-        difference = np.abs(analysis._shares(d, edges) - analysis._shares(exact, edges))
+        difference = np.abs(_shares(d, edges) - _shares(exact, edges))
         straddling = np.array([d.count[(d.low <= edge) & (edge <= d.high)].sum() for edge in edges]) / d.total
         assert (difference <= straddling[:-1] + straddling[1:] + 1e-12).all()
-        assert analysis._shares(d, edges).sum() == pytest.approx(1)
+        assert _shares(d, edges).sum() == pytest.approx(1)
 
     @given(st.lists(floats, min_size=1, max_size=3))
     def test_never_fails(self, arrays):

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import quant
-from app import analysis, charts
+from app import analysis, charts, style
+from app.charts.distribution import _outline as outline
 from collector.recipe import TEN_RECIPES
 from data.segment import TENSOR_SCHEMA
 
@@ -158,9 +159,9 @@ def test_a_group_has_one_colour_on_all_charts(groups):
     ids=lambda groups: groups[0],
 )
 def test_a_format_has_its_colour_wherever_it_is_named(groups):
-    for group, color in zip(groups, charts.colors(groups), strict=True):
-        (name,) = [name for name in quant.FORMATS if charts._format_in(group) == name]
-        assert name in group and color == charts.FORMAT_COLORS[name]
+    for group, color in zip(groups, style.colors(groups), strict=True):
+        (name,) = [name for name in quant.FORMATS if style.format_in(group) == name]
+        assert name in group and color == style.FORMAT_COLORS[name]
 
 
 def test_recipes_of_one_format_differ():
@@ -176,22 +177,22 @@ def test_recipes_of_one_format_differ():
 
 
 def test_a_long_name_is_not_taken_for_its_end():
-    assert charts._format_in("FA_linear_mxfp8_e5m2") == "mxfp8_e5m2"
-    assert charts._format_in("L1 fc1 input (forward, mxfp6_e2m3)") == "mxfp6_e2m3"
-    assert charts._format_in("20261121_083112_llama32-1b_bf16_beb4ff") is None
-    assert charts._format_in("L1 mxfp8s") is None
+    assert style.format_in("FA_linear_mxfp8_e5m2") == "mxfp8_e5m2"
+    assert style.format_in("L1 fc1 input (forward, mxfp6_e2m3)") == "mxfp6_e2m3"
+    assert style.format_in("20261121_083112_llama32-1b_bf16_beb4ff") is None
+    assert style.format_in("L1 mxfp8s") is None
 
 
 def test_groups_that_name_no_format_borrow_no_formats_colour():
-    assert not set(charts.PALETTE) & set(charts.FORMAT_COLORS.values())
+    assert not set(style.PALETTE) & set(style.FORMAT_COLORS.values())
     groups = [str(layer) for layer in range(1, 11)]
-    assert len(set(charts.colors(groups))) == len(groups)
-    assert set(charts.colors(TENSORS)) == set(charts.PALETTE)
+    assert len(set(style.colors(groups))) == len(groups)
+    assert set(style.colors(TENSORS)) == set(style.PALETTE)
 
 
 def test_every_format_has_a_colour_of_its_own():
-    assert set(charts.FORMAT_COLORS) == set(quant.FORMATS)
-    everything = [*charts.FORMAT_COLORS.values(), *charts.PALETTE]
+    assert set(style.FORMAT_COLORS) == set(quant.FORMATS)
+    everything = [*style.FORMAT_COLORS.values(), *style.PALETTE]
     assert len(set(everything)) == len(everything)
 
 
@@ -205,7 +206,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("background", ["#ffffff", "#0f1219"], ids=["light", "dark"])
 def test_every_colour_stands_out(background):
     """WCAG 2.1, 1.4.11: graphics need a contrast of 3 to 1."""
-    for color in (*charts.FORMAT_COLORS.values(), *charts.PALETTE, charts.GREY):
+    for color in (*style.FORMAT_COLORS.values(), *style.PALETTE, style.GREY):
         light, dark = sorted((luminance(color), luminance(background)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 
@@ -219,7 +220,7 @@ def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
             "share": [0.1, 0.2, 0.7, 1.0],
         }
     )
-    line = charts._outline(table)
+    line = outline(table)
     corners = [(row.group, row.low, row.share) for row in line.itertuples()]
     assert corners == [
         *[("a", 0.0, 0.0), ("a", 0.0, 0.1), ("a", 1.0, 0.2), ("a", 2.0, 0.0), ("a", 3.0, 0.7), ("a", 4.0, 0.0)],
@@ -230,7 +231,7 @@ def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
 @pytest.mark.parametrize("make", ["log2_histogram", "linear_histogram"])
 def test_outlines_enclose_what_the_bins_hold(make):
     table = getattr(analysis, make)(found(FORMATS))
-    line = charts._outline(table)
+    line = outline(table)
     for group, part in line.groupby("group"):
         steps = (part["share"].iloc[:-1].to_numpy() * part["low"].diff().iloc[1:].to_numpy()).sum()
         bins = table[table["group"] == group]
@@ -243,7 +244,7 @@ class TestFormatPanels:
             made = spec(panel)
             assert made["title"]["text"] == name
             assert unit in [e.get("title") for channel, e in encodings(made) if channel == "x"]
-            assert color_of(made) == {n: charts.FORMAT_COLORS[n] for n in ("hifp8", "mxfp8", "mxfp4", "nvfp4")}
+            assert color_of(made) == {n: style.FORMAT_COLORS[n] for n in ("hifp8", "mxfp8", "mxfp4", "nvfp4")}
 
     @pytest.mark.parametrize(
         ("value", "label"),
@@ -277,6 +278,6 @@ def test_a_single_value_can_be_drawn(value, draw: str):
 def test_legends_have_room(length):
     """The height grows with the rows that the legend takes, so that it takes none from the plot."""
     groups = [f"{i}{'x' * length}" for i in range(10)]
-    assert charts.legend_height(groups[:1]) == 0
-    assert charts.legend_height(groups) >= 18 * math.ceil(10 / charts._columns(groups))
-    assert charts._columns(groups) * (length * 7 + 44) <= charts.LEGEND_WIDTH or charts._columns(groups) == 1
+    assert style.legend_height(groups[:1]) == 0
+    assert style.legend_height(groups) >= 18 * math.ceil(10 / style.columns(groups))
+    assert style.columns(groups) * (length * 7 + 44) <= style.LEGEND_WIDTH or style.columns(groups) == 1

@@ -1,6 +1,6 @@
-"""python -m tests.browser.shots URL OUTDIR: pictures of every page, whole, at two widths, light and dark.
+"""python -m tests.browser.shots URL OUTDIR: pictures of every page and view, whole, at two widths, light and dark.
 
-URL may carry a filter; it is kept for the page it names and left out for the others.
+URL may carry a filter; it is kept for the page it names and left out for the others. --page takes one of them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from urllib.parse import urlsplit, urlunsplit
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from app.pages import tensor
 from tests.browser.driver import launch, settle
 
-PAGES = {"explore": "/", "runs": "/runs"}
+PAGES = {
+    "overview": "/",
+    "explore": "/explore",
+    **{f"worst-{view}": f"/worst?view={view}" for view in ("board", "depth", "training", "directions")},
+    **{f"tensor-{view}": f"/tensor?view={view}" for view in tensor.VIEWS},
+    "recipes-cost": "/recipes",
+    "recipes-gradients": "/recipes?view=gradients",
+    "runs": "/runs",
+    "sql": "/sql",
+}
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")
 
@@ -47,10 +57,13 @@ def shoot(browser: Browser, url: str, file: Path, width: int, scheme: str, heigh
 def addresses(url: str) -> dict[str, str]:
     """Page to address: of the page that the URL names with its query, of the others without."""
     parts = urlsplit(url)
-    return {
-        name: urlunsplit((parts.scheme, parts.netloc, path, parts.query if path == (parts.path or "/") else "", ""))
-        for name, path in PAGES.items()
-    }
+    found = {}
+    for name, address in PAGES.items():
+        path, _, view = address.partition("?")
+        given = parts.query if path == (parts.path or "/") else ""
+        query = "&".join(filter(None, (view, given)))
+        found[name] = urlunsplit((parts.scheme, parts.netloc, path, query, ""))
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,14 +71,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("url", help="for example http://127.0.0.1:8501/?quant_type=mxfp8")
     parser.add_argument("outdir", type=Path)
     parser.add_argument("--page", choices=[*PAGES], help="this page only")
+    parser.add_argument("--quick", action="store_true", help="one width and the light scheme only")
     given = parser.parse_args(argv)
     given.outdir.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = launch(playwright)
         for name, address in addresses(given.url).items():
             if given.page in (None, name):
-                for width in WIDTHS:
-                    for scheme in SCHEMES:
+                for width in WIDTHS[:1] if given.quick else WIDTHS:
+                    for scheme in SCHEMES[:1] if given.quick else SCHEMES:
                         file = given.outdir / f"{name}-{width}-{scheme}.png"
                         shoot(browser, address, file, width, scheme)
                         print(file)

@@ -14,10 +14,11 @@ import torch
 
 from collector.capture import instrument
 from collector.config import RunConfig
-from collector.corpus import SampleStream, load_corpus
+from collector.datasets import open_dataset
 from collector.model import GPTModel
 from collector.parallel import ParallelLinear
 from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
+from collector.samples import SampleStream
 
 STEPS = 2
 MICRO_BATCHES = 2
@@ -52,7 +53,8 @@ def train(case: Case, ranks: Ranks) -> dict:
     config = RunConfig(model=case.model)
     model = GPTModel(config.shape(), ranks.tensor, compute_dtype=torch.float32)
     model.initialize(config.seed)
-    stream = SampleStream(load_corpus("wikipedia"), 32, config.seed, rank=ranks.replica, ranks=ranks.replicas)
+    documents = open_dataset(config.dataset, config.tokenizer, config.shape().vocab).documents
+    stream = SampleStream(documents, 32, config.seed, rank=ranks.replica, ranks=ranks.replicas)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     seen: dict = {"losses": [], "gradients": {}}
     with instrument(model, case.recipe):

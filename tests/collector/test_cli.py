@@ -128,7 +128,7 @@ def test_wrong_input_is_one_line_and_exit_2(command, capsys, tmp_path, name):
 def test_wrong_input_in_a_process_of_its_own(tmp_path):
     done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
-    allowed = "wikipedia, dolma, python-docs, or a path to a .jsonl or .jsonl.gz file"
+    allowed = "wikipedia, dolma, python-docs, or a path to .bin/.idx, .jsonl, .jsonl.gz or .parquet"
     assert done.stderr == f"collector: dataset 'wikipdia' is unknown: {allowed}\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -354,7 +354,7 @@ def test_the_run_remembers_what_it_was_asked(command, tmp_path):
     assert "qk.dkey.query               queries      bf16" in config["operands"]
     assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 18
     assert config["command"].startswith("python -m collector run ") and "--seed 7" in config["command"]
-    assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and len(config["corpus_sha256"]) == 64
+    assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and config["data"]["documents"] == 35
 
 
 def test_the_defaults_can_be_run():

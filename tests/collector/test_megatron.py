@@ -32,9 +32,11 @@ from torch import Tensor, nn
 import collector.attention
 from collector.attention import CoreAttention
 from collector.config import MODELS, RunConfig
-from collector.corpus import SampleStream, load_corpus
+from collector.datasets import open_dataset
 from collector.model import GPTModel, apply_rotary, rotary_angles
 from collector.parallel import Site
+from collector.ranks import Ranks
+from collector.samples import open_stream
 from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
 from collector.train import _backward, _optimizer, _step
 from tests.collector.megatron_cpu import (
@@ -216,16 +218,16 @@ def test_a_wrong_weight_of_the_balance_loss_shows():
 def train_settings(name: str) -> tuple[RunConfig, list[list[tuple[Tensor, Tensor]]]]:
     """Settings of a run and the micro-batches of its first three steps."""
     config = RunConfig(model=name, micro_batches=2, micro_batch_size=2, sequence_length=48)
-    stream = SampleStream(load_corpus(config.dataset), config.sequence_length, config.seed)
+    stream = open_stream(config, open_dataset(config.dataset, config.tokenizer, config.shape().vocab))
     return config, [[stream.batch(config.micro_batch_size) for _ in range(config.micro_batches)] for _ in range(3)]
 
 
 def our_losses(model: GPTModel, config: RunConfig, steps: int) -> Iterator[float]:
     """Train ours as train.py does: the loss of each step."""
     optimizer = _optimizer(model, config)
-    stream = SampleStream(load_corpus(config.dataset), config.sequence_length, config.seed)
+    stream = open_stream(config, open_dataset(config.dataset, config.tokenizer, config.shape().vocab))
     for _ in range(steps):
-        yield _step(model, optimizer, stream, config, torch.device("cpu"))
+        yield _step(model, optimizer, stream, config, torch.device("cpu"), Ranks()).loss
 
 
 def explained(weight: Tensor, learning_rate: float) -> float:

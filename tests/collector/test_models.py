@@ -623,9 +623,14 @@ def test_load_hf_on_the_command_line(name, saved, tmp_path, capsys):
         "--scores", "", "--no-raw", "--tensor-save-dir", str(tmp_path),
     ]  # fmt: skip
     assert main([*options, "--load-hf", str(saved[name])]) == 0
-    assert main([*options, "--load-hf", str(tmp_path)]) == 2
-    wrong = capsys.readouterr().err
-    assert wrong.startswith("collector: checkpoint ") and wrong.count("\n") == 1
+    capsys.readouterr()
+    for wrong, said in (
+        (("--load-hf", str(tmp_path)), "no config.json"),
+        (("--vocab-size", "500"), "vocab is 384, the"),
+    ):
+        assert main([*options, "--load-hf", str(saved[name]), *wrong]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("collector: checkpoint ") and error.count("\n") == 1 and said in error
     (run,) = (path.parent for path in tmp_path.glob("*/run.json"))
     assert f"weights from {saved[name]}" in (run / "log.txt").read_text()
     assert json.loads((run / "run.json").read_text())["load_hf"] == str(saved[name])

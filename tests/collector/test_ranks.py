@@ -164,6 +164,13 @@ def test_torchrun_by_hand(tmp_path: Path):
     assert run.status.state == "done" and {name[:6] for name in run.segments} == {"rank00", "rank01"}
 
 
+def test_a_batch_on_two_ranks(tmp_path: Path):
+    """Ranks leave one run for the next at different times."""
+    done = run_collector("batch", *OPTIONS, "--quantization", "bf16,mxfp8", "--no-raw", "--tp", "2", root=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done", "done"]
+
+
 # Ends of a run on two ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 import pytest
 import torch
@@ -55,6 +56,22 @@ class TestQuick:
         last = quick[1].stdout.splitlines()[-1]
         assert last.startswith(f"{run.run_id}: loss ") and "68 tensors" in last
         assert quick[1].stderr == ""
+
+
+def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
+    run = collect("--warmup-iterations", "1", "--control-iter", "2", "--capture-every", "2", "--no-raw")
+    records = read_losses(run.directory)
+    assert [(r["iteration"], r["recorded"]) for r in records] == [(-1, False), (0, True), (1, False), (2, True)]
+    ends = [datetime.fromisoformat(run.config["started"]).timestamp(), *(r["time"] for r in records)]
+    for record, before, after in zip(records, ends, ends[1:], strict=False):
+        assert 0 < record["seconds"] <= after - before + 0.001
+    with Catalog.open(run.directory.parent) as catalog:
+        captured = catalog.tensors().groupby("iteration")["captured"].agg(["min", "max"])
+    assert list(captured.index) == [0, 2]
+    for iteration, row in captured.iterrows():  # the captures of an iteration lie within its step
+        assert records[1 + iteration]["seconds"] >= (row["max"] - row["min"]).total_seconds()
+    unrecorded = collect("--no-save-tensors")
+    assert [r["recorded"] for r in read_losses(unrecorded.directory)] == [False]
 
 
 def test_triton_and_torch_train_alike(quick, tmp_path):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -390,6 +391,11 @@ class TestStatistics:
         whole = catalog.moments(where)
         by_layer = catalog.moments(where, by="layer_index")
         assert by_layer["numel"].sum() == whole["numel"][0] and by_layer["tensors"].sum() == whole["tensors"][0]
+        pairs = catalog.moments(where, by=("layer_index", "operation"))
+        for pair in pairs.to_dict("records"):
+            alone = replace(where, layer_index=[pair.pop("layer_index")], operation=[pair.pop("operation")])
+            pd.testing.assert_frame_equal(catalog.moments(alone).drop(columns="group"), pd.DataFrame([pair]))
+        assert pairs["tensors"].sum() == whole["tensors"][0] and len(pairs) >= len(by_layer)
         by_tensor = catalog.distribution(where, by="tensor_id").groupby("group")["count"].sum().to_dict()
         rows = catalog.tensors(where).set_index("tensor_id")
         finite = rows["numel"] - rows["nans"] - rows["infs"]
@@ -425,6 +431,17 @@ class TestErrors:
         broken[0, 0] = torch.inf
         assert math.isnan(self.moments(tmp_path, torch.randn(64, 32), broken, fmt="mxfp8")["sqnr_db"])
 
+    def test_operands_are_those_with_a_contracted_axis(self, root):
+        frame = on_disk(root, "tensor")
+        chosen = frame[frame["contracted_axis"].notna() & (frame["layer_index"] == 1)]
+        expected = chosen.groupby(["component", "operation", "format"], dropna=False).agg(
+            tensors=("tensor_id", "count"), numel=("numel", "sum"), nbytes=("nbytes", "sum")
+        )
+        with Catalog.open(root) as catalog:
+            found = catalog.operands(Filter(layer_index=[1])).set_index(["component", "operation", "format"])
+        pd.testing.assert_frame_equal(found, expected, check_index_type=False)
+        assert len(found) == 3
+
     def test_operands_that_ran_as_they_are_have_none(self, tmp_path):
         make_run(tmp_path, [(torch.randn(8), {"quant_type": "bf16"})])
         with Catalog.open(tmp_path) as catalog:
@@ -459,6 +476,9 @@ class TestQuestions:
         for ask in (catalog.distribution, catalog.moments):
             with pytest.raises(CatalogError, match="cannot be grouped"):
                 ask(by=column)
+        for columns, said in ((("layer_index", column), "cannot be grouped"), ((), "no column is named")):
+            with pytest.raises(CatalogError, match=said):
+                catalog.moments(by=columns)
         assert catalog.totals().tensors == 21
 
     def test_facets_are_what_the_other_fields_allow(self, catalog):

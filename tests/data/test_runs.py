@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -28,7 +28,8 @@ from data.runs import (
     read_run,
     resolve_root,
 )
-from data.segment import SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
+from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
+from quant.metrics import Errors
 from quant.summary import summarize
 from tests.conftest import PROJECT
 from tests.data.builder import CONFIG, assorted, make_run, row
@@ -56,6 +57,10 @@ def deadly(*arguments):
 setattr(os, call, deadly)
 write_segment(writer.directory / "segments", "rank00-000002", rows)
 """
+
+
+def test_error_columns_are_the_fields_of_errors():
+    assert tuple(field.name for field in fields(Errors)) == ERROR_COLUMNS
 
 
 def test_a_segment_holds_what_was_given(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quant import cpu, fake_quantize
+from quant.metrics import errors, saturated_fraction, score, score_of
 from quant.quantizer import apply, plan, tensor_absmax
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
 
@@ -71,6 +72,31 @@ def test_bfloat16_results_round_to_even():
     assert bool(((exact.view(torch.int32) & 0xFFFF) == 0x8000).any())
     y, _ = cpu.compiled(x, decided, -1, absmax, False, cpu.kernel(cpu.kind_of(decided, torch.bfloat16)))
     assert_same_bits(y, exact.bfloat16(), x)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", formats())
+def test_errors_in_one_pass(name, dtype):
+    """Counts as by torch, sums to the last bits, over both axes, short blocks, NaN, Inf and blocks that are lost."""
+    torch.set_num_threads(2)
+    x = awkward((515, 700), dtype, seed=4, specials=name not in ("fp8_e4m3", "fp8_e5m2", "nvfp4"))
+    x = torch.where(x.isfinite() | x.isnan(), x, 1.0) if name == "nvfp4" else x
+    assert cpu.kernel(cpu.kind_of(plan(name), dtype)) is not None
+    for values in (x, x.nan_to_num(1.0, 2.0, -2.0), torch.randn(515, 700).to(dtype) * 100):
+        for dim in (-1, 0):
+            q, scales = apply(values, plan(name), dim, want_scales=True)
+            saturated = saturated_fraction(values, plan(name), scales, float(tensor_absmax(values)), dim)
+            want, found = vars(errors(values, q, saturated)), vars(score_of(values, q, plan(name), scales, dim))
+            for key in ("flush_to_zero", "underflow_of_all", "saturated", "max_abs_error"):
+                assert found[key] == want[key] or want[key] != want[key] != found[key], key
+            assert found == pytest.approx(want, rel=1e-12, nan_ok=True)
+
+
+@needs_compiler
+def test_errors_do_not_depend_on_the_threads_timing():
+    x = torch.randn(2048, 1024).bfloat16()
+    assert len({score(x, "mxfp4") for _ in range(20)}) == 1
 
 
 @needs_compiler

@@ -64,6 +64,8 @@ def test_errors_leave_out_what_is_not_finite_in_x():
 def test_errors_where_nothing_is_defined():
     same = errors(torch.ones(4), torch.ones(4))
     assert same.sqnr_db == math.inf and same.mse == 0 and same.cosine == 1 and same.flush_to_zero == 0
+    lost = score(torch.tensor([1e30, 1.0]), "fp16")  # 1e30 overflows to infinity
+    assert lost.sqnr_db == -math.inf and lost.mse == lost.max_abs_error == math.inf
     zero = errors(torch.zeros(4), torch.zeros(4))
     assert all(math.isnan(v) for v in (zero.sqnr_db, zero.relative_error, zero.cosine, zero.projection))
     assert zero.mse == 0 and math.isnan(zero.flush_to_zero) and zero.underflow_of_all == 0

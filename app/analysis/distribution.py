@@ -1,7 +1,8 @@
-"""Catalog rows and tensors to the small tables that charts are drawn from. No Streamlit here.
+"""How values lie: histograms and boxes, all from one representation.
 
-Everything is computed from one representation, a Distribution: values in ascending order with their counts. It is
-either exact (low == high, a tensor's own values) or made of the binade sketch's bins, an eighth of a binade wide.
+A Distribution is values in ascending order with their counts. It is exact (low == high, a tensor's own values), or made
+of bins: the binade sketch's, an eighth of a binade wide, or a large float32 tensor's values by their upper 16 bits,
+1/128 of a binade.
 """
 
 from __future__ import annotations
@@ -12,21 +13,26 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from scipy import stats
 from torch import Tensor
 
+from app.analysis.labels import group_name
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.sketch import interval_quantiles
-from quant.summary import value_counts
+from quant.summary import bin_edges, summarize, upper_counts, upper_edges, value_counts
 
-SKETCH_SMALLEST = 2.0**-129  # below lies the sketch's bin of zero
-MAX_EXACT_FLOAT32 = 1 << 24  # a larger float32 tensor would have to be sorted: its sketch is drawn instead
+SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
+FINE_BIN = 2.0**-7
+SKETCH_SMALLEST = 2.0**-126 * SKETCH_BIN  # below lies the sketch's bin of zero
+MAX_EXACT_FLOAT32 = 1 << 22  # a larger float32 tensor would have to be sorted: it is counted by its upper 16 bits
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Finite values in ascending order: between low and high lie `count` of them. Arrays are float64, int64."""
+    """Finite values in ascending order: between low and high lie `count` of them. Arrays are float64, int64.
+
+    bin_width is the bins' width where the values are not exact.
+    """
 
     group: str
     low: np.ndarray
@@ -35,19 +41,28 @@ class Distribution:
     mean: float
     std: float
     exact: bool
+    bin_width: float = SKETCH_BIN
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude told apart from zero."""
+        return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
 
     @property
     def total(self) -> int:
         return int(self.count.sum())
 
 
-def distribution_of(group: str, x: Tensor) -> Distribution | None:
-    """A tensor's own values, exactly; None for a float32 tensor too large to sort at once."""
-    flat = x.reshape(-1)
+def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None = None) -> Distribution:
+    """A tensor's own values: exactly, or for a large float32 tensor in bins of 1/128 binade.
+
+    moments are its mean and standard deviation where they are known: else they are computed.
+    """
+    flat = x.detach().reshape(-1)
     if flat.dtype in (torch.bfloat16, torch.float16):
         values, counts = value_counts(flat)
     elif flat.numel() > MAX_EXACT_FLOAT32:
-        return None
+        return _fine(group, flat.float(), moments)
     else:
         values, counts = np.unique(flat.float().numpy(), return_counts=True)
     values = values.astype(np.float64)
@@ -61,6 +76,18 @@ def distribution_of(group: str, x: Tensor) -> Distribution | None:
     if len(values) == 1:  # not what rounding in the mean leaves
         mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
+
+
+def _fine(group: str, x: Tensor, moments: tuple[float, float] | None) -> Distribution:
+    bins, counts = upper_counts(x)
+    low, high = upper_edges(bins)
+    keep = np.isfinite(low) & np.isfinite(high)
+    low, high, counts = low[keep], high[keep], counts[keep]
+    order = np.argsort(low + high, kind="stable")
+    if moments is None:
+        summary = summarize(x)
+        moments = summary.mean, summary.std
+    return Distribution(group, low[order], high[order], counts[order], *moments, exact=False, bin_width=FINE_BIN)
 
 
 def distributions(
@@ -82,9 +109,23 @@ def distributions(
     return found
 
 
-def group_name(group: object) -> str:
-    """A group as people read it; a tensor for which the word does not apply or is not known is in "none"."""
-    return "none" if pd.isna(group) else str(group)
+def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[str, list[Distribution]]:
+    """The selection's distributions by each of several columns, and as one ("all"), from one pass over the index.
+
+    For histograms of magnitudes: mean and deviation are not computed, the outermost bins end at their own edges.
+    """
+    crossed = catalog.crossed(where, columns)
+    found = {}
+    for column in ("all", *columns):
+        groups = "all" if column == "all" else crossed[column].map(group_name)
+        found[column] = []
+        for group, part in crossed.assign(group=groups).groupby("group", sort=True):
+            counts = part.groupby("bin")["count"].sum()
+            low, high = bin_edges(counts.index.to_numpy())
+            order = np.lexsort((high, low))
+            count = counts.to_numpy()[order]
+            found[column].append(Distribution(group, low[order], high[order], count, math.nan, math.nan, exact=False))
+    return found
 
 
 def magnitudes(d: Distribution) -> Distribution:
@@ -93,12 +134,12 @@ def magnitudes(d: Distribution) -> Distribution:
     nonzero = _nonzero(d, inner)
     low, high, count = np.log2(inner[nonzero]), np.log2(outer[nonzero]), d.count[nonzero]
     order = np.argsort(low, kind="stable")
-    return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact)
+    return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact, d.bin_width)
 
 
 def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
     """Which bins hold nonzero values. The sketch's bin of zero holds the smallest subnormals too: not told apart."""
-    return inner >= (2.0**-149 if d.exact else SKETCH_SMALLEST)
+    return inner >= d.smallest
 
 
 def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
@@ -132,10 +173,11 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
         return np.histogram(d.low, edges, weights=d.count)[0] / d.total
     point = d.high <= d.low
     points = np.histogram(d.low[point], edges, weights=d.count[point])[0]
-    starts = np.maximum(d.low[:, None], edges[None, :-1])
-    ends = np.minimum(d.high[:, None], edges[None, 1:])
-    width = np.maximum(d.high - d.low, np.finfo(np.float64).tiny)
-    return (points + (np.clip(ends - starts, 0, None) / width[:, None] * d.count[:, None]).sum(0)) / d.total
+    low, high, count = d.low[~point], d.high[~point], d.count[~point]
+    upto = np.cumsum(count)
+    ends, below = np.stack([low, high], 1).reshape(-1), np.stack([upto - count, upto], 1).reshape(-1)
+    spread = np.diff(np.interp(edges, ends, below)) if len(low) else 0.0
+    return (points + spread) / d.total
 
 
 def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
@@ -168,23 +210,6 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     return pd.DataFrame({"group": table["group"], "low": low, "high": high, "share": share})
 
 
-def qq_normal(found: list[Distribution], points: int = 201) -> pd.DataFrame:
-    """Quantiles against a normal of the same mean and deviation: columns group, theoretical, sample.
-
-    Both axes are in standard deviations from the mean. Plotting positions run evenly along the normal axis, to the
-    outermost value: (rank - 1/2) / n.
-    """
-    tables = []
-    for d in found:
-        if not d.total or not d.std > 0:
-            continue
-        end = stats.norm.isf(min(0.5 / d.total, 0.4))
-        theoretical = np.linspace(-end, end, points)
-        sample = (quantiles(d, stats.norm.cdf(theoretical)) - d.mean) / d.std
-        tables.append(pd.DataFrame({"group": d.group, "theoretical": theoretical, "sample": sample}))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["group", "theoretical", "sample"])
-
-
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])
 
 
@@ -193,64 +218,3 @@ def boxes(found: list[Distribution]) -> pd.DataFrame:
     names = ["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]
     rows = [{"group": d.group, **dict(zip(names, quantiles(d, BOX_SHARES), strict=True))} for d in found if d.total]
     return pd.DataFrame(rows, columns=["group", *names])
-
-
-def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
-    """What each format does to a selection of operands: columns format, tensors, sqnr_db, flush_to_zero, saturated.
-
-    SQNR is of the summed powers (infinite where nothing is lost, NaN where there is nothing to lose), flush_to_zero of
-    all nonzero elements, saturated of all elements.
-    """
-    rows = []
-    for name, part in scores.groupby("format"):
-        part = part[part["mse"].notna() & part["rms"].notna()]
-        signal, noise = (part["rms"] ** 2 * part["finite"]).sum(), (part["mse"] * part["finite"]).sum()
-        nonzero = (part["finite"] - part["zeros"]).where(part["flush_to_zero"].notna(), 0)
-        rows.append(
-            {
-                "format": name,
-                "tensors": len(part),
-                "sqnr_db": _decibel(signal, noise),
-                "flush_to_zero": (part["flush_to_zero"].fillna(0) * nonzero).sum() / max(nonzero.sum(), 1),
-                "saturated": (part["saturated"] * part["numel"]).sum() / max(part["numel"].sum(), 1),
-            }
-        )
-    return pd.DataFrame(rows, columns=["format", "tensors", "sqnr_db", "flush_to_zero", "saturated"])
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if not signal > 0:
-        return math.nan
-    return 10 * math.log10(signal / noise) if 0 < noise < math.inf else math.inf if noise == 0 else -math.inf
-
-
-def tensor_label(row: pd.Series) -> str:
-    """A tensor's short name: "L1 qkv input (forward, mxfp8)"."""
-    layer = "" if pd.isna(row["layer_index"]) else f"L{int(row['layer_index'])} "
-    module = "" if pd.isna(row["module"]) else f"{row['module']} "
-    return f"{layer}{module}{row['tensor_name']} ({row['operation']}, {row['quant_type']})"
-
-
-def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
-    """tensor_id to label; tensors that would share one are told apart by the first words in which they differ."""
-    labels = {row["tensor_id"]: tensor_label(row) for _, row in rows.iterrows()}
-    by_id = rows.set_index("tensor_id", drop=False)
-    for column, title in DISTINCTIONS.items():
-        for _, same in pd.Series(labels).groupby(pd.Series(labels)):
-            values = by_id.loc[same.index, column].map(group_name)
-            if values.nunique() > 1:
-                for tensor_id, value in values.items():
-                    labels[tensor_id] += f", {title} {value}"
-    return labels
-
-
-DISTINCTIONS = {
-    "phase": "phase",
-    "iteration": "iteration",
-    "micro_batch": "micro-batch",
-    "rank": "rank",
-    "expert": "expert",
-    "recipe": "recipe",
-    "run_id": "run",
-    "tensor_id": "tensor",
-}

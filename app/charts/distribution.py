@@ -1,0 +1,178 @@
+"""How values lie: histograms, Q-Q plots, boxes."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from app import style
+
+
+def _outline(table: pd.DataFrame) -> pd.DataFrame:
+    """The bins of each group as the corners of a line that steps after each: down to 0 in gaps and at both ends."""
+    parts = []
+    for group, bins in table.groupby("group", sort=False):
+        ends = bins["high"][
+            (bins["high"] < bins["low"].shift(-1) - 1e-9 * bins["high"].abs()) | bins["low"].shift(-1).isna()
+        ]
+        corners = pd.concat([bins["low"].iloc[:1], ends])
+        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0})
+        parts.append(pd.concat([flat.iloc[:1], bins, flat.iloc[1:]]).sort_values("low", kind="stable"))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _histogram(
+    table: pd.DataFrame, x: str, y: str, title: alt.TitleParams, by: str, groups: list[str], tooltip: list
+) -> alt.Chart:
+    """Filled bars for one group; outlines for several, which would only muddy each other."""
+    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8))
+    y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
+    color = style.color(groups, by, line=True)
+    if len(groups) == 1:
+        bars = alt.Chart(table, title=title).mark_rect(strokeWidth=0)
+        return bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+    lines = alt.Chart(_outline(table), title=title).mark_line(interpolate="step-after", strokeWidth=1.8)
+    return lines.encode(
+        x=x_axis,
+        y=y_axis,
+        color=color,
+        strokeDash=style.dash(groups, by),
+        tooltip=[alt.Tooltip("group:N", title=by), *tooltip],
+    )
+
+
+def linear_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.Chart:
+    """Of analysis.linear_histogram. groups: all that are shown beside it, so that their colours agree."""
+    tooltip = [
+        alt.Tooltip("low:Q", title="from", format=".4~g"),
+        alt.Tooltip("high:Q", title="to", format=".4~g"),
+        alt.Tooltip("share:Q", title="share of values", format=".3~p"),
+    ]
+    return _histogram(
+        table,
+        "value",
+        "share of values in the bin",
+        style.title("Distribution of values", subtitle),
+        by,
+        groups or style.groups_of(table),
+        tooltip,
+    )
+
+
+def log2_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.Chart:
+    """Of analysis.log2_histogram. groups: all that are shown beside it, so that their colours agree."""
+    tooltip = [
+        alt.Tooltip("low:Q", title="log₂ from", format=".3~f"),
+        alt.Tooltip("high:Q", title="log₂ to", format=".3~f"),
+        alt.Tooltip("share:Q", title="share of values per binade", format=".3~p"),
+    ]
+    title = style.title("Distribution of magnitudes", subtitle)
+    return _histogram(
+        table,
+        "log₂ |value| (binades)",
+        "share of values per binade",
+        title,
+        by,
+        groups or style.groups_of(table),
+        tooltip,
+    )
+
+
+LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
+LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "uniform": "half width"}
+
+
+def qq(
+    table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None, law: str = "normal"
+) -> alt.LayerChart:
+    """Of analysis.laws.qq, with the line on which the law would lie. groups as in the histograms."""
+    name, scale = LAW_TITLES[law], LAW_SCALES[law]
+    centre = "mean" if law == "normal" else "location"
+    titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
+    chart = _qq(table, by, groups, titles)
+    return chart.properties(title=style.title(f"Q–Q against a {name}", subtitle))
+
+
+def qq_normal(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.LayerChart:
+    """Of analysis.qq_normal."""
+    return qq(table, subtitle, by, groups, "normal")
+
+
+def qq_between(
+    table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
+) -> alt.LayerChart:
+    """Of analysis.laws.qq_between, with the line on which the two would be distributed alike."""
+    chart = _qq(table, by, groups, (f"quantile of {other}", "quantile of the values", "the other", "values"))
+    return chart.properties(title=style.title(f"Q–Q against {other}", subtitle))
+
+
+def _qq(table: pd.DataFrame, by: str, groups: list[str] | None, titles: tuple[str, str, str, str]) -> alt.LayerChart:
+    groups = groups or style.groups_of(table)
+    ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
+    line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(
+        strokeDash=[5, 4], color=style.GREY, strokeWidth=1.5
+    )
+    tooltip = [
+        alt.Tooltip("theoretical:Q", title=titles[2], format=".4~g"),
+        alt.Tooltip("sample:Q", title=titles[3], format=".4~g"),
+    ]
+    if len(groups) > 1:
+        tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
+    points = (
+        alt.Chart(table)
+        .mark_point(filled=True, size=18, opacity=0.8)
+        .encode(
+            x=alt.X(
+                "theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8)
+            ),
+            y=alt.Y("sample:Q", title=titles[1], scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
+            color=style.color(groups, by),
+            shape=style.shape(groups, by),
+            tooltip=tooltip,
+        )
+    )
+    return line.encode(x="x:Q", y="y:Q") + points
+
+
+BOX_TITLES = {
+    "min": "minimum",
+    "p0_1": "0.1 %",
+    "q1": "25 %",
+    "median": "median",
+    "q3": "75 %",
+    "p99_9": "99.9 %",
+    "max": "maximum",
+}
+
+
+def boxes(
+    table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
+) -> alt.LayerChart:
+    """Of analysis.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups as in the histograms.
+
+    log2: the table is of analysis.magnitudes.
+    """
+    groups, shown = groups or style.groups_of(table), style.groups_of(table)
+    tooltip = [alt.Tooltip("group:N", title=by)]
+    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in BOX_TITLES.items()]
+    y = alt.Y("group:N", title=None, sort=shown, axis=alt.Axis(labelLimit=320, domain=False, ticks=False))
+    color = style.color(groups, by, shown=False)
+    base = alt.Chart(table).encode(y=y, tooltip=tooltip)
+    x = alt.X(
+        "p0_1:Q",
+        title="log₂ |value| (binades)" if log2 else "value",
+        scale=alt.Scale(zero=False, nice=False, padding=16),
+        axis=alt.Axis(tickCount=8),
+    )
+    whisker = base.mark_rule(strokeWidth=1.5).encode(x=x, x2="p99_9:Q", color=color)
+    size = 14 if len(shown) > 4 else 20
+    box = base.mark_bar(size=size, opacity=0.4).encode(x="q1:Q", x2="q3:Q", color=color)
+    middle = base.mark_tick(size=size + 6, thickness=2.5).encode(x="median:Q", color=color)
+    ends = [base.mark_circle(size=26, opacity=0.9).encode(x=f"{end}:Q", color=color) for end in ("min", "max")]
+    title = "Spread of magnitudes" if log2 else "Spread of values"
+    return alt.layer(whisker, box, middle, *ends).properties(title=style.title(title, subtitle))
+
+
+def boxes_height(table: pd.DataFrame) -> int:
+    """Pixels that a box chart of these groups needs, title and axis included."""
+    return 120 + 34 * len(table)

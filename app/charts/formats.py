@@ -1,0 +1,71 @@
+"""Formats beside each other: SQNR, flush and saturation."""
+
+from __future__ import annotations
+
+import math
+
+import altair as alt
+import pandas as pd
+
+from app import style
+
+ERROR_PANELS = (
+    ("sqnr_db", "SQNR", "dB, higher is better", 1.0),
+    ("flush_to_zero", "Flushed to zero", "% of the nonzero values", 100.0),
+    ("saturated", "Saturated", "% of the values", 100.0),
+)
+
+
+def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
+    """Of analysis.format_comparison: SQNR, flush and saturation, one bar a format, the figure beside the bar."""
+    order = [name for name in style.FORMAT_COLORS if name in set(table["format"])]
+    return _panels(table.assign(row=table["format"]), order, order, "format")
+
+
+def trial_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
+    """Of analysis.whatif.try_formats: the same, one bar a trial, in its format's colour."""
+    order = table["label"].tolist()
+    formats = [name for name in style.FORMAT_COLORS if name in set(table["format"])]
+    return _panels(table.assign(row=table["label"]), order, formats, "trial")
+
+
+def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str) -> list[alt.LayerChart]:
+    colors = alt.Scale(domain=formats, range=[style.FORMAT_COLORS[name] for name in formats])
+    panels = []
+    for column, name, unit, factor in ERROR_PANELS:
+        measure = style.MEASURES[column]
+        shown = table[["format", "row"]].assign(value=table[column] * factor)
+        if "tensors" in table:
+            shown["tensors"] = table["tensors"]
+        shown["label"] = table[column].map(measure.text)
+        shown["value"] = shown["value"].where(shown["value"].abs() < math.inf)
+        shown["end"] = shown["value"].fillna(0.0)
+        lowest = min(float(shown["value"].min()), 0.0) if shown["value"].notna().any() else 0.0
+        largest = shown["value"].max()
+        tooltip = [
+            alt.Tooltip("row:N", title=what),
+            alt.Tooltip("value:Q", title=f"{name} ({unit})", format=".4~g"),
+        ]
+        if "tensors" in table:
+            tooltip.append(alt.Tooltip("tensors:Q", title="operands"))
+        base = alt.Chart(shown).encode(
+            y=alt.Y("row:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
+            tooltip=tooltip,
+        )
+        x_axis = alt.X(
+            "value:Q",
+            title=unit,
+            scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
+            axis=alt.Axis(tickCount=4),
+        )
+        bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
+            x=x_axis, color=alt.Color("format:N", scale=colors, legend=None)
+        )
+        text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
+        panels.append((bars + text).properties(title=alt.TitleParams(name, anchor="start", fontSize=13)))
+    return panels
+
+
+def format_height(table: pd.DataFrame) -> int:
+    """Pixels that a panel needs."""
+    return 100 + 34 * len(table)

@@ -1,0 +1,133 @@
+"""Overview: what was recorded, the questions that the app answers, and a first look."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app import analysis, charts, show, style
+from app.address import One, follow, go, link, plain, write
+from app.analysis import boards
+from app.charts.boards import ranking, ranking_height
+from app.filters import sidebar
+from app.questions import QUESTIONS
+from app.state import big, bytes_text, catalog, explain_empty, explain_refused, first_formats
+from app.style import MEASURES
+from data.catalog import Catalog, Totals
+from data.filter import Filter
+
+PANELS = (
+    ("all", "All values"),
+    ("quant_type", "By quant type"),
+    ("layer_type", "By layer type"),
+    ("operation", "By operation"),
+)
+MOST_GROUPS = 6
+WORST = 8
+PANEL = 330  # pixels, without the legend
+
+
+def page() -> None:
+    opened = catalog()
+    st.title("Overview", anchor=False)
+    explain_refused(opened)
+    if not opened.totals().tensors:
+        explain_empty(opened)
+        return
+    formats = first_formats(opened)
+    params = {"format": One(formats)}
+    follow(opened, "overview", params)
+    where = sidebar(opened)
+    write(where, params)
+    totals = opened.totals(where)
+    _totals(opened, totals, where)
+    _questions(where)
+    if not totals.tensors:
+        st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
+        return
+    _panels(opened, where)
+    if formats:
+        _worst(opened, where, formats)
+
+
+def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
+    runs = opened.runs()
+    st.caption(f"Shown: {plain(where.sentence())}.")
+    cells = st.columns(5)
+    cells[0].metric("Runs", f"{totals.runs:,}", border=True)
+    cells[1].metric("Tensors", f"{totals.tensors:,}", border=True)
+    cells[2].metric("Values", big(totals.elements), border=True)
+    help = "Tensors whose values are on disk; of the others, statistics and sketch are kept"
+    cells[3].metric("With values", f"{totals.with_values:,}", border=True, help=help)
+    cells[4].metric("Size", bytes_text(totals.nbytes), border=True)
+    st.caption(_what_is_missing(runs, totals))
+
+
+def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
+    """What was dropped or sampled when the runs were recorded."""
+    dropped = totals.tensors - totals.with_values
+    parts = ["Nothing was dropped: every tensor has its values on disk."]
+    if dropped:
+        parts = [
+            f"{dropped:,} tensors have no values on disk (over the byte budget, or not asked for): their statistics, "
+            "sketches and scores are whole."
+        ]
+    configs = [json.loads(text) for text in runs["config"]]
+    if some := [c for c in configs if _less(c, "collect_micro_batches", "micro_batches")]:
+        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their micro-batches only.")
+    if some := [c for c in configs if (c.get("capture_every") or 1) > 1]:
+        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their iterations only.")
+    unfinished = int((~runs["state"].isin(["done", "running"])).sum())
+    if unfinished:
+        parts.append(f"{unfinished} of {len(runs)} runs did not end as they should: see Runs.")
+    return " ".join(parts)
+
+
+def _less(config: dict[str, Any], name: str, than: str) -> bool:
+    a, b = config.get(name), config.get(than)
+    return isinstance(a, int) and isinstance(b, int) and a < b
+
+
+def _questions(where: Filter) -> None:
+    st.markdown("**What do you want to know?**")
+    columns = st.columns(3, gap="medium")
+    for index, question in enumerate(QUESTIONS):
+        with columns[index * 3 // len(QUESTIONS)]:
+            link(question.page, question.text, where, question.icon, question.help, **question.params)
+
+
+def _panels(opened: Catalog, where: Filter) -> None:
+    cells = [*st.columns(2, gap="large"), *st.columns(2, gap="large")]
+    each = analysis.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
+    for cell, (by, title) in zip(cells, PANELS, strict=True):
+        found = each[by]
+        found = sorted(found, key=lambda d: -d.total)[:MOST_GROUPS] if len(found) > MOST_GROUPS else found
+        table = analysis.log2_histogram(found)
+        with cell:
+            if table.empty:
+                st.info("Nothing to draw: no nonzero value is finite.", icon=":material/block:")
+                continue
+            subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
+            name = f"panel_{by}"
+            caption = show.source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude")
+            chart = charts.log2_histogram(table, subtitle, title.removeprefix("By "))
+            show.figure(chart, name, table, caption, height=PANEL + style.legend_height([d.group for d in found]))
+
+
+def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:
+    fmt = st.segmented_control("Worst tensors, if they were rounded to", formats, key="format", required=True)
+    fmt = fmt or formats[0]
+    measure = MEASURES["sqnr_db"]
+    table = boards.ranking(opened, where, fmt, "sqnr_db").head(WORST)
+    if table.empty:
+        st.caption("Only the operands of a GEMM are scored, and the filter selects none.")
+        return
+    caption = show.source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}."
+    chart = ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together")
+    note = "Choose a bar to look into its worst tensor."
+    chosen = show.figure(chart, "worst", table, caption, note=note, height=ranking_height(table), choose="tensor_id")
+    if chosen:
+        go("tensor", where, tensor=chosen, format=fmt)

@@ -1,0 +1,58 @@
+"""SQL: a read-only box over a copy of the index, for questions that no page asks."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from app.address import plain
+from app.state import catalog, explain_empty, explain_refused, sandbox
+from data.sandbox import MEMORY, ROWS, SECONDS, QueryError
+
+EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
+FROM tensor
+WHERE format = 'mxfp4'
+GROUP BY ALL
+ORDER BY sqnr_db
+LIMIT 20"""
+LONGEST = 4000  # letters of a statement that the address can hold
+
+
+def page() -> None:
+    opened = catalog()
+    st.title("SQL", anchor=False)
+    explain_refused(opened)
+    if not opened.totals().tensors:
+        explain_empty(opened)
+        return
+    st.caption(
+        f"One SELECT over a copy of the index, read-only: no files, no network, {MEMORY} of memory, {SECONDS:g} s, "
+        f"{ROWS:,} rows. DuckDB’s SQL."
+    )
+    asked = st.query_params.get("q", EXAMPLE)
+    if st.session_state.get("page") != "sql":
+        st.session_state["page"] = "sql"
+        st.session_state["statement"] = asked
+    with st.form("query", border=False):
+        sql = st.text_area("Statement", key="statement", height=190, max_chars=LONGEST)
+        st.form_submit_button("Run", type="primary", icon=":material/play_arrow:")
+    if sql and sql != EXAMPLE:
+        st.query_params.from_dict({"q": sql})
+    box = sandbox(opened)
+    with st.expander("Tables and columns"):
+        st.dataframe(box.columns(), hide_index=True, height=300)
+    if not sql.strip():
+        return
+    try:
+        with st.spinner("Asking …"):
+            answer = box.select(sql)
+    except QueryError as error:
+        st.error(plain(str(error)), icon=":material/error:")
+        return
+    more = f"; there are more than {ROWS:,}" if answer.more else ""
+    rows = len(answer.rows)
+    st.caption(f"{rows:,} row{'s' * (rows != 1)}{more} · {answer.seconds:.2f} s")
+    st.dataframe(answer.rows, hide_index=True, placeholder="")
+    comment = "".join(f"# {line}\n" for line in sql.splitlines())
+    st.download_button(
+        "Save as CSV", lambda: comment + answer.rows.to_csv(index=False), "binade-query.csv", on_click="ignore"
+    )

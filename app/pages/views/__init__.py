@@ -1,0 +1,1 @@
+"""The views of one tensor: each answers a question, and draws itself from a `Look`."""

@@ -1,0 +1,61 @@
+"""What every view of a tensor starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+from torch import Tensor
+
+from app import show
+from app.analysis import anatomy
+from data.catalog import Catalog
+from data.filter import Filter
+from quant.formats import FORMATS, Format
+
+
+@dataclass(frozen=True)
+class Look:
+    """A tensor on the page: its row in the index, its values, and the format that it is held against."""
+
+    opened: Catalog
+    where: Filter
+    row: pd.Series
+    x: Tensor
+    format: Format
+    label: str
+
+    @property
+    def dim(self) -> int:
+        """The axis its GEMM contracts; the last for a result, which none does."""
+        axis = self.row["contracted_axis"]
+        return -1 if pd.isna(axis) else int(axis)
+
+    @property
+    def shape(self) -> str:
+        return " × ".join(f"{n:,}" for n in self.x.shape) or "scalar"
+
+    def source(self, note: str = "exact") -> str:
+        """The first line of a caption."""
+        return show.source(
+            Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})"
+        )
+
+    def subject(self, **options: object) -> anatomy.Subject:
+        return anatomy.subject(self.x, self.format.name, self.dim, **options)
+
+
+def about_format(fmt: Format) -> str:
+    """A format in one line."""
+    shared = {
+        "none": "no scale",
+        "tensor": "one scale for the tensor",
+        "block": f"a power-of-two scale for every {fmt.block_size} values",
+        "block_and_tensor": f"an E4M3 scale for every {fmt.block_size} values and one for the tensor",
+    }[fmt.scaling]
+    return f"{fmt.title}: {fmt.element.bits} bits, {shared}, largest {fmt.max:g}, smallest {fmt.element.smallest:.3g}"
+
+
+def formats_first(first: str) -> tuple[str, ...]:
+    """All formats, this one first."""
+    return (first, *(name for name in FORMATS if name != first))

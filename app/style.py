@@ -1,0 +1,190 @@
+"""One visual language: a format's colour, numbers, axis wording, legends and titles. No Streamlit here."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from quant.metrics import METRICS, Metric
+
+FORMAT_COLORS = {
+    "bf16": "#64748b",
+    "fp16": "#8b827b",
+    "fp8_e4m3": "#0e7490",
+    "fp8_e5m2": "#0e9fbf",
+    "hifp8": "#d97706",
+    "mxfp8": "#2563eb",
+    "mxfp8_e5m2": "#5b8def",
+    "mxfp6_e3m2": "#7c3aed",
+    "mxfp6_e2m3": "#9d7bf0",
+    "mxfp4": "#dc2626",
+    "mxint8": "#059669",
+    "nvfp4": "#65a30d",
+}
+# For groups that are no formats: none of the colours above. All are readable on light and on dark.
+PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
+MAX_GROUPS = len(PALETTE)
+GREY = "#737b91"  # of what belongs to no group: readable on light and on dark
+DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
+SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
+
+_FORMAT = "|".join(sorted(FORMAT_COLORS, key=len, reverse=True))
+_FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
+_RECIPE = re.compile(
+    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})( at .*| · .*)?"
+)  # "mxfp8 at 08:31:18 UTC", "mxfp8 · ceil"
+NEUTRAL = {"as captured": PALETTE[0], "quantized run": PALETTE[2]}  # groups that stand beside formats
+
+
+# Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
+RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
+# Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
+ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
+CHOSEN = "chosen"  # the selection that a click on a chart makes
+BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
+OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a metric is written. factor: shares are shown in percent; low_is_bad: SQNR; log: its axis."""
+
+    key: str
+    label: str
+    unit: str
+    definition: str
+    factor: float = 1.0
+    low_is_bad: bool = False
+    log: bool = False
+
+    @property
+    def axis(self) -> str:
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+    def text(self, value: float) -> str:
+        """A value as it stands beside a bar or in a sentence, without the unit."""
+        if pd.isna(value):
+            return "no value"
+        if math.isinf(value):
+            return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
+        shown = value * self.factor
+        if self.low_is_bad:
+            return f"{shown:.1f}"
+        if shown == 0:
+            return "0"
+        return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else f"{shown:.1e}"
+
+
+OWN_METRICS = {
+    "absmax": Metric("absmax", "largest magnitude"),
+    "std": Metric("Standard deviation", "of the population"),
+    "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),
+}
+MEASURES = {
+    key: Measure(
+        key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in ("absmax", "std")
+    )
+    for key, m in (METRICS | OWN_METRICS).items()
+}
+
+
+def short(value: float) -> str:
+    """A number of any size in at most four digits: "0.0123", "1.2e-07"."""
+    if pd.isna(value):
+        return "–"
+    if value == 0 or 1e-3 <= abs(value) < 1e5:
+        return f"{value:.4g}"
+    return f"{value:.1e}"
+
+
+def ordered_colors(n: int) -> list[str]:
+    """n colours that run from first to last, readable on light and on dark."""
+    if n < 2:
+        return ORDERED[:n]
+    at = np.linspace(0, len(ORDERED) - 1, n)
+    channels = np.array([[int(c[i : i + 2], 16) for i in (1, 3, 5)] for c in ORDERED], float)
+    mixed = np.stack([np.interp(at, np.arange(len(ORDERED)), channels[:, k]) for k in range(3)], 1)
+    return ["#" + "".join(f"{round(v):02x}" for v in row) for row in mixed]
+
+
+def format_in(group: str) -> str | None:
+    """The format that a quant type, a recipe or a label names: "FA_linear_mxfp8_e5m2" is mxfp8_e5m2."""
+    named = _FORMAT_IN.findall(group)
+    return named[-1] if named else None
+
+
+def styles(groups: list[str]) -> tuple[list[str], list[int]]:
+    """(colours, which dash or shape). A group that names a format has the format's colour. Recipes of one format differ
+    by dash or shape; where that would not do, and for other groups, colours are from the palette."""
+    formats = [group if group in NEUTRAL else format_in(group) for group in groups]
+    most = len(DASHES) if all(group in NEUTRAL or _RECIPE.fullmatch(group) for group in groups) else 1
+    if None in formats or max((formats.count(name) for name in formats), default=0) > most:
+        return [PALETTE[i % len(PALETTE)] for i in range(len(groups))], [0] * len(groups)
+    nth = [formats[:index].count(name) for index, name in enumerate(formats)]
+    return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
+
+
+def colors(groups: list[str]) -> list[str]:
+    """One colour a group."""
+    return styles(groups)[0]
+
+
+LEGEND_WIDTH = 400  # pixels that every chart has for its legend
+
+
+def columns(groups: list[str]) -> int:
+    return max(1, min(len(groups), LEGEND_WIDTH // (44 + 7 * max(len(group) for group in groups))))
+
+
+def legend_height(groups: list[str]) -> int:
+    """Pixels that a chart's legend needs, 0 for a single group: it has none."""
+    return 36 + 18 * math.ceil(len(groups) / columns(groups)) if len(groups) > 1 else 0
+
+
+def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | None:
+    if len(groups) < 2:
+        return None
+    return alt.Legend(
+        title=title,
+        orient="bottom",
+        columns=columns(groups),
+        labelLimit=LEGEND_WIDTH - 20,
+        rowPadding=2,
+        symbolType="stroke" if line else alt.Undefined,
+    )
+
+
+def color(groups: list[str], title: str, shown: bool = True, line: bool = False) -> alt.Color:
+    """The colour of the column group; shown: with a legend."""
+    scale = alt.Scale(domain=groups, range=colors(groups))
+    return alt.Color("group:N", scale=scale, legend=legend(groups, title, line) if shown else None)
+
+
+def dash(groups: list[str], title: str) -> alt.StrokeDash:
+    scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups)[1]])
+    return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, line=True))
+
+
+def shape(groups: list[str], title: str) -> alt.Shape:
+    scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups)[1]])
+    return alt.Shape("group:N", scale=scale, legend=legend(groups, title))
+
+
+def choice(field: str) -> alt.Parameter:
+    """Marks can be clicked: the field of the one that was is in the selection CHOSEN."""
+    return alt.selection_point(name=CHOSEN, fields=[field], on="click", empty=True)
+
+
+def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
+    """A chart's title and, in small, from what it is drawn; a list is a line each."""
+    return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
+
+
+def groups_of(table: pd.DataFrame) -> list[str]:
+    """The values of the column group, in order of appearance."""
+    return list(dict.fromkeys(table["group"]))

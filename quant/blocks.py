@@ -1,0 +1,179 @@
+"""A tensor seen block by block: what each block's scale is, which codes its values take, and how well it survives.
+
+For a format without block scales the same view is cut into runs of GROUP values, which share nothing but their place.
+Everything is from `reference`, the definition of the formats, so it is for tensors of a few million values; `sample`
+takes whole blocks from a larger one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from quant.formats import Element, Format
+from quant.quantizer import encode, plan, tensor_absmax
+from quant.reference import NVFP4_TENSOR_MAX, Plan, floor_log2, noise, quantize_blocks, tensor_pow2_scale, to_blocks
+
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Over the finite values: Σx², Σ(y-x)², how many become 0, are nonzero, are above the largest code, are there."""
+
+    signal: float
+    noise: float
+    flushed: int
+    nonzero: int
+    saturated: int
+    finite: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """All tensors are [groups, block], in the order of `reference.to_blocks`.
+
+    x        the values, float32
+    values   what they are on the element's grid (x over the scale, rounded)
+    y        the dequantized values, in x's own dtype's precision
+    scale    [groups, 1] float64: what an element is multiplied by, the tensor's scale included; NaN where NaN or Inf
+             took the block
+    valid    False for the padding of short blocks
+    """
+
+    plan: Plan
+    x: Tensor
+    values: Tensor
+    y: Tensor
+    scale: Tensor
+    valid: Tensor
+
+    @cached_property
+    def sqnr_db(self) -> Tensor:
+        """[groups] float64: 10·log10(Σx² / Σ(y-x)²); +inf where nothing is lost, NaN of an all-zero block."""
+        x, error = self.x.double(), (self.y.double() - self.x.double())
+        signal, noise_power = x.square().sum(-1), error.square().sum(-1)
+        return torch.where(signal > 0, 10 * torch.log10(signal / noise_power), math.nan)
+
+    @cached_property
+    def flush_to_zero(self) -> Tensor:
+        """[groups]: of the nonzero values, the share that becomes 0; NaN of an all-zero block."""
+        nonzero = (self.x != 0) & self.x.isfinite()
+        return (nonzero & (self.y == 0)).sum(-1).double() / nonzero.sum(-1)
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What SQNR, flush_to_zero and saturated of the whole are made of; sums in float64."""
+        finite = self.x.isfinite() & self.valid
+        x, y = self.x[finite].double(), self.y[finite].double()
+        error = y - x
+        nonzero = x != 0
+        return Sums(
+            float(x @ x),
+            float(error @ error),
+            int((nonzero & (y == 0)).sum()),
+            int(nonzero.sum()),
+            int(self.clipped.sum()),
+            x.numel(),
+        )
+
+    @cached_property
+    def magnitudes(self) -> Tensor:
+        """|x| / scale, float64: what is compared with the element's smallest and largest code. NaN where the scale is
+        0 or not finite, and in the padding."""
+        good = self.valid & self.scale.isfinite() & (self.scale > 0) & self.x.isfinite()
+        return torch.where(good, self.x.abs().double() / self.scale, math.nan)
+
+    @cached_property
+    def clipped(self) -> Tensor:
+        """[groups, block] bool: |x / scale| above the largest finite value. A scale that is the tensor's own absmax
+        clips nothing, whatever the quotient's rounding says."""
+        if self.plan.scale_rule in ("amax", "pow2"):
+            return torch.zeros_like(self.valid)
+        if self.plan.scale_rule == "nvfp4":
+            return self.magnitudes > self.plan.format.max * (1 + 1e-12)  # a rounded quotient: not told from equal
+        return self.magnitudes > self.plan.format.max
+
+    @cached_property
+    def saturated(self) -> Tensor:
+        """[groups] float64: the share of values that are clipped."""
+        return self.clipped.sum(-1).double() / self.valid.sum(-1)
+
+    @cached_property
+    def scale_exponents(self) -> Tensor:
+        """[groups] float64: floor(log2 scale); NaN of an all-zero block and one that NaN or Inf took."""
+        used = (self.x != 0).any(-1, keepdim=True) & self.scale.isfinite() & (self.scale > 0)
+        exponent = torch.frexp(self.scale)[1].double() - 1
+        return torch.where(used, exponent, math.nan)[:, 0]
+
+    @cached_property
+    def codes(self) -> Tensor:
+        """int64 codes of the element."""
+        return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.plan.format.element)
+
+
+def look(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Blocks:
+    """x [any shape] rounded to a format, blocks along `dim`. Options as in `quantizer.plan`; errors too."""
+    decided = plan(fmt, **options)
+    size = decided.block_size or GROUP
+    absmax = tensor_absmax(x.detach())
+    blocks = to_blocks(x.detach(), dim, size).float()
+    u = None
+    if decided.rounding == "stochastic":
+        u = to_blocks(noise(x.numel(), decided.seed, x.device).reshape(x.shape), dim, size)
+    values, scale, y = quantize_blocks(blocks, decided, absmax, u)
+    scale = scale.double()
+    if decided.scale_rule == "nvfp4":
+        scale = scale * float(absmax) / NVFP4_TENSOR_MAX
+    elif decided.scale_rule == "amax":
+        scale = torch.full_like(scale, max(float(absmax), 1e-12) / decided.format.max)
+    elif decided.scale_rule == "pow2":
+        scale = tensor_pow2_scale(absmax, decided.format.element)[1].double()
+    valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, size)
+    y = y.to(x.dtype).float()
+    return Blocks(decided, blocks, values, y, scale.expand(len(blocks), 1), valid)
+
+
+def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22) -> tuple[Tensor, int]:
+    """(part, every): x itself where it has at most `limit` values, else every n-th line along `dim`, whole.
+
+    The part is [lines, axis] then, its blocks along the last axis; lines are taken evenly over the tensor.
+    """
+    if x.numel() <= limit or not x.dim():
+        return x, 1
+    at = dim % x.dim()
+    axis, inner = x.shape[at], x.shape[at + 1 :].numel()
+    lines = x.numel() // axis
+    every = -(-x.numel() // limit)
+    chosen = torch.arange(0, lines, every)
+    return x.reshape(-1, axis, inner)[chosen // inner, :, chosen % inner], every
+
+
+ZERO, DENORMAL, SPECIAL = "zero", "denormal", "Inf or NaN"
+
+
+@lru_cache(maxsize=32)
+def code_tiers(element: Element) -> tuple[str, ...]:
+    """What each code is, by its number: zero, denormal, "2 mantissa bits", or Inf or NaN.
+
+    A denormal lies below the lowest exponent that has a tier of its own, on that tier's fixed step; HiFloat8 calls its
+    lowest tier (no mantissa bits) denormal.
+    """
+    tapered = len(element.tiers) > 1
+    names = []
+    for code in range(1 << element.bits):
+        value = element.values[code]
+        if not math.isfinite(value):
+            names.append(SPECIAL)
+        elif value == 0:
+            names.append(ZERO)
+        else:
+            exponent = int(floor_log2(torch.tensor(abs(value))))
+            bits = next((bits for lowest, bits in reversed(element.tiers) if exponent >= lowest), None)
+            first = tapered and exponent < element.tiers[1][0]
+            names.append(DENORMAL if bits is None or first else f"{bits} mantissa bit{'s' * (bits != 1)}")
+    return tuple(names)

@@ -1,0 +1,485 @@
+"""What answers the questions, against scipy, numpy and the public quantizer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import stats
+
+import quant
+from app import analysis
+from app.analysis import anatomy, attention, boards, distribution_of, laws, recipes, whatif
+from data.catalog import Catalog
+from data.filter import Filter
+from data.runs import read_losses
+from quant.formats import FORMATS
+from quant.metrics import errors
+from tests.app.roots import odd_tensors
+
+SAMPLES = {
+    "normal": stats.norm(2, 3),
+    "laplace": stats.laplace(-1, 0.5),
+    "student_t": stats.t(4, 1, 2),
+    "uniform": stats.uniform(-2, 5),
+}
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path):
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def probs(catalog: Catalog) -> torch.Tensor:
+    return catalog.load(first(catalog, tensor_name=["attention_probs"], quant_type=["mxfp4"]))
+
+
+@pytest.fixture(scope="module")
+def gradient(catalog: Catalog) -> torch.Tensor:
+    return catalog.load(first(catalog, tensor_name=["grad_output"], module=["fc1"], quant_type=["bf16"]))
+
+
+def first(catalog: Catalog, **where) -> str:
+    return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
+
+
+def sample(law: str, n: int = 4001) -> np.ndarray:
+    return SAMPLES[law].rvs(n, random_state=np.random.default_rng(5)).astype(np.float32)
+
+
+def test_each_by_is_the_distribution_by_each(catalog):
+    where = Filter(layer_index=[1])
+    found = analysis.each_by(catalog, where, ("quant_type", "operation"))
+    for by, several in found.items():
+        wanted = analysis.distributions(catalog, where, None if by == "all" else by)
+        assert [d.group for d in several] == [d.group for d in wanted]
+        pd.testing.assert_frame_equal(analysis.log2_histogram(several), analysis.log2_histogram(wanted))
+
+
+class TestLaws:
+    @pytest.mark.parametrize("law", laws.LAWS)
+    def test_points_are_scipys_probplot(self, law):
+        """Between two of our points lie, on both axes, all that probplot has there: the same curve, thinned."""
+        x = sample(law)
+        d = distribution_of("x", torch.from_numpy(x))
+        fitted = laws.fit(d, law)
+        shape = (fitted.freedom,) if law == "student_t" else ()
+        dist = {"normal": "norm", "student_t": "t", "uniform": stats.uniform(-1, 2)}.get(law, law)
+        osm, osr = stats.probplot(x.astype(np.float64), sparams=shape, dist=dist, fit=False)
+        points = laws.qq([d], law)
+        osr = (osr - fitted.location) / fitted.scale
+        # probplot's positions are Filliben's; ours run to (rank - 1/2) / n: a rank apart at most.
+        ours = np.interp(points["theoretical"], osm, osr)
+        rank = np.clip(np.searchsorted(osm, points["theoretical"]), 2, len(osr) - 3)
+        low, high = osr[rank - 2], osr[rank + 2]
+        assert ((points["sample"] >= low - 1e-9) & (points["sample"] <= high + 1e-9)).all()
+        inner = np.abs(points["theoretical"]) < np.quantile(np.abs(osm), 0.98)
+        assert np.abs(points["sample"] - ours)[inner].max() < 0.05
+
+    @pytest.mark.parametrize("law", laws.LAWS)
+    def test_distance_is_scipys_kstest(self, law):
+        x = sample(law)
+        d = distribution_of("x", torch.from_numpy(x))
+        for other in laws.LAWS:
+            fitted = laws.fit(d, other)
+            wanted = stats.kstest(x.astype(np.float64), fitted.cdf).statistic
+            assert laws.distance_to(d, fitted) == pytest.approx(wanted, abs=1e-12)
+
+    def test_distance_of_a_sketch_is_never_above(self, catalog):
+        from app.analysis import distributions
+
+        tensor_id = first(catalog, tensor_name=["query"])
+        exact = distribution_of("x", catalog.load(tensor_id))
+        (d,) = distributions(catalog, Filter(), None, [tensor_id])
+        for law in laws.LAWS:
+            fitted = laws.fit(exact, law)
+            assert 0 < laws.distance_to(d, fitted) <= laws.distance_to(exact, fitted) + 1e-12
+
+    @pytest.mark.parametrize("law", laws.LAWS)
+    def test_the_law_that_made_it_comes_closest(self, law):
+        d = distribution_of("x", torch.from_numpy(sample(law, 20_000)))
+        table = laws.laws_table([d])
+        ks = table.set_index("law")["ks"]
+        assert ks[law] < 0.02 and (ks[law] <= ks.min() + 0.003)
+
+    def test_fits_are_scipys_maximum_likelihood(self):
+        d = {law: distribution_of("x", torch.from_numpy(sample(law))) for law in laws.LAWS}
+        x = sample("normal").astype(np.float64)
+        assert (laws.fit(d["normal"], "normal").location, laws.fit(d["normal"], "normal").scale) == pytest.approx(
+            stats.norm.fit(x), rel=1e-6
+        )
+        x = sample("laplace").astype(np.float64)
+        found = laws.fit(d["laplace"], "laplace")
+        assert (found.location, found.scale) == pytest.approx(stats.laplace.fit(x), rel=1e-3)
+        x = sample("uniform").astype(np.float64)
+        found = laws.fit(d["uniform"], "uniform")
+        assert (found.location - found.scale, 2 * found.scale) == pytest.approx(stats.uniform.fit(x), rel=1e-6)
+
+    @pytest.mark.parametrize("freedom", [2.0, 4.0, 10.0])
+    def test_student_t_finds_the_degrees_of_freedom(self, freedom):
+        x = stats.t(freedom, 3, 0.5).rvs(50_000, random_state=np.random.default_rng(1)).astype(np.float32)
+        found = laws.fit(distribution_of("x", torch.from_numpy(x)), "student_t")
+        mle = stats.t.fit(x.astype(np.float64))
+        assert math.log2(found.freedom / mle[0]) == pytest.approx(0, abs=0.35)
+        assert (found.location, found.scale) == pytest.approx(mle[1:], rel=0.05)
+
+    def test_between_two_samples(self):
+        a, b = sample("normal"), sample("laplace", 2501)
+        points = laws.qq_between(
+            *([distribution_of("a", torch.from_numpy(a))], distribution_of("b", torch.from_numpy(b)))
+        )
+        share = stats.norm.cdf(np.linspace(-1, 1, 201) * stats.norm.isf(0.5 / 2501))
+        assert np.array_equal(points["sample"], np.quantile(a.astype(float), share, method="inverted_cdf"))
+        assert np.array_equal(points["theoretical"], np.quantile(b.astype(float), share, method="inverted_cdf"))
+
+    @pytest.mark.parametrize("name", ["all NaN", "zeros", "constant", "single", "empty", "huge", "subnormal"])
+    def test_odd_tensors(self, name):
+        d = distribution_of("x", odd_tensors()[name])
+        table = laws.laws_table([d])
+        assert table["ks"].between(0, 1).all() and len(table) == (4 if name in ("huge", "subnormal") else 0)
+
+    def test_unknown_law(self):
+        with pytest.raises(ValueError, match="normal, laplace"):
+            laws.fit(distribution_of("x", torch.ones(3)), "cauchy")
+
+
+class TestWhatIf:
+    OPTIONS = ({}, {"scale_rule": "ceil"}, {"rounding": "stochastic"}, {"block_size": 16}, {"overflow": "saturate"})
+
+    @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "mxint8", "bf16"])
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
+        one = whatif.trial(name, **options)
+        table, shown = whatif.try_formats([(gradient, -1)], [one], distributions=True)
+        x = gradient.double().numpy()
+        y = quant.fake_quantize(gradient, name, **one.options).double().numpy()
+        noise = ((y - x) ** 2).sum()
+        row = table.iloc[0]
+        assert row["sqnr_db"] == (
+            math.inf if noise == 0 else pytest.approx(10 * np.log10((x**2).sum() / noise), rel=1e-9)
+        )
+        assert row["flush_to_zero"] == ((x != 0) & (y == 0)).sum() / (x != 0).sum()
+        assert row["saturated"] == quant.score(gradient, name, **one.options).saturated
+        used = quant.usage(gradient, name, **one.options)
+        assert (row["codes_used"], row["code_entropy_bits"]) == (
+            used.codes_used,
+            pytest.approx(used.code_entropy_bits, rel=1e-12),
+        )
+        assert row["nbytes"] == quant.quantize(gradient, name, **one.options).nbytes
+        assert np.array_equal(np.repeat(shown[1].low, shown[1].count), np.sort(y, axis=None))
+
+    @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
+    def test_rotation(self, gradient, name):
+        table, shown = whatif.try_formats([(gradient, -1)], [whatif.trial(name, hadamard=32)], distributions=True)
+        turned = quant.hadamard_rotate(gradient)
+        y = quant.hadamard_rotate(quant.fake_quantize(turned, name)).double().numpy()
+        x = gradient.double().numpy()
+        wanted = 10 * np.log10((x**2).sum() / ((y - x) ** 2).sum())
+        assert table["sqnr_db"].iloc[0] == pytest.approx(wanted, abs=1e-3)
+        assert table["flush_to_zero"].iloc[0] == quant.score(turned, name).flush_to_zero
+
+    def test_a_selection_is_the_sum_of_its_tensors(self, gradient, probs):
+        both = [(gradient, -1), (probs, -1)]
+        found = whatif.try_formats(both, [whatif.trial("mxfp4")])[0].iloc[0]
+        signal = noise = 0.0
+        for x, _ in both:
+            a, b = x.double(), quant.fake_quantize(x, "mxfp4").double()
+            signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
+        assert found["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-9)
+        assert found["nbytes"] == sum(quant.quantize(x, "mxfp4").nbytes for x, _ in both)
+
+    def test_options_that_do_not_apply_are_named(self):
+        one = whatif.trial("hifp8", scale_rule="ceil", block_size=16, overflow="inf", rounding="nearest")
+        assert one.ignored == ("scale_rule", "block_size")
+        assert one.options == {"rounding": "nearest", "overflow": "inf"}
+        assert whatif.trial("mxfp4", scale_rule="floor").label == "mxfp4"
+        labels = [t.label for t in whatif.with_defaults([whatif.trial("mxfp4", hadamard=16), whatif.trial("mxfp8")])]
+        assert labels == ["mxfp4", "mxfp4 · Hadamard 16", "mxfp8"]
+
+    def test_a_large_tensor_is_sampled_by_whole_lines(self, gradient):
+        limit = -(-gradient.numel() // 3)
+        found = whatif.try_formats([(gradient, -1)], [whatif.trial("mxfp4")], limit=limit)[0].iloc[0]
+        part = gradient.reshape(-1, gradient.shape[-1])[::3]
+        assert found["sqnr_db"] == pytest.approx(quant.score(part, "mxfp4").sqnr_db, rel=1e-9)
+        assert found["nbytes"] == pytest.approx(quant.quantize(gradient, "mxfp4").nbytes, rel=1e-6)
+
+    @pytest.mark.parametrize("name", odd_tensors())
+    def test_odd_tensors(self, name):
+        x = odd_tensors()[name]
+        trials = [whatif.trial(fmt) for fmt in FORMATS]
+        table, _ = whatif.try_formats([(x, -1)], trials)
+        assert len(table) == len(FORMATS)
+        assert (table["flush_to_zero"].dropna().between(0, 1)).all()
+
+
+class TestAnatomy:
+    @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "hifp8", "fp8_e5m2"])
+    def test_the_codebooks_histogram_is_numpys(self, gradient, name):
+        found = anatomy.subject(gradient, name)
+        table = anatomy.codebook_histogram(found)
+        magnitudes = found.blocks.magnitudes.numpy().reshape(-1)
+        magnitudes = magnitudes[magnitudes > 0]
+        edges = np.exp2([*table["low"], table["high"].iloc[-1]])
+        for low, high, share in table.itertuples(index=False):
+            inside = ((magnitudes >= np.exp2(low) * (1 - 1e-12)) & (magnitudes < np.exp2(high) * (1 - 1e-12))).sum()
+            assert share * (high - low) == pytest.approx(inside / gradient.numel(), abs=2 / gradient.numel())
+        assert edges[0] <= magnitudes.min() * (1 + 1e-12) and edges[-1] >= magnitudes.max()
+        assert (table["share"] * (table["high"] - table["low"])).sum() == pytest.approx(
+            len(magnitudes) / gradient.numel()
+        )
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_zones_are_the_metrics(self, gradient, name):
+        share = anatomy.zones(anatomy.subject(gradient, name)).set_index("zone")["share"]
+        wanted = quant.score(gradient, name)
+        assert share.sum() == pytest.approx(1, abs=1e-12)
+        assert share["flushed"] == pytest.approx(wanted.underflow_of_all, abs=1e-12)
+        assert share["saturated"] == pytest.approx(wanted.saturated, abs=1e-12)
+        assert share["zero"] == float((gradient == 0).double().mean())
+
+    def test_pooled_is_the_largest_of_each_cell(self, gradient):
+        matrix = gradient.reshape(-1, gradient.shape[-1]).float().abs().numpy()
+        cells = anatomy.pooled(gradient, 7, 5)
+        height, width = -(-matrix.shape[0] // 7), -(-matrix.shape[1] // 5)
+        for (i, j), value in np.ndenumerate(cells):
+            assert value == matrix[i * height : (i + 1) * height, j * width : (j + 1) * width].max()
+
+    def test_channels(self, gradient, monkeypatch):
+        matrix = gradient.reshape(-1, gradient.shape[-1]).float().abs().numpy()
+        assert np.array_equal(anatomy.channels(gradient)["absmax"], matrix.max(0)[: anatomy.MAX_CHANNELS]) or (
+            gradient.shape[-1] > anatomy.MAX_CHANNELS
+        )
+        monkeypatch.setattr(anatomy, "MAX_CHANNELS", 100)
+        table = anatomy.channels(gradient)
+        assert len(table) <= 100 and table["last"].iloc[-1] == gradient.shape[-1] - 1
+        for row in table.itertuples():
+            assert row.absmax == matrix[:, row.channel : row.last + 1].max()
+
+    @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
+    def test_blocks(self, gradient, name):
+        found = anatomy.subject(gradient, name)
+        table = anatomy.block_table(found)
+        size = FORMATS[name].block_size or 32
+        x = gradient.double().numpy().reshape(-1, size)
+        y = quant.fake_quantize(gradient, name).double().numpy().reshape(-1, size)
+        with np.errstate(all="ignore"):
+            sqnr = 10 * np.log10((x**2).sum(1) / ((y - x) ** 2).sum(1))
+        used = (x != 0).any(1)
+        np.testing.assert_allclose(table["sqnr_db"][used], sqnr[used], rtol=1e-9)
+        worst = anatomy.worst_blocks(table, "sqnr_db")
+        assert worst["sqnr_db"].iloc[0] == np.nanmin(sqnr[used])
+        block = int(worst["block"].iloc[0])
+        values = anatomy.block_values(found, block)
+        assert np.array_equal(values["value"], x[block]) and np.array_equal(values["dequantized"], y[block])
+        element = FORMATS[name].element
+        assert [element.values[code] for code in values["code"]] == values["code_value"].tolist()
+        assert [int(bits, 2) for bits in values["bits"]] == values["code"].tolist()
+        grid = anatomy.block_grid(sqnr, gradient.shape[-1] // size, side=9)
+        assert max(grid.shape) <= 9 and np.nanmin(grid) == np.nanmin(sqnr)
+
+    def test_a_blocks_values_times_its_scale_are_the_rounded_ones(self, gradient):
+        found = anatomy.subject(gradient, "mxfp4")
+        table = anatomy.block_table(found)
+        block = int(table["sqnr_db"].idxmin())
+        values = anatomy.block_values(found, block)
+        scale = 2.0 ** table["scale_exponent"].iloc[block]
+        assert np.array_equal(values["code_value"] * scale, values["dequantized"])
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_codes(self, gradient, name):
+        table = anatomy.codes(anatomy.subject(gradient, name))
+        used = quant.usage(gradient, name)
+        found = table[table["count"] > 0].sort_values("code")
+        assert np.array_equal(found["code"], used.codes) and np.array_equal(found["count"], used.code_counts)
+        assert anatomy.entropy_bits(table) == pytest.approx(used.code_entropy_bits, rel=1e-12)
+        tiers = anatomy.tiers(table)
+        assert tiers["share"].sum() == pytest.approx(1) and tiers["used"].sum() == used.codes_used
+
+    @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "hifp8"])
+    @pytest.mark.parametrize("name", odd_tensors())
+    def test_odd_tensors(self, name, fmt):
+        x = odd_tensors()[name]
+        found = anatomy.subject(x, fmt)
+        share = anatomy.zones(found).set_index("zone")["share"]
+        assert share.between(0, 1).all()
+        if name == "all NaN":
+            assert share["lost"] == 1
+        anatomy.codebook_histogram(found), anatomy.codes(found), anatomy.pooled(x), anatomy.channels(x)
+        anatomy.worst_blocks(anatomy.block_table(found), "sqnr_db")
+
+
+class TestAttention:
+    def test_entropy_is_scipys(self, probs):
+        table = attention.entropy(attention.heads(probs))
+        for head, row in enumerate(table.itertuples()):
+            p = probs[:, head].double().numpy()
+            bits = stats.entropy(p / p.sum(-1, keepdims=True), axis=-1, base=2)
+            assert row.entropy == pytest.approx(bits.mean(), abs=0.02)  # bf16's rows sum to 1 within a percent
+            raw = -(p * np.log2(np.where(p > 0, p, 1))).sum(-1)
+            assert (row.entropy, row.lowest, row.highest) == pytest.approx((raw.mean(), raw.min(), raw.max()), abs=1e-9)
+
+    @pytest.mark.parametrize("fmt", ["mxfp4", "hifp8"])
+    def test_flushed(self, probs, fmt):
+        table = attention.flushed(attention.heads(probs), fmt)
+        y = quant.fake_quantize(probs, fmt)
+        for head, row in enumerate(table.itertuples()):
+            x, q = probs[:, head].double().numpy(), y[:, head].double().numpy()
+            gone = (x != 0) & (q == 0)
+            assert row.flush_to_zero == gone.sum() / (x != 0).sum()
+            assert row.mass == pytest.approx(x[gone].sum() / x.sum(), rel=1e-9)
+
+    def test_ranges_leave_a_mask_out(self):
+        scores = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        masked = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
+        table = attention.ranges(attention.heads(masked))
+        for head, row in enumerate(table.itertuples()):
+            x = masked[:, head].numpy()
+            x = x[np.isfinite(x)]
+            assert (row.low, row.median, row.high) == pytest.approx((x.min(), np.median(x), x.max()), rel=1e-6)
+        assert np.isnan(attention.head_map(attention.heads(masked), 0, 0)[0, 1])
+
+    def test_large_maps_are_thinned(self, probs, monkeypatch):
+        monkeypatch.setattr(attention, "LIMIT", probs.numel() // 4)
+        heads = attention.heads(probs)
+        assert heads.every == 4 and torch.equal(heads.x, probs[:, :, ::4])
+        assert heads.note == "one query in 4"
+        assert attention.heads(probs[0]) is None
+
+
+class TestBoards:
+    def test_ranking_is_worst_first(self, catalog):
+        for metric in boards.METRICS:
+            table = boards.ranking(catalog, Filter(), "mxfp4", metric)
+            values = table["value"].dropna()
+            assert values.is_monotonic_increasing if metric == "sqnr_db" else values.is_monotonic_decreasing, metric
+            assert table["place"].is_unique or metric not in boards.SHOWN_ERRORS
+            assert table["rank"].tolist() == list(range(1, len(table) + 1))
+
+    def test_depth_and_training_are_cuts_of_the_same(self, catalog):
+        where = Filter(layer_index=[2], quant_type=["mxfp4"])
+        depth = boards.depth(catalog, where, "mxfp4", "flush_to_zero")
+        ranked = boards.ranking(catalog, where, "mxfp4", "flush_to_zero")
+        assert sorted(depth["value"]) == sorted(ranked["value"])
+        training = boards.training(catalog, where, "mxfp4", "sqnr_db")
+        assert training["iteration"].tolist() == [0, 1]
+        for row in training.itertuples():
+            scores = catalog.scores(Filter(layer_index=[2], quant_type=["mxfp4"], iteration=[int(row.iteration)]))
+            part = scores[scores["format"] == "mxfp4"]
+            power = part["rms"] ** 2 * part["finite"]
+            assert row.value == pytest.approx(
+                10 * np.log10(power.sum() / (part["mse"] * part["finite"]).sum()), rel=1e-9
+            )
+
+    def test_directions(self, catalog):
+        table = boards.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
+        assert set(table["operation"]) == {"forward", "backward"}
+        assert set(table.loc[table["operation"] == "backward", "tensor_name"]) == {"grad_output"}
+        total = boards.direction_totals(catalog, Filter(), "mxfp4", "flush_to_zero").set_index("operation")["value"]
+        for operation, part in table.groupby("operation"):
+            assert part["value"].is_monotonic_decreasing
+            assert part["value"].min() <= total[operation] <= part["value"].max()
+
+    def test_slope(self):
+        table = pd.DataFrame(
+            {
+                "layer_index": [1, 2, 3, 1, 3],
+                "row": list("aaabb"),
+                "operation": "forward",
+                "value": [5.0, 9.0, 1.0, 2.0, 4.0],
+            }
+        )
+        found = boards.slope(table)
+        assert found[["row", "change"]].values.tolist() == [["a", -4.0], ["b", 2.0]]
+
+
+class TestRecipes:
+    @pytest.fixture
+    def table(self, catalog):
+        return recipes.overview(catalog.runs(), catalog.parts())
+
+    def test_each_run_finds_its_bf16_run(self, catalog, table):
+        runs = catalog.runs().set_index("recipe")["run_id"]
+        assert table["reference"].tolist() == [runs["bf16"]] * 4
+        assert table.set_index("recipe")["quantized"].to_dict() == {
+            "bf16": False,
+            "hifp8": True,
+            "mxfp8": True,
+            "mxfp4": True,
+        }
+        assert table.set_index("label").loc["mxfp8", list(recipes.PARTS)].tolist() == [
+            "mxfp8",
+            "mxfp8",
+            "mxfp8",
+            "bf16",
+        ]
+
+    def test_another_seed_is_no_reference(self, catalog):
+        runs = catalog.runs()
+        changed = runs.assign(
+            config=[
+                c.replace('"seed": 1234', '"seed": 5') if r == "bf16" else c
+                for c, r in zip(runs["config"], runs["recipe"], strict=True)
+            ]
+        )
+        table = recipes.overview(changed, catalog.parts())
+        assert table.loc[table["quantized"], "reference"].isna().all()
+
+    def test_gaps_are_the_losses_differences(self, catalog, table):
+        losses = {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]}
+        gaps = recipes.loss_gaps(table, losses)
+        assert sorted(set(gaps["iteration"])) == [0, 1]
+        base = {r["iteration"]: r["loss"] for r in losses[table["reference"].iloc[0]]}
+        for row in gaps.itertuples():
+            own = {r["iteration"]: r["loss"] for r in losses[row.run_id]}
+            assert row.gap == own[row.iteration] - base[row.iteration]
+        costs = recipes.costs(gaps, table)
+        assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
+
+    def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
+        run = table[table["recipe"] == "mxfp4"].iloc[0]
+        pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
+        found, unread = recipes.gradients(catalog, pairs)
+        assert len(found) == len(pairs) and not unread
+        for row in found.itertuples():
+            a, b = (catalog.load(i).double().numpy().reshape(-1) for i in (row.reference_id, row.tensor_id))
+            assert row.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-9)
+            assert row.gradient_bias == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-9)
+        whole = recipes.gradient_summary(found, ["tensor_name"]).iloc[0]
+        pairs_of = [[catalog.load(i).double() for i in (r.reference_id, r.tensor_id)] for r in found.itertuples()]
+        error = sum(float((b - a).square().sum()) for a, b in pairs_of)
+        assert whole["gradient_bias"] == pytest.approx(
+            error / sum(float(a.square().sum()) for a, _ in pairs_of), rel=1e-6
+        )
+
+    def test_three_way(self, catalog, table):
+        runs = table.set_index("recipe")["run_id"]
+        where = {"tensor_name": ["grad_weight"], "module": ["fc1"], "iteration": [0]}
+        ids = {name: first(catalog, run_id=[runs[name]], **where) for name in ("bf16", "mxfp4")}
+        a, b = catalog.load(ids["bf16"]), catalog.load(ids["mxfp4"])
+        found = recipes.three_way(a, b, "mxfp4")
+        rows = found.table.set_index("what")
+        assert rows.loc["rounding", "sqnr_db"] == errors(a, quant.fake_quantize(a, "mxfp4")).sqnr_db
+        assert rows.loc["drift", "relative_error"] == errors(a, b).relative_error
+        assert rows.loc["both", "cosine"] == errors(a, quant.fake_quantize(b, "mxfp4")).cosine
+        assert "drift" in found.verdict.lower() or "both" in found.verdict.lower()
+
+    def test_verdicts(self):
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        assert "rounding alone" in recipes.three_way(x, x, "mxfp4").verdict
+        assert "Mostly drift" in recipes.three_way(x, x + torch.randn_like(x), "mxfp8").verdict
+        assert "has drifted" in recipes.three_way(x, x * 1.5, "bf16").verdict
+        assert "Not to be told" in recipes.three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict
+
+    def test_a_pv_run_is_named_by_what_it_rounds(self, catalog):
+        runs, parts = catalog.runs(), catalog.parts()
+        run_id = runs.set_index("recipe").loc["mxfp4", "run_id"]
+        runs = runs.assign(recipe=runs["recipe"].replace("mxfp4", "bf16"))
+        parts = parts[(parts["run_id"] != run_id) | (parts["part"] == "PV")]
+        table = recipes.overview(runs, parts).set_index("run_id")
+        assert table.loc[run_id, "label"] == "PV_mxfp4" and table.loc[run_id, "reference"] != run_id

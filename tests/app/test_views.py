@@ -1,0 +1,129 @@
+"""Every page and view over real, odd and missing runs: no exception, and an answer in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.pages import tensor, worst
+from app.questions import QUESTIONS
+from data.catalog import Catalog
+from data.filter import Filter
+from tests.app import roots
+from tests.app.test_pages import Visit, charts, first, words
+
+PAGES = ("overview", "worst", "tensor", "recipes", "sql")
+
+
+@pytest.fixture(scope="module")
+def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("odd")
+    roots.record(root, list(roots.odd_tensors().values()))
+    return root
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
+def test_root_without_runs(visit: Visit, tmp_path: Path, page: str, there: bool):
+    root = tmp_path / "runs"
+    if there:
+        root.mkdir()
+    assert "No runs yet in" in words(visit(root, page))
+    assert root.exists() == there
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_root_is_a_file(visit: Visit, tmp_path: Path, page: str):
+    root = tmp_path / "runs"
+    root.write_text("")
+    assert "is a file" in visit(root, page).error[0].value
+
+
+def test_the_overview_asks_all_questions(visit: Visit, collected: Path):
+    at = visit(collected, "overview")
+    assert [link.proto.label for link in at.get("page_link")] == [question.text for question in QUESTIONS]
+    assert charts(at) == 5 and "Nothing was dropped" in words(at)
+
+
+@pytest.mark.parametrize("view", worst.VIEWS)
+@pytest.mark.parametrize("metric", ["flush_to_zero", "kurtosis"])
+def test_worst(visit: Visit, collected: Path, view: str, metric: str):
+    at = visit(collected, "worst", view=view, metric=metric, quant_type="mxfp4")
+    assert charts(at) == (1 if view in ("board", "depth") else 2)
+    assert not at.warning and "quant type mxfp4" in words(at)
+
+
+def test_nothing_scored_is_said(visit: Visit, collected: Path):
+    at = visit(collected, "worst", phase="post", layer_type="linear")
+    assert "The filter selects no operands" in at.info[0].value
+
+
+@pytest.mark.parametrize("view", tensor.VIEWS)
+def test_tensor(visit: Visit, collected: Path, view: str):
+    at = visit(collected, "tensor", view=view, quant_type="mxfp4")
+    assert charts(at) >= 1 and not at.error
+    assert words(at).count("**") >= 2
+    with Catalog.open(collected) as catalog:
+        row = catalog.rows_of([at.session_state["tensor"]]).iloc[0]
+    assert row["quant_type"] == "mxfp4"
+
+
+@pytest.mark.parametrize("view", tensor.VIEWS)
+@pytest.mark.parametrize("name", ["all NaN", "zeros", "some NaN", "huge", "single", "empty"])
+def test_odd_tensors(visit: Visit, odd_root: Path, view: str, name: str):
+    layer = list(roots.odd_tensors()).index(name) + 1
+    at = visit(odd_root, "tensor", view=view, tensor=first(odd_root, layer_index=[layer]))
+    assert charts(at) or at.info
+
+
+@pytest.mark.parametrize("law", ["laplace", "student_t", "uniform", "tensor", "selection"])
+def test_laws(visit: Visit, collected: Path, law: str):
+    at = visit(collected, "tensor", view="law", law=law, quant_type="mxfp4")
+    assert charts(at) == 2
+    assert ("sketch" in words(at)) == (law == "selection")
+
+
+def test_what_if_over_the_selection_with_every_knob(visit: Visit, collected: Path):
+    knobs = {"scale_rule": "ceil", "rounding": "half_away", "block_size": "16", "hadamard": "16", "overflow": "inf"}
+    asked = {"formats": ["mxfp4", "hifp8"], "over": "selection", "quant_type": "mxfp4", "layer_index": "1"}
+    at = visit(collected, "tensor", view="whatif", **asked, **knobs)
+    table = at.dataframe[0].value
+    assert table["label"].tolist() == [
+        *("mxfp4", "mxfp4 · ceil, half_away, blocks of 16, Hadamard 16"),
+        *("hifp8", "hifp8 · inf, Hadamard 16"),
+    ]
+    assert "does not apply to hifp8" in words(at)
+    at.run()  # the second time from memory
+    assert not at.exception
+
+
+def test_a_tensor_outside_the_filter_gives_way_to_the_filters_worst(visit: Visit, collected: Path):
+    asked = first(collected, quant_type=["hifp8"])
+    at = visit(collected, "tensor", tensor=asked, quant_type="mxfp4")
+    with Catalog.open(collected) as catalog:
+        ids = set(catalog.tensors(Filter(quant_type=["mxfp4"]))["tensor_id"])
+    assert at.session_state["tensor"] in ids
+
+
+def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):
+    roots.record(tmp_path, [roots.odd_tensors()["some NaN"]], raw=False)
+    at = visit(tmp_path, "tensor")
+    assert "were not kept" in at.info[0].value
+    assert "have no values on disk" in words(visit(tmp_path, "overview"))
+
+
+@pytest.mark.parametrize("view", ["cost", "gradients"])
+def test_recipes(visit: Visit, collected: Path, view: str):
+    at = visit(collected, "recipes", view=view)
+    assert charts(at) == 2 and not at.info
+
+
+def test_recipes_without_a_reference(visit: Visit, odd_root: Path):
+    assert "All runs are bf16" in visit(odd_root, "recipes").info[0].value
+
+
+def test_sql(visit: Visit, collected: Path):
+    at = visit(collected, "sql", q="SELECT recipe FROM run ORDER BY recipe")
+    assert at.dataframe[-1].value["recipe"].tolist() == ["bf16", "hifp8", "mxfp4", "mxfp8"]
+    assert "only SELECT" in visit(collected, "sql", q="DROP TABLE run").error[0].value

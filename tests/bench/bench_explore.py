@@ -1,0 +1,173 @@
+"""How fast the explorer answers, each figure beside what it is compared with, timed in the same run.
+
+    python -m tests.bench.bench_explore [--values 268435456] [--tensors 10000]
+
+huge    the first click on a float32 tensor on disk: statistics (from the index), histogram and Q-Q plot, against
+        np.histogram plus torch's mean and standard deviation of the same tensor; and the memory that it takes beyond
+        the file's own pages
+index   from 500 tensors of a million values to the first figure, from the index alone
+filter  a change of the filter over 10,000 indexed tensors: all that the overview and the worst page ask of the server
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+from altair.utils.schemapi import disable_debug_mode
+
+import quant
+from app import analysis, charts
+from app.analysis import boards, laws
+from data.catalog import Catalog
+from data.filter import Filter
+from data.runs import RunWriter
+from data.segment import Identity, TensorRow, write_segment
+from data.store import load, save
+from quant.metrics import score
+
+MODULES = ("qkv", "proj", "fc1", "fc2")
+NAMES = (("forward", "input"), ("forward", "weight"), ("backward", "grad_output"))
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def huge(directory: Path, values: int) -> None:
+    path = directory / "huge.pt"
+    random = torch.Generator().manual_seed(0)
+    save(path, torch.randn(values // 4096, 4096, generator=random), {}, {})
+    x = load(path)
+    moments = 0.0, 1.0  # the index has them
+
+    def first_click() -> None:
+        d = analysis.distribution_of("x", x, moments)
+        charts.log2_histogram(analysis.log2_histogram([d]), "x", "tensor").to_dict()
+        charts.qq(laws.qq([d], "normal"), "x", "tensor").to_dict()
+
+    def usual() -> None:
+        np.histogram(x.numpy(), 100)
+        x.mean(), x.std()
+
+    usual()  # the file's pages are in memory for both
+    before = resident()
+    ours = [seconds(first_click) for _ in range(3)]
+    grown = resident() - before
+    theirs = [seconds(usual) for _ in range(3)]
+    a, b = sorted(ours)[1], sorted(theirs)[1]
+    print(f"huge    {values / 1e6:.0f} M float32: {a:.2f} s, np.histogram + mean + std {b:.2f} s, ratio {a / b:.2f}")
+    print(f"        memory beyond the file {grown / 1e6:.0f} MB")
+
+
+def resident() -> float:
+    """Bytes of memory that are the process's own (not pages of files)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return float(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def index(directory: Path, tensors: int, numel: int) -> Path:
+    """A root with rows of so many tensors, of one run a format, their values not kept."""
+    random = torch.Generator().manual_seed(0)
+    kinds = [torch.randn(64, 256, generator=random) * 2.0**-i for i in range(12)]
+    summaries = [quant.summarize(x) for x in kinds]
+    scores = [{name: score(x, name) for name in ("hifp8", "mxfp8", "mxfp4", "nvfp4")} for x in kinds]
+    recipes = ("bf16", "hifp8", "mxfp8", "mxfp4")
+    for recipe in recipes:
+        config = {"model": "llama32-1b", "size": "full", "dataset": "wikipedia", "recipe": recipe, "control_iter": 10}
+        writer = RunWriter.create(directory, recipe, config)
+        rows = []
+        for number in range(tensors // len(recipes)):
+            kind = number % len(kinds)
+            operation, name = NAMES[number // len(MODULES) % len(NAMES)]
+            identity = Identity(
+                "llama32-1b", "full", "wikipedia", recipe, recipe, "linear", number // 12 % 16 + 1,
+                MODULES[number % len(MODULES)], "linear", operation, "pre", name, number // 192, 0, 0,
+            )  # fmt: skip
+            own = None if recipe == "bf16" else scores[kind][recipe]
+            fmt = None if recipe == "bf16" else recipe
+            rows.append(
+                TensorRow(
+                    f"r00-{number:06d}",
+                    writer.run_id,
+                    identity,
+                    datetime(2026, 1, 1),
+                    (numel // 1024, 1024),
+                    "bfloat16",
+                    2 * numel,
+                    None,
+                    -1,
+                    replace(summaries[kind], numel=numel),
+                    fmt,
+                    own,
+                    scores[kind],
+                )  # fmt: skip
+            )
+        write_segment(writer.directory / "segments", writer.next_segment_name(0), rows)
+        writer.finish("done")
+    return directory
+
+
+def first_figure(root: Path) -> float:
+    with Catalog.open(root):
+        pass  # the index is built once, by who collects or first opens it
+
+    def figure() -> None:
+        with Catalog.open(root) as catalog:
+            found = analysis.distributions(catalog, Filter(), "quant_type")
+            charts.log2_histogram(analysis.log2_histogram(found), "x", "quant type").to_dict()
+
+    return seconds(figure)
+
+
+def filter_change(root: Path) -> dict[str, float]:
+    with Catalog.open(root) as catalog:
+        where = Filter(operation=["forward"], layer_index=[1, 2, 3, 4])
+
+        def overview() -> None:
+            catalog.facets(), catalog.facets(where), catalog.totals(where)
+            for found in analysis.each_by(catalog, where, ("quant_type", "layer_type", "operation")).values():
+                charts.log2_histogram(analysis.log2_histogram(found), "x", "group").to_dict()
+            boards.ranking(catalog, where, "mxfp4", "sqnr_db")
+
+        def worst() -> None:
+            catalog.facets(), catalog.facets(where)
+            boards.ranking(catalog, where, "mxfp4", "sqnr_db")
+            boards.depth(catalog, where, "mxfp4", "sqnr_db")
+            boards.training(catalog, where, "mxfp4", "sqnr_db")
+            boards.directions(catalog, where, "mxfp4", "sqnr_db")
+
+        overview(), worst()
+        return {"overview": seconds(overview), "worst": seconds(worst)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=1 << 28, help="of the huge tensor")
+    parser.add_argument("--tensors", type=int, default=10_000, help="indexed, for the filter")
+    args = parser.parse_args()
+    disable_debug_mode()  # as `app serve` does
+    with tempfile.TemporaryDirectory() as directory:
+        huge(Path(directory), args.values)
+    with tempfile.TemporaryDirectory() as directory:
+        took = first_figure(index(Path(directory), 500, 1 << 20))
+        print(f"index   500 tensors of 1 M values to the first figure: {took:.3f} s")
+    with tempfile.TemporaryDirectory() as directory:
+        for page, took in filter_change(index(Path(directory), args.tensors, 1 << 20)).items():
+            print(f"filter  {args.tensors:,} tensors, {page}: {took:.3f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The twelve questions, asked in a real browser on the runs that `make run` collects: each within five clicks."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from playwright.sync_api import Browser, Locator, Page
+
+import quant
+from app.analysis import boards, distribution_of, laws, recipes, whatif
+from app.questions import QUESTIONS
+from data.catalog import Catalog
+from data.filter import Filter
+from data.runs import read_losses
+from tests.browser.driver import PROJECT, serving, settle
+from tests.browser.test_explore import number
+from tests.conftest import run_collector
+
+pytestmark = pytest.mark.browser
+MOST_CLICKS = 5
+PLACE = ("layer_index", "module", "operation", "tensor_name")
+
+
+@pytest.fixture(scope="session")
+def first_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root as `make run` fills it, read off make itself."""
+    root = tmp_path_factory.mktemp("first")
+    made = subprocess.run(["make", "-n", "run"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    commands = re.findall(r"-m collector ((?:batch|run) [^;&}]*)", made)
+    assert len(commands) == 2
+    for command in commands:
+        done = run_collector(*shlex.split(command), root=root)
+        assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.fixture(scope="module")
+def catalog(first_runs: Path) -> Iterator[Catalog]:
+    with Catalog.open(first_runs) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def board(catalog: Catalog) -> pd.DataFrame:
+    return boards.ranking(catalog, Filter(), "mxfp4", "sqnr_db")
+
+
+@pytest.fixture(scope="module")
+def window(browser: Browser, first_runs: Path) -> Iterator[Page]:
+    """One page in one browser for all questions: each starts anew from the overview."""
+    with serving(first_runs) as address:
+        context = browser.new_context(viewport={"width": 1280, "height": 1000}, base_url=address)
+        page = context.new_page()
+        page.complaints = []  # type: ignore[attr-defined]
+        page.on("pageerror", lambda error: page.complaints.append(str(error)))  # type: ignore[attr-defined]
+        yield page
+        context.close()
+
+
+class Visitor:
+    """A newcomer who counts clicks. Every question starts by opening the app."""
+
+    def __init__(self, page: Page) -> None:
+        self.page, self.clicks = page, 0
+        page.goto("/")
+        settle(page)
+
+    def click(self, what: Locator) -> None:
+        self.clicks += 1
+        assert self.clicks <= MOST_CLICKS
+        what.click()
+
+    def ask(self, question: int) -> None:
+        """Choose a question on the overview, and wait for its page."""
+        asked = QUESTIONS[question - 1]
+        self.click(self.page.get_by_role("link", name=asked.text))
+        self.page.wait_for_url(re.compile(rf"/{asked.page}(\?|$)"))
+        self.page.wait_for_function("() => document.querySelector('h1')?.innerText !== 'Overview'")
+        settle(self.page)
+
+    def choose(self, title: str, value: str) -> None:
+        """A value of a list: one click opens it, one chooses."""
+        box = self.page.locator("[data-testid=stSelectbox]").filter(has=self.page.get_by_text(title, exact=True))
+        self.click(box.locator("input"))
+        self.click(self.page.get_by_role("option", name=value, exact=True))
+
+    def segment(self, name: str) -> None:
+        self.click(
+            self.page.get_by_role("radio", name=name, exact=True)
+            .or_(self.page.get_by_role("button", name=name, exact=True))
+            .first
+        )
+
+    def until(self, words: str) -> None:
+        """Wait for a text, and for the page to come to rest."""
+        self.page.get_by_text(re.compile(words)).first.wait_for()
+        settle(self.page)
+
+    @property
+    def answer(self) -> str:
+        return self.page.locator("[data-testid=stMain] [data-testid=stMarkdown] strong").first.inner_text()
+
+    def title(self, name: str) -> str:
+        """All the words of a chart."""
+        return self.chart(name).locator("svg.marks").evaluate("svg => svg.textContent")
+
+    def chart(self, name: str) -> Locator:
+        return self.page.locator(f".st-key-chart_{name}")
+
+    def marks(self, name: str) -> list[dict[str, str]]:
+        labels = self.chart(name).locator("path[aria-label]").evaluate_all(
+            "paths => paths.map(path => path.getAttribute('aria-label'))"
+        )  # fmt: skip
+        return [dict(part.split(": ", 1) for part in label.split("; ") if ": " in part) for label in labels]
+
+
+@pytest.fixture
+def visitor(window: Page) -> Iterator[Visitor]:
+    yield Visitor(window)
+    assert window.complaints == []  # type: ignore[attr-defined]
+
+
+def first(catalog: Catalog, **where) -> str:
+    return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
+
+
+def test_1_which_tensors_suffer_most(visitor: Visitor, board: pd.DataFrame):
+    visitor.ask(1)
+    worst = board.iloc[0]
+    assert visitor.answer == f"{worst['place']} suffers most: SQNR {worst['value']:.1f} dB."
+    bars = [mark for mark in visitor.marks("ranking") if "operation" in mark and "tensors" in mark]
+    assert bars[0]["tensor"] == worst["place"]
+    assert number(bars[0]["SQNR (dB)"]) == pytest.approx(worst["value"], abs=0.051)
+    drawn = list(dict.fromkeys(mark["tensor"] for mark in bars))
+    assert drawn == board["place"].head(20).tolist()
+    visitor.choose("Metric", "Flushed to zero (%)")
+    visitor.until("Flushed to zero in mxfp4, worst first|suffers most: Flushed")
+    assert "metric=flush_to_zero" in visitor.page.url
+
+
+def test_2_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(1)
+    visitor.click(visitor.chart("ranking").locator("path[aria-label]").first)
+    visitor.page.wait_for_url(re.compile("/tensor"))
+    visitor.until("Magnitudes over the codebook|nonzero values flushed")
+    x = catalog.load(board["tensor_id"].iloc[0])
+    wanted = quant.score(x, "mxfp4")
+    assert visitor.answer == (
+        f"In mxfp4: SQNR {wanted.sqnr_db:.1f} dB, {wanted.flush_to_zero:.2%} of the nonzero values flushed to zero, "
+        f"{wanted.saturated:.2%} of all saturated."
+    )
+    assert f"flushed {wanted.underflow_of_all:.2%}" in visitor.title("codebook")
+    assert f"saturated {wanted.saturated:.2%}" in visitor.title("codebook")
+    assert "Largest magnitude by channel" in visitor.title("channels")
+    assert visitor.chart("tokens").locator("image").count() == 1
+    for name in ("Kurtosis", "Crest factor", "Dynamic range"):
+        assert visitor.page.get_by_test_id("stMetric").filter(has_text=name).is_visible()
+
+
+def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(3)
+    visitor.choose("Hadamard", "32")
+    visitor.until("Hadamard 32")
+    x = catalog.load(board["tensor_id"].iloc[0])
+    trials = whatif.with_defaults([whatif.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")])
+    table = whatif.try_formats([(x, -1)], trials)[0]
+    shown = {
+        mark["trial"]: number(mark["SQNR (dB, higher is better)"])
+        for mark in visitor.marks("trials_0")
+        if "trial" in mark
+    }
+    assert shown == {row.label: pytest.approx(row.sqnr_db, rel=1e-3) for row in table.itertuples()}
+    for knob in ("Scale rule", "Rounding", "Block size", "Overflow"):
+        assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
+
+
+def test_4_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(4)
+    d = distribution_of("x", catalog.load(board["tensor_id"].iloc[0]))
+    closest = laws.laws_table([d]).iloc[0]
+    assert f"distance {closest['ks']:.3f}" in visitor.answer
+    assert "exact" in visitor.title("qq")
+    visitor.segment("Student’s t")
+    visitor.until("Fitted Student’s t")
+    points = laws.qq([d], "student_t")
+    drawn = [mark for mark in visitor.marks("qq") if any("values (" in key for key in mark)]
+    assert len(drawn) == len(points)
+    assert number(drawn[100]["values (scale)"]) == pytest.approx(points["sample"].iloc[100], rel=1e-3, abs=1e-3)
+    visitor.segment("the filter’s selection")
+    visitor.until("Drawn from its sketch")
+    assert "the selection from the sketch" in visitor.title("qq") and "this tensor exact" in visitor.title("qq")
+
+
+def test_5_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
+    visitor.ask(5)
+    table = boards.depth(catalog, Filter(), "mxfp4", "sqnr_db")
+    change = boards.slope(table)["change"]
+    assert visitor.answer == f"{(change < 0).sum()} of {len(change)} tensors are worse in layer 2 than in layer 1."
+    cells = [mark for mark in visitor.marks("depth") if "layer" in mark]
+    assert len(cells) == len(table)
+    visitor.click(visitor.chart("depth").locator("path[aria-label]").first)
+    visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
+    visitor.until("In mxfp4: SQNR")
+
+
+def test_6_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
+    visitor.ask(6)
+    table = boards.training(catalog, Filter(), "mxfp4", "sqnr_db")
+    points = [mark for mark in visitor.marks("training") if "tensors" in mark]
+    drawn = {(int(mark["layer"]), int(mark["iteration"])): number(mark["SQNR (dB)"]) for mark in points}
+    assert drawn == {
+        (int(row.layer_index), int(row.iteration)): pytest.approx(row.value, abs=0.051) for row in table.itertuples()
+    }
+    losses = [mark for mark in visitor.marks("losses") if "loss (nats per token)" in mark]
+    assert {mark["run"] for mark in losses} >= {"bf16", "mxfp4", "FA_mxfp4", "PV_mxfp4"}
+
+
+def test_7_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
+    visitor.ask(7)
+    table = boards.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
+    worst = table[table["operation"] == "backward"].iloc[0]
+    assert f"Worst going backward: {worst['row']}" in visitor.answer
+    for operation in ("forward", "backward"):
+        part = table[table["operation"] == operation]
+        drawn = [mark for mark in visitor.marks(f"direction_{operation}") if "tensor" in mark]
+        assert list(dict.fromkeys(mark["tensor"] for mark in drawn)) == part["row"].tolist()
+        assert number(drawn[0]["Flushed to zero (%)"]) == pytest.approx(part["value"].iloc[0] * 100, rel=6e-3)
+
+
+def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
+    visitor.ask(8)
+    table = recipes.overview(catalog.runs(), catalog.parts())
+    gaps = recipes.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
+    costs = recipes.costs(gaps, table)
+    alone = costs[costs["only"].notna()]
+    assert set(alone["only"]) == {"QK", "PV", "linear"}
+    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} costs the most loss")
+    bars = {mark["run"]: mark for mark in visitor.marks("costs") if "rounded" in mark}
+    for row in costs.itertuples():
+        assert number(bars[row.label]["mean gap to bf16 (nats per token)"]) == pytest.approx(row.gap, abs=6e-6)
+    visitor.segment("Gradients")
+    visitor.until("Furthest from bf16")
+    run = table[table["label"] == "mxfp4"].iloc[0]
+    pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
+    found = recipes.gradients(catalog, pairs)[0].set_index(["layer_index", "module"])
+    dots = {(m["run"], m["gradient"]): m for m in visitor.marks("cosine") if "gradient" in m}
+    assert number(dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"]) == pytest.approx(
+        found.loc[(1, "fc1"), "cosine"], rel=1e-4
+    )
+
+
+def test_9_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(9)
+    row = catalog.rows_of([board["tensor_id"].iloc[0]]).iloc[0]
+    twins = catalog.twins(row["tensor_id"]).set_index("run_id")
+    table = recipes.overview(catalog.runs(), catalog.parts()).set_index("run_id")
+    run = row["run_id"] if table.loc[row["run_id"], "quantized"] else None
+    run = run or next(name for name in twins.index if table.loc[name, "quantized"])
+    reference = twins.loc[table.loc[run, "reference"]]
+    fmt = twins.loc[run, "format"] if isinstance(twins.loc[run, "format"], str) else "mxfp4"
+    pair = catalog.load(reference["tensor_id"]), catalog.load(twins.loc[run, "tensor_id"])
+    assert visitor.answer == recipes.three_way(*pair, fmt).verdict
+    for name in ("bf16 run", "quantized run", f"bf16 run, rounded to {fmt}"):
+        assert name in visitor.title("three_way")
+
+
+def test_10_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(10)
+    x = catalog.load(board["tensor_id"].iloc[0])
+    seen = quant.look(x, "mxfp4")
+    finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
+    assert (
+        f"of {len(seen.x):,} blocks of 32" in visitor.answer
+        and f"the worst {float(finite.min()):.1f} dB" in visitor.answer
+    )
+    assert visitor.chart("block_map").locator("image").count() == 1
+    assert "Block scales" in visitor.title("scales")
+    table = visitor.page.get_by_test_id("stDataFrame").first
+    table.scroll_into_view_if_needed()
+    visitor.clicks += 1
+    table.click(position={"x": 18, "y": 35 * 3 + 17})  # the third worst
+    visitor.page.wait_for_function("() => location.search.includes('block=')")
+    settle(visitor.page)
+    block = int(re.search(r"[?&]block=(\d+)", visitor.page.url).group(1))
+    values = [mark for mark in visitor.marks("block_values") if "rounded to" in mark]
+    shown = {int(number(m["place in the block"])): m for m in values}
+    assert len(shown) == 32
+    for place, mark in shown.items():
+        assert number(mark["value"]) == pytest.approx(float(seen.x[block, place]), rel=1e-4)
+        assert number(mark["rounded to"]) == pytest.approx(float(seen.y[block, place]), rel=1e-4)
+        assert int(mark["code"], 2) == int(seen.codes[block, place])
+
+
+def test_11_what_happens_inside_attention(visitor: Visitor):
+    visitor.ask(11)
+    assert re.match(r"In mxfp4, head \d loses most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
+    assert "Range of the scores" in visitor.title("scores") and "How much of P flushes" in visitor.title("flushed")
+    heads = visitor.chart("entropy").locator("path[aria-label*='mean entropy']")
+    assert heads.count() >= 8
+    visitor.click(heads.nth(2))
+    visitor.until("Probabilities of head 3")
+    assert "head=3" in visitor.page.url
+    assert visitor.chart("head_map").locator("image").count() == 1
+
+
+def test_12_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(12)
+    visitor.choose("Held against", "hifp8")
+    visitor.until("of 256 codes are used")
+    used = quant.usage(catalog.load(board["tensor_id"].iloc[0]), "hifp8")
+    assert visitor.answer.startswith(
+        f"{used.codes_used} of 256 codes are used; their entropy is {used.code_entropy_bits:.2f} of 8 bits."
+    )
+    assert "denormal" in visitor.title("tiers") and "3 mantissa bits" in visitor.title("tiers")
+
+
+def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: Path):
+    visitor.ask(1)
+    saved = {}
+    for kind in ("PNG", "SVG", "CSV"):
+        with visitor.page.expect_download() as download:
+            visitor.page.get_by_role("button", name=kind, exact=True).first.click()
+        path = tmp_path / download.value.suggested_filename
+        download.value.save_as(path)
+        saved[kind] = path.read_bytes()
+        assert path.name == f"binade-ranking.{kind.lower()}"
+    assert saved["PNG"].startswith(b"\x89PNG") and len(saved["PNG"]) > 10_000
+    svg, table = saved["SVG"].decode(), saved["CSV"].decode()
+    for text in (svg, table):
+        for words in ("Filter: all tensors", "SQNR in mxfp4: 10·log₁₀", "Data: "):
+            assert words in text, words
+    assert "<svg" in svg and "SQNR in mxfp4, worst first" in svg
+    rows = pd.read_csv(tmp_path / "binade-ranking.csv", comment="#")
+    assert rows["rank"].tolist() == list(range(1, len(rows) + 1)) and {"sqnr_db", "tensor_id"} <= set(rows)
+
+
+def test_a_view_is_in_its_address(visitor: Visitor, catalog: Catalog):
+    page = visitor.page
+    tensor_id = first(catalog, tensor_name=["key"], quant_type=["mxfp4"])
+    for address, words in (
+        ("/worst?view=depth&metric=kurtosis&operation=backward", "Kurtosis by layer and tensor"),
+        (f"/tensor?tensor={tensor_id}&view=codes&format=nvfp4", "Codes of NVFP4"),
+    ):
+        page.goto(address)
+        visitor.until(words)
+        before = page.url
+        assert (
+            all(part in before for part in address.split("?")[1].replace("+", "%20").split("&")[:2]) or "sql" in address
+        )
+        page.reload()
+        visitor.until(words)
+        assert page.url == before
+
+
+def test_sql_is_read_only(visitor: Visitor, catalog: Catalog):
+    page = visitor.page
+    page.goto("/sql")
+    visitor.until("Statement")
+    box = page.get_by_role("textbox", name="Statement")
+    for sql, words in (
+        ("SELECT recipe FROM run ORDER BY recipe", f"{len(catalog.runs())} rows"),
+        ("DROP TABLE run", "only SELECT can be run here, not DROP"),
+        ("SELECT * FROM read_text('/etc/hostname')", "disabled by configuration"),
+    ):
+        box.fill(sql)
+        page.get_by_role("button", name="Run").last.click()
+        visitor.until(words)

@@ -1,0 +1,131 @@
+"""A user's SQL: it sees the index, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from data.catalog import PUBLIC_TABLES, Catalog
+from data.filter import Filter
+from data.sandbox import QueryError, Sandbox
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path):
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def sandbox(catalog: Catalog):
+    opened = Sandbox(catalog)
+    yield opened
+    opened.close()
+
+
+def test_sees_every_table_of_the_index(catalog, sandbox):
+    for name in PUBLIC_TABLES:
+        assert sandbox.select(f"SELECT count(*) AS n FROM {name}").rows["n"].item() == catalog.table(name).num_rows > 0
+    assert set(sandbox.columns()["table"]) == set(PUBLIC_TABLES)
+
+
+def test_answers_as_the_catalog_does(catalog, sandbox):
+    sql = "SELECT max(kurtosis) AS k FROM tensor WHERE quant_type = 'mxfp4'; -- the worst"
+    wanted = catalog.tensors(Filter(quant_type=["mxfp4"]))["kurtosis"].max()
+    assert sandbox.select(sql).rows["k"].item() == wanted
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT ';' AS x",
+        "SELECT ';' AS x;",
+        "SELECT ';' AS x -- ö; no",
+        "SELECT /* ö; */ ';' AS x ; -- ;",
+        "VALUES (';')",
+    ],
+)
+def test_semicolons_and_comments(sandbox, sql):
+    assert sandbox.select(sql).rows.iloc[0, 0] == ";"
+
+
+def test_rows_are_limited_and_it_is_said(sandbox):
+    answer = sandbox.select("FROM tensor", limit=7)
+    assert len(answer.rows) == 7 and answer.more
+    assert not sandbox.select("FROM run", limit=4).more
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "DROP TABLE run",
+        "INSERT INTO run SELECT * FROM run",
+        "DELETE FROM run",
+        "UPDATE run SET recipe = 'x'",
+        "CREATE TABLE x AS SELECT 1",
+        "COPY run TO '{file}'",
+        "EXPORT DATABASE '{file}'",
+        "ATTACH '{file}'",
+        "SET threads = 4",
+        "SET enable_external_access = true",
+        "RESET lock_configuration",
+        "PRAGMA version",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "CALL pragma_version()",
+        "EXPLAIN SELECT 1",
+        "BEGIN",
+        "WITH x AS (DELETE FROM run RETURNING *) SELECT * FROM x",
+        "SELECT 1; DROP TABLE run",
+        "SELECT 1) ; DROP TABLE run; SELECT (1",
+        "SELECT 1)) --",
+        "",
+        "-- nothing",
+        "selec",
+        "SELECT nope FROM run",
+        "SELECT 1 \0",
+        "SELECT * FROM read_text('{there}')",
+        "SELECT * FROM read_csv('{there}')",
+        "SELECT * FROM read_parquet('{there}')",
+        "SELECT * FROM '{there}'",
+        "SELECT * FROM glob('{folder}/*')",
+        "SELECT * FROM read_text('https://127.0.0.1/')",
+        "SELECT getenv('HOME')",
+        "SELECT * FROM rows",
+        "SELECT * FROM statement",
+        "SELECT error('two\nlines')",
+    ],
+)
+def test_refuses_all_else_in_one_line_and_touches_nothing(sandbox, tmp_path, sql):
+    there = tmp_path / "secret.csv"
+    there.write_text("a,b\n1,2\n")
+    asked = sql.format(file=tmp_path / "out", there=there, folder=tmp_path)
+    with pytest.raises(QueryError) as refused:
+        sandbox.select(asked)
+    assert "\n" not in str(refused.value) and str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
+    assert sandbox.select("SELECT count(*) AS n FROM run").rows["n"].item() == 4
+
+
+def test_is_stopped_after_a_time_and_goes_on(sandbox):
+    start = time.monotonic()
+    with pytest.raises(QueryError, match="stopped after 0.5 s"):
+        sandbox.select(
+            "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3", seconds=0.5
+        )
+    assert time.monotonic() - start < 5
+    assert sandbox.select("SELECT 1 AS one").rows["one"].item() == 1
+
+
+@pytest.mark.parametrize(
+    ("sql", "message"),
+    [
+        ("SELECT list(range) FROM range(1000000000)", "more than 512MB"),
+        ("SELECT repeat('x', 100000000) AS x", "fewer columns or shorter"),
+    ],
+)
+def test_memory_is_limited(sandbox, sql, message):
+    with pytest.raises(QueryError, match=message):
+        sandbox.select(sql, seconds=30)
