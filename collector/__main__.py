@@ -1,4 +1,4 @@
-"""python -m collector: run, batch, quick, list. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
+"""python -m collector: run, batch, quick, list, import. Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import shlex
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from collector.options import configs, one_line, parse
@@ -20,9 +21,13 @@ from collector.site import sites
 from data.runs import RunError, resolve_root
 from quant.formats import FORMATS, UnknownFormat
 
+if TYPE_CHECKING:
+    from collector.importer import Imported
+
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+SHOWN_REFUSALS = 10
 BAD_USAGE = (ConfigError, RecipeError, UnknownFormat)
 
 
@@ -117,7 +122,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
                 root,
                 say=console.say,
                 progress=console.progress,
-                command=shlex.join(["python", "-m", "collector", *argv]),
+                command=_command(argv),
             )
         finally:
             if console.bar is not None:
@@ -129,6 +134,59 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
             f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s",
             flush=True,
         )
+
+
+def bring_in(given: Namespace, root: Path, argv: Sequence[str]) -> int:
+    """Import logs, tell what came of it, and the exit status."""
+    from collector.workers import prepare
+
+    prepare("collector.importer")  # its processes import torch while this one does
+    from collector.importer import import_logs  # torch only when something is read
+
+    console = Console()
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        console.bar = tqdm(desc="import", unit="file")
+    try:
+        result = import_logs(
+            Path(given.directory),
+            root,
+            scores=given.scores,
+            workers=given.workers,
+            say=lambda line: console.say(one_line(line)),
+            progress=console.progress,
+            command=_command(argv),
+        )
+    finally:
+        if console.bar is not None:
+            console.bar.close()
+    if result.failed:
+        where = result.directory / "refused.jsonl"
+        print(*_refusals(result), sep="\n", flush=True)
+        print(f"collector: every file of {one_line(given.directory)} was refused; {where} says why", file=sys.stderr)
+        return 1
+    if not (result.files or result.known):
+        print(f"there is no file in {one_line(given.directory)}: nothing to import")
+        return 0
+    added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+    print(f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known")
+    if result.by_version:
+        print("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
+    print(*_refusals(result), sep="\n", end="\n" if result.refused else "", flush=True)
+    return 0
+
+
+def _refusals(result: Imported) -> list[str]:
+    """What was refused and why, the first of many."""
+    lines = [f"    {one_line(refusal.line)}" for refusal in result.refused[:SHOWN_REFUSALS]]
+    if hidden := len(result.refused) - len(lines):
+        lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
+    return [f"refused: {len(result.refused)}", *lines] if lines else []
+
+
+def _command(argv: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "collector", *argv])
 
 
 def print_lists() -> None:
@@ -166,8 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)
     try:
-        runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
+        if given.command == "import":
+            return bring_in(given, root, argv)
+        runs = configs(given)
         if given.dry_run:
             print("\n\n".join(describe(config, root) for config in runs))
             return 0

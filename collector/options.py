@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if len(modes) > 1:
             old.error(f"--mode is {' and '.join(sorted(modes))}: give one")
         if not modes and "--help" not in rest:
-            old.error("the command comes first: run, batch, quick or list")
+            old.error("the command comes first: run, batch, quick, list or import")
         argv = [*(MODES[mode] for mode in modes), *rest]
     return build_parser().parse_args(argv)
 
@@ -86,9 +86,11 @@ def _old_parser() -> Parser:
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="collector", description="Train a small quantized model and record its tensors.", parents=[_old_parser()]
+        prog="collector",
+        description="Train a small quantized model and record its tensors, or index those recorded elsewhere.",
+        parents=[_old_parser()],
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | list")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="run | batch | quick | list | import")
     run = commands.add_parser("run", help="one run", formatter_class=Help)
     batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
     quick = commands.add_parser("quick", help="the smallest useful run", formatter_class=Help)
@@ -103,7 +105,29 @@ def build_parser() -> Parser:
         _add_options(command)
     quick.set_defaults(training_config="fast", warmup_iterations=2)
     commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
+    _add_import(commands.add_parser("import", help="index tensor logs that other tools wrote", formatter_class=Help))
     return parser
+
+
+def _add_import(parser: Parser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="where .pt, .safetensors and .npy files lie, at any depth")
+    _add_scores(parser, "every tensor")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    _add_root(parser)
+
+
+def _add_scores(parser: argparse._ActionsContainer, tried_on: str) -> None:
+    parser.add_argument(
+        "--scores",
+        type=_names,
+        default=DEFAULT_SCORES,
+        metavar="A,B,...",
+        help=f"formats to try on {tried_on} (default: {','.join(DEFAULT_SCORES)})",
+    )
+
+
+def _add_root(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--tensor-save-dir", metavar="DIR", help="root of the runs; else $TENSOR_SAVE_DIR, data/runs")
 
 
 def _add_options(parser: Parser) -> None:
@@ -169,13 +193,7 @@ def _add_options(parser: Parser) -> None:
     kept.add_argument("--modules", type=_names, default=(), metavar="A,B,...", help="as qkv, core, fc1; see `list`")
     kept.add_argument("--capture-layers", default=d.capture_layers, metavar="LAYERS", help="only these")
     kept.add_argument("--ranks", type=_ranks, default=(), metavar="0,1,...", help="only what these ranks hold")
-    kept.add_argument(
-        "--scores",
-        type=_names,
-        default=DEFAULT_SCORES,
-        metavar="A,B,...",
-        help=f"formats to try on operands (default: {','.join(DEFAULT_SCORES)})",
-    )
+    _add_scores(kept, "operands")
     kept.add_argument("--no-raw", dest="raw", action="store_false", help="statistics and sketches only")
     kept.add_argument(
         "--max-bytes", type=_size, default=d.max_bytes, metavar="SIZE", help="for tensor files, a run: 500M, 4G"
@@ -186,7 +204,7 @@ def _add_options(parser: Parser) -> None:
     )
 
     where = parser.add_argument_group("where")
-    where.add_argument("--tensor-save-dir", metavar="DIR", help="root of the runs; else $TENSOR_SAVE_DIR, data/runs")
+    _add_root(where)
     where.add_argument("--device", default=d.device, help=", ".join(DEVICES))
     where.add_argument("--backend", default=d.backend, help=f"what quantizes operands: {', '.join(BACKENDS)}")
     where.add_argument("--tp", type=int, default=d.tp, metavar="N", help="tensor-parallel ranks")

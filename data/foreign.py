@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import warnings
 import zipfile
@@ -127,31 +128,41 @@ def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
         except MemoryError as error:
             raise TensorFileError("it asks for more memory than there is") from error
         except Exception as error:  # KeyError, struct.error, SafetensorError: readers do not say which
-            raise TensorFileError(f"damaged, or not what its name says: {_line(error)}") from error
+            raise TensorFileError(_reason(error)) from error
         if found is None:
             return
         yield found
 
 
-def _line(error: Exception) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return "".join(c if c.isprintable() else "?" for c in text[:SHOWN])
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, in one printable line."""
+    text = str(error).strip() or type(error).__name__
+    if found := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
+        return f"it holds more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
+    if "Weights only load failed" in text:
+        return "damaged, or it holds more than tensors and plain data, which is not loaded"
+    line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
+    return f"damaged, or not what its name says: {line}"
+
+
+def _too_large(why: str, needed: int, room: int) -> str:
+    return f"{why}: {needed / 2**30:.1f} GiB, where {max(room, 0) / 2**30:.1f} GiB of memory are free"
 
 
 def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
     path = f"/proc/self/fd/{descriptor}"
     head = os.pread(descriptor, 32, 0)
     if head.startswith(b"PK\x03\x04"):
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise TensorFileError("its entries are compressed, which torch never does")
+        try:
+            entries = zipfile.ZipFile(path).infolist()
+        except zipfile.BadZipFile:
+            raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise TensorFileError("its entries are compressed, which torch never does")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
-            raise TooLarge(
-                f"it is in torch's older format, which must be read whole: {size / 2**30:.1f} GiB, where "
-                f"{max(room, 0) / 2**30:.1f} GiB of memory are free"
-            )
+            raise TooLarge(_too_large("it is in torch's older format, which must be read whole", size, room))
         with open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
@@ -161,7 +172,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         content, metadata = content.get("tensor"), content.get("metadata")
     if not isinstance(content, Tensor):
         raise TensorFileError("it holds no tensor: a tensor, or a dict with the key 'tensor', is expected")
-    yield _usable(None, metadata, content, size)
+    yield _usable(None, metadata, content, size, room)
 
 
 def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
@@ -171,22 +182,28 @@ def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[Forei
         if not keys:
             raise TensorFileError("it holds no tensor")
         for key in keys:
-            yield _usable(key, metadata, file.get_tensor(key), size)
+            yield _usable(key, metadata, file.get_tensor(key), size, room)
 
 
 def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
-    array = np.lib.format.open_memmap(f"/proc/self/fd/{descriptor}", mode="c")
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        array = np.lib.format.open_memmap(path, mode="c")
+    except ValueError as error:
+        if "Python objects" in str(error):
+            raise TensorFileError("it holds Python objects, which are pickled: they are not loaded") from None
+        raise
     kind = array.dtype
     if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
         raise TensorFileError(f"dtype {kind.str} cannot be read: float16, float32 and float64 of this machine's order")
     if any(step < 0 for step in array.strides):
         raise TensorFileError("its axes run backwards")
-    yield _usable(None, None, torch.from_numpy(array), size)
+    yield _usable(None, None, torch.from_numpy(array), size, room)
 
 
-def _usable(key: str | None, metadata: object, x: Tensor, size: int) -> ForeignTensor:
+def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int | None) -> ForeignTensor:
     """A tensor that can be summarized, or why it cannot. size is that of the file: whoever claims more elements than
-    it has room for repeats them."""
+    it has room for repeats them. Raises TooLarge if converting it takes more than `room`."""
     x = x.detach()
     dtype = str(x.dtype).removeprefix("torch.")
     reason = None
@@ -204,6 +221,10 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int) -> ForeignT
         reason = f"it claims {x.numel()} values of {dtype}, but the file has {size} bytes"
     if reason:
         return ForeignTensor(key, metadata, None, dtype, refused=reason)
+    copied = x.numel() * min(x.element_size(), 4)
+    if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
+        raise TooLarge(_too_large("its values must be rewritten", copied, room))
+    x = x.resolve_neg()
     if x.dtype == torch.float64:
         wide, x = x, x.float()
         beyond = int((x.isinf() & wide.isfinite()).sum())
