@@ -55,6 +55,7 @@ format: install-tests ## put the style right
 
 bench: install-tests ## measure, each figure as a ratio to something measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
+	@$(PY) -m tests.bench.bench_import
 
 clean: ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
