@@ -35,6 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How torch's older format begins: its magic number, pickled by any protocol from 2 on.
 OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SHOWN = 200
+NO_MEMORY = "it asks for more memory than there is"
 
 
 class TooLarge(TensorFileError):
@@ -126,7 +127,7 @@ def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
         except TensorFileError:
             raise
         except MemoryError as error:
-            raise TensorFileError("it asks for more memory than there is") from error
+            raise TensorFileError(NO_MEMORY) from error
         except Exception as error:  # KeyError, struct.error, SafetensorError: readers do not say which
             raise TensorFileError(_reason(error)) from error
         if found is None:
@@ -139,6 +140,8 @@ def _reason(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     if found := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
         return f"it holds more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
+    if "can't allocate memory" in text:
+        return NO_MEMORY
     if "Weights only load failed" in text:
         return "damaged, or it holds more than tensors and plain data, which is not loaded"
     line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
