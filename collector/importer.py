@@ -29,7 +29,7 @@ from collector.config import ConfigError, available_host_memory
 from collector.logs import Log, interpret
 from collector.workers import Death, scatter
 from data.foreign import SUFFIXES, ForeignTensor, TooLarge, opened
-from data.runs import CANCELLED, DONE, FAILED, IMPORT, RunError, RunWriter, list_runs
+from data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, list_runs
 from data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from data.store import TensorFileError, write_atomic
 from quant.formats import FORMATS
@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]  # files done, of how many
 
 ROWS_A_SEGMENT = 256
 SECONDS_A_SEGMENT = 5.0
-SCORE_BYTES = 24  # that scoring takes, for each element, at its peak
+SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
 SMALL = 1 << 25  # a smaller file is read without asking whether there is memory for it
 SHARE = 0.8  # of the free memory may be used
 PICKLE = "a pickle can run any code when it is opened: it never is"
@@ -210,10 +210,12 @@ def import_logs(
                 log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
                 say(line)
 
-            task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, tell, progress)
             try:
+                task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, tell, progress)
                 task.run(found)
             except BaseException as error:
+                if writer.status.state == RUNNING:  # not even begun
+                    writer.finish(FAILED, str(error))
                 with suppress(OSError):  # a full disk must not hide what happened
                     log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n".encode())
                 raise
@@ -255,17 +257,20 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
     files: list[File] = []
     refused: list[Refusal] = []
     stack = [str(source)]
-    ours = root.resolve()
+    ours = str(root.resolve())
+    prefix = len(os.path.join(source, ""))
     while stack:
         directory = stack.pop()
         below = []
         try:
             entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
         except OSError as error:
-            refused.append(Refusal(_shown(directory, source), f"cannot be listed: {(error.strerror or '').lower()}"))
+            refused.append(
+                Refusal(_shown(directory[prefix:] or "."), f"cannot be listed: {(error.strerror or '').lower()}")
+            )
             continue
         for entry in entries:
-            name = os.path.relpath(entry.path, source)
+            name = entry.path[prefix:]
             try:
                 name.encode()
                 status = entry.stat(follow_symlinks=False)
@@ -276,19 +281,19 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
                 reason = (error.strerror or "cannot be looked at").lower()
             else:
                 if stat.S_ISDIR(status.st_mode):
-                    if Path(entry.path) != ours:
+                    if entry.path != ours:
                         below.append(entry.path)
                     continue
             if reason:
-                refused.append(Refusal(_shown(entry.path, source), reason))
+                refused.append(Refusal(_shown(name), reason))
             else:
                 files.append(File(entry.path, name, status.st_size, status.st_mtime_ns))
         stack.extend(reversed(below))
     return files, refused
 
 
-def _shown(path: str, source: Path) -> str:
-    return os.path.relpath(path, source).encode(errors="backslashreplace").decode()
+def _shown(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _no_file(entry: os.DirEntry, status: os.stat_result, source: Path) -> str | None:
@@ -423,7 +428,7 @@ class _Import:
 
     def _jobs(self, fresh: list[File]) -> Iterator[Job]:
         known = (i for entries in self.ledger.values() for entry in entries for i in entry.tensors)
-        first = 1 + max((int(i[1:8]) for i in known), default=0)
+        first = 1 + max((int(i[1:].partition("-")[0]) for i in known), default=0)
         for number, file in enumerate(fresh, first):
             room = self._room(self.workers) if file.size > SMALL else None
             yield Job(number, file.path, file.name, file.size, file.mtime_ns, self.writer.run_id, self.scores, room)
