@@ -308,6 +308,7 @@ class TestIndexFile:
     def test_schema_agrees_with_the_parquet(self):
         types = {
             "string": "VARCHAR", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "double": "DOUBLE",
+            "bool": "BOOLEAN",
             "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
         }  # fmt: skip
         with duckdb.connect() as connection:
