@@ -10,19 +10,24 @@ import pandas as pd
 from data.segment import Identity
 
 STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
+RECOMPUTED = (
+    "Recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation). It is "
+    "recorded once: what the forward pass reads and gives from the first time, gradients from the backward pass."
+)
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
 # Of an Identity, what a log never tells, and what only some tensors have.
 NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
 
 
 def notes(row: Mapping[str, Any]) -> list[str]:
-    """Sentences on a row of the table `tensor` (a dict or a pandas Series): none for a tensor of Binade's own.
+    """Sentences on a row of the table `tensor` (a dict or a pandas Series). Of a tensor of Binade's own they tell only
+    that its layer was recomputed.
 
     Plain text, of which the names of files and the log's own words are a part only where they are plain words: shown as
     text it is harmless, as HTML or Markdown it should still be escaped.
     """
     if not (_there(row["path"]) and str(row["path"]).startswith("/")):
-        return []
+        return [RECOMPUTED] if _there(row["recomputed"]) and row["recomputed"] else []
     version = row["source_version"]
     known = f"The name of its file is that of version {version}." if _there(version) else "Its file's name says little."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
