@@ -60,7 +60,7 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def _after(words: pd.Series) -> pd.Series:
-    return (" · " + words).fillna("")
+    return words.map(lambda word: "" if pd.isna(word) else f" · {word}")
 
 
 DISTINCTIONS = {
