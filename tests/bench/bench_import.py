@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=300)
     parser.add_argument("--values", type=int, default=1 << 20, help="of each file")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-scores", action="store_true", help="statistics and sketches only")
     parser.add_argument("--threads", type=int, default=2, help="of torch, in the loop")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -72,7 +73,7 @@ def main() -> None:
                 logs = Path(scratch, "logs")
                 logs.mkdir()
                 size = make(logs, args.files, args.values, dtype, older) / 1e6
-                for scores in ((), DEFAULT_SCORES):
+                for scores in ((),) if args.no_scores else ((), DEFAULT_SCORES):
                     loops, imports = [], []
                     for repeat in range(args.repeats):
                         root = Path(scratch, f"runs{len(scores)}{repeat}")
