@@ -221,17 +221,17 @@ def bring_in(given: Namespace, root: Path, argv: Sequence[str]) -> int:
             console.bar.close()
     if result.failed:
         where = result.directory / "refused.jsonl"
-        print(*_refusals(result), sep="\n", flush=True)
+        _put("\n".join([*_refusals(result), ""]))
         print(f"collector: every file of {one_line(given.directory)} was refused; {where} says why", file=sys.stderr)
         return 1
     if not (result.files or result.known):
         print(f"there is no file in {one_line(given.directory)}: nothing to import")
         return 0
     added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-    print(f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known")
+    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
     if result.by_version:
-        print("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
-    print(*_refusals(result), sep="\n", end="\n" if result.refused else "", flush=True)
+        lines.append("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
+    _put("\n".join([*lines, *_refusals(result), ""]))
     return 0
 
 

@@ -58,7 +58,7 @@ def row_of(root: Path, end: str) -> pd.Series:
 def card(visit: Visit, root: Path, end: str, **query: str) -> tuple[AppTest, list[str], pd.Series]:
     """The tensor's page, the sentences of its card, and its words."""
     at = visit(root, "tensor", tensor=row_of(root, end)["tensor_id"], **query)
-    return at, [element.value for element in at.text], at.dataframe[0].value.iloc[0]
+    return at, [line for element in at.text for line in element.value.split("\n")], at.dataframe[0].value.iloc[0]
 
 
 def interpreted(at: AppTest) -> list[str]:

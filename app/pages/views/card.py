@@ -29,8 +29,7 @@ def show_card(row: pd.Series) -> None:
     with st.expander(title, icon=":material/description:", expanded=True):
         if imported:
             _words(row)
-        for sentence in sentences:
-            st.text(one_line(sentence, LONGEST))
+        st.text("\n".join(one_line(sentence, LONGEST) for sentence in sentences))
         if imported:
             st.caption("Its file, where it lies:")
             key = "" if pd.isna(row["file_key"]) else f" [{row['file_key']}]"
