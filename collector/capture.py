@@ -12,6 +12,7 @@ on a GPU that is when results are fetched, and nothing waits for it before.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -43,6 +44,7 @@ from quant.quantizer import plan
 from quant.summary import Summary, summarize_later
 
 OPERANDS = ("a", "b", "grad")
+SILENCE = 1.0  # seconds that a run without news waits before it says how far it is: writing a status is not free
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class Recorder:
         self.iteration = 0
         self.micro_batch = 0
         self._first: int | None = None
+        self._done: int | None = None  # the last iteration of a loop of one's own that ended
+        self._told_at = 0.0
         self._again: set[tuple[Site, int, int]] = set()
         self._pending: list[_Pending] = []
         self._count = 0
@@ -217,9 +221,9 @@ class Recorder:
         """Publish what was captured; what comes belongs to this iteration."""
         if iteration == self.iteration:
             return
-        self._publish()
-        if self.enabled:
-            self.writer.update(iteration=self.iteration)
+        self._done = self.iteration
+        if self._pending or time.monotonic() - self._told_at > SILENCE:
+            self._publish()
         self.iteration, self.micro_batch = iteration, 0
 
     def moment(self) -> Moment:
@@ -360,9 +364,11 @@ class Recorder:
         self._files.forget({pending.path for pending in self._pending if pending.path})
         self._pending = []
         self._again = {again for again in self._again if again[1] >= self.iteration}
+        done = {} if self._done is None else {"iteration": self._done}
         self.writer.update(
-            tensors=self._count - self._lost, tensors_without_raw=self._without_raw, bytes=self._files.bytes
+            tensors=self._count - self._lost, tensors_without_raw=self._without_raw, bytes=self._files.bytes, **done
         )
+        self._told_at = time.monotonic()
 
     def _was_recomputed(self, i: Identity) -> bool:
         return (Site(i.layer_index, i.module, i.expert), i.iteration, i.micro_batch) in self._again

@@ -1,11 +1,12 @@
 """What instrumentation costs on an iteration that it neither quantizes nor records: that iteration's time, over that of
 the same model without.
 
-    python -m tests.bench.bench_instrument [--repeats 60] [--layers 2] [--hidden 512] [--length 128]
+    python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128]
 
-Forward and backward of a Llama of transformers and of collector's own, with bfloat16 activations, on one thread. An
-instrumented and a plain iteration take turns, so that a machine that slows down slows both; each ratio is the median of
-the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after the last that is recorded.
+Forward, backward and the recorder's step of a Llama of transformers and of collector's own, with bfloat16 activations,
+on one thread. An instrumented and a plain iteration take turns, so that a machine that slows down slows both; each ratio
+is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after the last that
+is recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -55,14 +56,16 @@ def own(layers: int, hidden: int) -> tuple[nn.Module, Callable]:
     return model, lambda model, tokens: model(tokens).float().square().mean()
 
 
-def iteration(model: nn.Module, loss: Callable, tokens: torch.Tensor) -> float:
+def iteration(model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: Recorder | None) -> float:
     start = time.perf_counter()
     loss(model, tokens).backward()
+    if recorder:
+        recorder.step()
     return time.perf_counter() - start
 
 
 def compare(
-    model: nn.Module, loss: Callable, tokens: torch.Tensor, within: Callable[[], AbstractContextManager], repeats: int
+    model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: Recorder | None, repeats: int
 ) -> tuple[float, float, float]:
     """Median seconds of a plain and of an instrumented iteration, and the median of the pairs' ratios."""
     pairs = []
@@ -71,10 +74,10 @@ def compare(
         for instrumented in (turn % 2 == 0, turn % 2 == 1):
             with ExitStack() as entered:
                 if instrumented:
-                    entered.enter_context(within())
+                    entered.enter_context(instrument(model, "bf16", recorder))
                 with torch.no_grad():
                     loss(model, tokens[:, :1])  # an instrumented model's first pass is watched
-                times[instrumented] = iteration(model, loss, tokens)
+                times[instrumented] = iteration(model, loss, tokens, recorder if instrumented else None)
         pairs.append((times[False], times[True]))
     plain, instrumented = zip(*pairs[1:], strict=True)
     return (
@@ -86,7 +89,7 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("repeats", 60), ("layers", 2), ("hidden", 512), ("length", 128)):
+    for name, default in (("repeats", 120), ("layers", 2), ("hidden", 512), ("length", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -99,9 +102,7 @@ def main() -> None:
             off = Recorder(root, enabled=False)
             with Recorder(root, iterations=0) as past, off:
                 for word, recorder in (("no recorder", None), ("switched off", off), ("not recorded", past)):
-                    plain, instrumented, ratio = compare(
-                        model, loss, tokens, lambda r=recorder, m=model: instrument(m, "bf16", r), given.repeats
-                    )
+                    plain, instrumented, ratio = compare(model, loss, tokens, recorder, given.repeats)
                     print(f"{name:<20}{word:<14}{plain * 1e3:8.2f} ms  {instrumented * 1e3:8.2f} ms  ratio {ratio:.4f}")
 
 
