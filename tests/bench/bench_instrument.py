@@ -4,9 +4,9 @@ the same model without.
     python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128]
 
 Forward, backward and the recorder's step of a Llama of transformers and of collector's own, with bfloat16 activations,
-on one thread. An instrumented and a plain iteration take turns, so that a machine that slows down slows both; each ratio
-is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after the last that
-is recorded.
+on one thread. An instrumented and a plain iteration take turns, so that a machine that slows down slows both; each
+ratio is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after the
+last that is recorded.
 """
 
 from __future__ import annotations
