@@ -128,6 +128,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         raw=config.raw,
         max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,
+        enabled=True,
     )
     with recorder:
         writer = recorder.writer

@@ -29,6 +29,7 @@ from typing import Any
 from data.segment import segment_names
 from data.store import write_atomic
 
+IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")
 RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = "running", "done", "failed", "cancelled", "crashed"
 
@@ -147,6 +148,21 @@ class RunWriter:
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+        return writer
+
+    @classmethod
+    def reopen(cls, directory: Path) -> RunWriter:
+        """Go on with a run that has ended: it is running again, as this process. Raises OSError, or RunError if its
+        status is damaged."""
+        try:
+            before = read_status(directory)
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{directory.name} cannot be read: {error}") from error
+        last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
+        writer = cls(directory.name, directory, before, _segments=last)
+        pid = os.getpid()
+        owner = {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname()}
+        writer.update(state=RUNNING, reason=None, finished=None, **owner)
         return writer
 
     @classmethod
