@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from collector.config import ConfigError, available_host_memory
+from collector.config import ConfigError
 from collector.logs import Log, interpret
+from collector.memory import available_host_memory
 from collector.workers import Death, scatter
 from data.foreign import SUFFIXES, ForeignTensor, TooLarge, opened
 from data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, list_runs
