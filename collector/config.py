@@ -32,6 +32,7 @@ __all__ = [
     "check",
     "check_memory",
     "fast",
+    "memory_needed",
 ]
 
 SIZES = ("tiny", "full")
@@ -279,10 +280,15 @@ def _check_sites(config: RunConfig) -> None:
         )
 
 
+def memory_needed(config: RunConfig) -> int:
+    """Bytes that a run takes on its device."""
+    return 16 * config.shape().parameters
+
+
 def check_memory(config: RunConfig, available: int) -> None:
     """Raise ConfigError if the model, its gradients and Adam's two moments (16 bytes a weight) exceed the bytes there
     are."""
-    needed = 16 * config.shape().parameters
+    needed = memory_needed(config)
     if needed > available:
         raise ConfigError(
             f"{config.model} {config.size} with {config.shape().layers} layers needs {needed / 2**30:.1f} GiB for "
