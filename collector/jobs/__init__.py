@@ -10,7 +10,7 @@ filled it. How a job is doing is read from its run directory and its processes (
 """
 
 from collector.jobs.acting import cancel, delete, retry
-from collector.jobs.asking import arguments_of, asked, command_line
+from collector.jobs.asking import TEN_RECIPES, arguments_of, asked, command_line, modules_of, recipes
 from collector.jobs.estimate import Estimate, estimate
 from collector.jobs.runner import wake
 from collector.jobs.state import ACTIVE, JobView, Progress, attended, listing, log_tail, look, progress
@@ -18,6 +18,7 @@ from collector.jobs.store import Job, JobError, add, at_once, change, find, set_
 
 __all__ = [
     "ACTIVE",
+    "TEN_RECIPES",
     "Estimate",
     "Job",
     "JobError",
@@ -37,7 +38,9 @@ __all__ = [
     "listing",
     "log_tail",
     "look",
+    "modules_of",
     "progress",
+    "recipes",
     "retry",
     "set_at_once",
     "wake",

@@ -8,6 +8,9 @@ from dataclasses import MISSING, fields
 
 from collector.config import ConfigError, RunConfig
 from collector.options import configs, read
+from collector.recipe import BF16, TEN_RECIPES
+from collector.site import sites
+from quant.formats import FORMATS
 
 COMMANDS = ("run", "batch", "quick")
 _OTHERWISE = {"recipe", "save_tensors", "raw", "sequence_parallel", "micro_batches"}  # written in ways of their own
@@ -60,3 +63,15 @@ def command_line(runs: Sequence[RunConfig]) -> str:
     if len(lines) > 1 and all(other == rest[0] for other in rest):
         lines = [["batch", "--quantization", ",".join(config.recipe for config in runs), *rest[0]]]
     return "\n".join(shlex.join(["python", "-m", "collector", *line]) for line in lines)
+
+
+def modules_of(config: RunConfig) -> tuple[str, ...]:
+    """The modules of its model, in their order."""
+    return tuple(dict.fromkeys(site.module for site in sites(config.shape())))
+
+
+def recipes() -> tuple[str, ...]:
+    """Every name of a recipe: the ten, then each format alone, in one part, in both."""
+    parts = ("", "FA_", "linear_", "FA_linear_")
+    others = [f"{part}{name}" for name in FORMATS for part in parts if name != BF16]
+    return tuple(dict.fromkeys([*TEN_RECIPES, *others]))

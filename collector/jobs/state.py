@@ -200,7 +200,7 @@ def _verdict(
         return CANCELLED, None
     if asked_to_end and state != runs.FAILED:
         return CANCELLED, None
-    said = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job, run)
+    said = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
     if _NO_DISK.search(said):
         return NO_DISK, said
     if _NO_MEMORY.search(said):
@@ -219,9 +219,9 @@ def _verdict(
     return CRASHED, "the collector's process is gone and did not say why"
 
 
-def last_words(root: Path, job: Job, run: RunInfo | None) -> str:
+def last_words(root: Path, job: Job) -> str:
     """The last line of the job's log in which the collector says why it ended."""
-    for line in reversed(log_tail(root, job, run)):
+    for line in reversed(log_tail(root, job)):
         if line.startswith("collector: "):
             return line.removeprefix("collector: ")
         if re.match(r"\w*(Error|Exception|Killed)\b", line):
@@ -229,7 +229,7 @@ def last_words(root: Path, job: Job, run: RunInfo | None) -> str:
     return ""
 
 
-def log_tail(root: Path, job: Job, run: RunInfo | None = None, lines: int = 40) -> list[str]:
+def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
     """The last lines of what the collector printed, oldest first."""
     try:
         with open(place(root, job) / "log.txt", "rb") as file:
