@@ -6,8 +6,10 @@ was told beyond the fields (an operand's own format, a checkpoint) is kept when 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from collector.config import ConfigError, RunConfig, fast
@@ -109,6 +111,21 @@ def title_of(given: str, run: RunConfig, runs: list[RunConfig]) -> str:
     """A job's title: the given one, with the recipe where there are several; "" for the default."""
     given = given.strip()
     return f"{given} · {run.recipe}" if given and len(runs) > 1 else given
+
+
+def wrapped(command: str, letters: int) -> str:
+    """A command on lines of about so many letters, broken before options, as a shell takes it."""
+    words = shlex.split(command)
+    starts = [0, *(index for index, word in enumerate(words) if word.startswith("--")), len(words)]
+    options = [shlex.join(words[start:end]) for start, end in pairwise(starts)]
+    lines = [options[0]]
+    for option in options[1:]:
+        if len(lines[-1]) + 1 + len(option) > letters:
+            lines[-1] += " \\"
+            lines.append(f"    {option}")
+        else:
+            lines[-1] += f" {option}"
+    return "\n".join(lines)
 
 
 def duration_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ import streamlit as st
 
 from app import collecting
 from app.address import plain
-from app.collecting import duration_text
+from app.collecting import duration_text, wrapped
 from app.state import bytes_text
 from collector import jobs
 from collector.config import BACKENDS, DATASETS, DEVICES, MODELS, SIZES, TENSOR_NAMES, ConfigError, RunConfig
@@ -18,6 +18,7 @@ from data.runs import RunError, resolve_root
 from quant.formats import FORMATS
 
 PREFIX = "collect_"
+COMMAND = 46  # letters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormat are ValueErrors
 FAILED = (JobError, ReadOnly, RunError, OSError)
 
@@ -257,7 +258,8 @@ def _summary() -> None:
         ):
             _launch(runs)
     st.caption("The same from a terminal:")
-    st.code(jobs.command_line(runs), language="shell", wrap_lines=True)
+    commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs).splitlines()]
+    st.code("\n".join(commands), language="shell", wrap_lines=True)
     if kept := collecting.kept_beside(base):
         st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
     st.caption(f"Into `{root}`.")

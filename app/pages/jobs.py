@@ -13,7 +13,7 @@ from app import charts, show, style
 from app.address import go, link, plain
 from app.analysis import jobs as told
 from app.charts.boards import ranking, ranking_height
-from app.collecting import duration_text
+from app.collecting import duration_text, wrapped
 from app.state import bytes_text, catalog
 from collector import jobs
 from collector.jobs import JobError, JobView
@@ -24,6 +24,7 @@ from data.runs import RunError, resolve_root
 PULSE, IDLE = 2.0, 10.0  # seconds between looks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended and are listed unasked
 LOG_LINES = 12
+COMMAND = 78  # letters of a line of a command
 MANY = 8  # from so many jobs on there is a search
 CSS = (
     "<style>"
@@ -164,7 +165,8 @@ def _row(view: JobView, chosen: bool) -> None:
         tags = " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
         state = f":{told.color(view.state)}-badge[{told.icon(view.state)} {view.state}]"
         words = told.line(view, done)
-        st.caption(f"{state} {job.id} · {plain(words if len(words) < 90 else words[:88] + '…')} {tags}")
+        words = words if len(words) < 70 else f"{words[:68]}…"
+        st.markdown(f"{state} :small[:gray[{job.id} · {plain(words)}]] {tags}")
 
 
 # One job
@@ -173,7 +175,7 @@ def _row(view: JobView, chosen: bool) -> None:
 def _title(root: Path, view: JobView) -> None:
     """Its name, and what can be done to it: drawn anew when its state changes."""
     job = view.job
-    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+    with st.container(key="jobtitle", horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.subheader(plain(job.title), anchor=False, width="content")
         st.badge(view.state, icon=told.icon(view.state), color=told.color(view.state))  # type: ignore[arg-type]
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -279,7 +281,9 @@ def _progress(view: JobView) -> None:
         return
     status = view.run.status
     cells = st.columns(4)
-    cells[0].metric("Iterations", f"{done.done:,} of {done.total:,}", border=True)
+    cells[0].metric(
+        "Iterations", f"{done.done:,}" if done.done >= done.total else f"{done.done:,} / {done.total:,}", border=True
+    )
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
     cells[3].metric("Loss", "–" if status.loss_last is None else f"{status.loss_last:.4f}", border=True)
@@ -320,4 +324,5 @@ def _log(root: Path, view: JobView) -> None:
     elif view.state == "queued":
         st.caption("It has not been started yet.")
     st.caption("Its command")
-    st.code(shlex.join(["python", "-m", "collector", *view.job.arguments]), language="shell", wrap_lines=True)
+    command = shlex.join(["python", "-m", "collector", *view.job.arguments])
+    st.code(wrapped(command, COMMAND), language="shell", wrap_lines=True)

@@ -224,7 +224,7 @@ def last_words(root: Path, job: Job) -> str:
     for line in reversed(log_tail(root, job)):
         if line.startswith("collector: "):
             return line.removeprefix("collector: ")
-        if re.match(r"\w*(Error|Exception|Killed)\b", line):
+        if re.match(r"[\w.]*(Error|Exception|Killed)\b", line):
             return line
     return ""
 
