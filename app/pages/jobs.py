@@ -45,6 +45,7 @@ def page() -> None:
     views = jobs.listing(root)
     if not views:
         _empty(root)
+        st.fragment(_until_there_is_one, run_every=IDLE)(root)
         return
     _tend(root, views)
     _head(root, views)
@@ -75,6 +76,11 @@ def _empty(root: Path) -> None:
     st.markdown("or from a terminal:")
     st.code("python -m collector jobs add quick mxfp8", language="shell")
     st.caption(f"The queue of `{root}`.")
+
+
+def _until_there_is_one(root: Path) -> None:
+    if jobs.listing(root):
+        st.rerun()
 
 
 def _tend(root: Path, views: list[JobView]) -> None:
@@ -281,9 +287,8 @@ def _progress(view: JobView) -> None:
         return
     status = view.run.status
     cells = st.columns(4)
-    cells[0].metric(
-        "Iterations", f"{done.done:,}" if done.done >= done.total else f"{done.done:,} / {done.total:,}", border=True
-    )
+    of = "" if done.done >= done.total else f" / {done.total:,}"
+    cells[0].metric("Iterations", f"{done.done:,}{of}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
     cells[3].metric("Loss", "–" if status.loss_last is None else f"{status.loss_last:.4f}", border=True)
