@@ -16,6 +16,7 @@ from data.filter import Filter
 from quant.formats import FORMATS
 
 WORST = 8  # tensors
+MOST_POINTS = 600
 COLORS = {"done": "green", "queued": "gray", "cancelled": "gray", "cancelling": "orange"}
 ICONS = {
     "done": ":material/check:",
@@ -93,15 +94,17 @@ def line(view: JobView, done: Progress) -> str:
     return " · ".join(parts)
 
 
-def losses(view: JobView) -> pd.DataFrame:
-    """For charts.losses: group (the recipe), iteration, loss."""
+def losses(view: JobView) -> tuple[pd.DataFrame, int]:
+    """(for charts.losses: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
+    more than MOST_POINTS, the last among them."""
     records = losses_of(view.run) if view.run else []
     rows = [
         {"group": str(view.run.config.get("recipe")), "iteration": record["iteration"], "loss": record["loss"]}
         for record in records
         if view.run and {"iteration", "loss"} <= set(record)
     ]
-    return pd.DataFrame(rows, columns=["group", "iteration", "loss"])
+    step = -(-len(rows) // MOST_POINTS) or 1
+    return pd.DataFrame(rows[::-1][::step][::-1], columns=["group", "iteration", "loss"]), step
 
 
 def worst(catalog: Catalog, run_id: str) -> tuple[str | None, pd.DataFrame]:

@@ -299,7 +299,7 @@ def _progress(view: JobView) -> None:
 def _results(view: JobView) -> None:
     if not view.run:
         return
-    table = told.losses(view)
+    table, step = told.losses(view)
     opened = catalog()
     fmt, worst = told.worst(opened, view.run.run_id)
     height = max(300, ranking_height(worst)) if fmt else 300
@@ -307,7 +307,8 @@ def _results(view: JobView) -> None:
     if len(table) > 1:  # a single one is no curve, and stands above
         with cells[0]:
             words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
-            show.figure(charts.losses(table), "job_losses", table, words, height=height)
+            note = f"One iteration in {step} is drawn." if step > 1 else ""
+            show.figure(charts.losses(table), "job_losses", table, f"{words} {note}".strip(), note=note, height=height)
     with cells[-1]:
         if fmt is None:
             if view.active:

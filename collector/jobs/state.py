@@ -274,24 +274,29 @@ def _seconds_left(config: dict[str, Any], losses: Sequence[dict[str, Any]]) -> f
     timed = [record for record in losses if isinstance(record.get("seconds"), (int, float))]
     if not timed:
         return None
-    done = [record["iteration"] for record in losses]
-    every, wanted = max(1, _whole(config.get("capture_every"))), _whole(config.get("control_iter"))
-    left = 0.0
-    for iteration in range(-_whole(config.get("warmup_iterations")), _whole(config.get("train_iters"))):
-        if iteration <= max(done):
-            continue
-        recorded = iteration >= 0 and iteration % every == 0 and (not wanted or iteration // every < wanted)
-        like = (
-            [r for r in timed if r["iteration"] >= 0 and bool(r.get("recorded")) == recorded and iteration >= 0]
-            or [r for r in timed if r["iteration"] >= 0 or iteration < 0]
-            or [None]
-        )
-        if like == [None]:  # nothing under the recipe yet: what warm-up took says little of it
-            return None
-        left += median(r["seconds"] for r in like if r)
-    last = losses[-1].get("time")
-    passed = datetime.now().timestamp() - last if isinstance(last, (int, float)) else 0.0
+    last = max(record["iteration"] for record in losses)
+    warm_up = max(0, -1 - last)
+    recorded = _recorded_until(config, _whole(config.get("train_iters"))) - _recorded_until(config, last + 1)
+    plain = max(0, _whole(config.get("train_iters")) - max(last + 1, 0)) - recorded
+    kinds = {
+        "warm-up": [record["seconds"] for record in timed if record["iteration"] < 0],
+        "recorded": [record["seconds"] for record in timed if record["iteration"] >= 0 and record.get("recorded")],
+        "plain": [record["seconds"] for record in timed if record["iteration"] >= 0 and not record.get("recorded")],
+    }
+    if (recorded or plain) and not kinds["recorded"] + kinds["plain"]:
+        return None  # nothing under the recipe yet: what warm-up took says little of it
+    left = warm_up * median(kinds["warm-up"]) if warm_up else 0.0
+    for count, own, other in ((recorded, "recorded", "plain"), (plain, "plain", "recorded")):
+        left += count * median(kinds[own] or kinds[other]) if count else 0.0
+    at = losses[-1].get("time")
+    passed = datetime.now().timestamp() - at if isinstance(at, (int, float)) else 0.0
     return max(left - passed, 0.0)
+
+
+def _recorded_until(config: dict[str, Any], end: int) -> int:
+    """How many of the iterations from 0 to before `end` are recorded."""
+    count = -(-max(end, 0) // max(1, _whole(config.get("capture_every"))))
+    return min(count, _whole(config.get("control_iter")) or count)
 
 
 def _whole(value: Any) -> int:

@@ -264,6 +264,32 @@ class TestQueue:
         jobs.cancel(root, 3)
 
 
+class TestProgress:
+    def test_time_left_counts_each_kind_of_iteration(self):
+        """Against a plain walk over the iterations that RunConfig says are recorded."""
+        config = jobs.asked(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
+        seconds = {"warm-up": 1.0, "recorded": 100.0, "plain": 10.0}
+
+        def kind(iteration: int) -> str:
+            return "warm-up" if iteration < 0 else "recorded" if config.records(iteration) else "plain"
+
+        everything = range(-4, config.iterations)
+        for done in range(6, len(everything) + 1):
+            losses = [
+                {"iteration": i, "seconds": seconds[kind(i)], "recorded": kind(i) == "recorded"}
+                for i in everything[:done]
+            ]
+            wanted = sum(seconds[kind(i)] for i in everything[done:])
+            assert state._seconds_left(config.to_dict(), losses) == wanted
+        assert state._seconds_left(config.to_dict(), losses[:3]) is None
+
+    def test_an_endless_run_is_told_at_once(self):
+        config = jobs.asked(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0].to_dict()
+        start = time.monotonic()
+        assert state._seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
+        assert time.monotonic() - start < 1
+
+
 class TestEnds:
     def test_survives_its_runner_and_is_cancelled_by_the_next(self, root):
         job = launch(root, ENDLESS)
