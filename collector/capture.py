@@ -4,9 +4,9 @@
         train_step()
 
 A tensor is recorded as it enters or leaves a GEMM, before quantization, with the error that quantization made. Its
-statistics, sketch and scores are computed at once, on its device; its values are copied and written behind the step,
-while the byte budget lasts. Rows are published as a segment at the end of each micro-batch, after the files they name:
-on a GPU that is when results are fetched, and nothing waits for it before.
+statistics, sketch and scores are computed at once, on its device; its values are copied, while the byte budget lasts.
+All is written behind the step, the rows of a micro-batch as a segment after the files that they name: only there are
+results fetched from a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from collector.ranks import Ranks
 from collector.recipe import BF16, Part, Recipe, parse_recipe
 from collector.selection import Selection
 from collector.site import Site
-from collector.writing import TensorFiles
+from collector.writing import Pending, Writing
 from data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
-from data.segment import Identity, Shard, TensorRow, write_segment
+from data.segment import Identity, Shard, TensorRow
+from quant.counts import Counted, counted
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
 from quant.metrics import Errors, errors_later, score_later
@@ -90,7 +91,8 @@ class Recorder:
     ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
-    captured until then is kept. Raises RunError if the root cannot be written, OSError if the disk refuses later.
+    captured until then is kept. Raises RunError if the root cannot be written; what the disk refuses later, as the
+    OSError that it was, in the next call or at the end.
     """
 
     def __init__(
@@ -117,10 +119,8 @@ class Recorder:
         self.recording = True
         self.iteration = 0
         self.micro_batch = 0
-        self._pending: list[_Pending] = []
+        self._pending: list[Pending] = []
         self._count = 0
-        self._without_raw = 0
-        self._lost = 0  # counted, but not published: the disk was full
 
     def __enter__(self) -> Recorder:
         ranks = self.ranks
@@ -136,30 +136,27 @@ class Recorder:
             if run_id is None:
                 raise PeerLost("rank 0 could not start the run")
             self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
-        self._files = TensorFiles(self.writer.directory, self.max_bytes)
+        self._writing = Writing(self.writer, self.max_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        full: OSError | None = None
-        for _ in ("all", "without what could not be written"):
-            try:
-                self._publish()
-                break
-            except OSError as refused:
-                full = full or refused
-        else:
-            self._abandon()
-        self._files.close()
-        if error is None and full is None:
+        failure: Exception | None = None
+        try:
+            self._publish()
+        except Exception as refused:  # an earlier write's; what else there is to write is written
+            failure = refused
+        later = self._writing.close()
+        failure = failure or later
+        if error is None and failure is None:
             state = DONE
         else:
             state = CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED
         try:
-            self.writer.finish(state, describe(error or full) if state == FAILED else None)
+            self.writer.finish(state, describe(error or failure) if state == FAILED else None)
         except OSError as refused:  # not even a status fits: the run will be seen to have ended without a word
-            full = full or refused
-        if error is None and full is not None:
-            raise full
+            failure = failure or refused
+        if error is None and failure is not None:
+            raise failure
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
@@ -170,6 +167,10 @@ class Recorder:
         finally:
             self.recording = False
         self._publish()
+
+    def settle(self) -> None:
+        """Wait until all that was published is on the disk. Raises OSError if it refused."""
+        self._writing.settle()
 
     def step(self) -> None:
         """Publish what was captured and count one iteration on, for training loops of one's own."""
@@ -214,18 +215,17 @@ class Recorder:
     def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
         """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
         shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
-        summary = summarize_later(seen.tensor)
+        codes = counted(seen.tensor) if seen.tensor.device.type == "cpu" else None
+        summary = cache(summarize_later(seen.tensor, codes=codes))  # the file tells it too
         error = None
         if seen.format:
             error = errors_later(seen.tensor, seen.quantized, plan(seen.format), seen.scales, seen.dim)
         operand = seen.name in OPERANDS
-        scores = self._scores(seen, error) if operand else {}
+        scores = self._scores(seen, error, codes) if operand else {}
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, seen.format, captured)
         self._count += 1
-        self._without_raw += path is None
-        make = partial(
-            TensorRow,
+        about = dict(
             tensor_id=f"r{self.rank:02d}-{self._count:06d}",
             run_id=self.writer.run_id,
             identity=identity,
@@ -238,11 +238,20 @@ class Recorder:
             format=seen.format,
             shard=shard,
         )
-        self._pending.append(_Pending(path, make, summary, error, scores))
 
-    def _scores(self, seen: Observed, error: Callable[[], Errors] | None) -> dict[str, Callable[[], Errors]]:
+        def row() -> TensorRow:
+            found = {name: score() for name, score in scores.items()}
+            return TensorRow(**about, summary=summary(), error=error and error(), scores=found)
+
+        self._pending.append(Pending(path, row))
+
+    def _scores(
+        self, seen: Observed, error: Callable[[], Errors] | None, codes: Counted | None
+    ) -> dict[str, Callable[[], Errors]]:
         return {
-            name: error if error and name == seen.format else score_later(seen.tensor, plan(name), seen.dim)
+            name: error
+            if error and name == seen.format
+            else score_later(seen.tensor, plan(name), seen.dim, codes=codes)
             for name in self.scores
         }
 
@@ -283,43 +292,12 @@ class Recorder:
             return metadata, info | {key: getattr(found, key) for key in ("min", "max", "mean", "std")}
 
         relative = Path("tensors", i.quant_type, name)
-        return relative if self._files.offer(relative, x, about) else None
+        return relative if self._writing.offer(relative, x, about) else None
 
     def _publish(self) -> None:
-        """Make the pending rows a segment once their files are written, and say how far the run is."""
-        self._files.settle()
-        kept = [pending for pending in self._pending if pending.path not in self._files.lost]
-        self._lost += len(self._pending) - len(kept)
-        self._pending = kept
-        if self._pending:
-            rows = [pending.row() for pending in self._pending]
-            write_segment(self.writer.directory / "segments", self.writer.next_segment_name(), rows)
-        self._files.forget({pending.path for pending in self._pending if pending.path})
-        self._pending = []
-        self.writer.update(
-            tensors=self._count - self._lost, tensors_without_raw=self._without_raw, bytes=self._files.bytes
-        )
-
-    def _abandon(self) -> None:
-        """Drop the pending rows with their files: the disk has no room to publish them."""
-        self._lost += len(self._pending)
-        self._pending = []
-        self._files.forget(set())
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A row without what is still being measured."""
-
-    path: Path | None
-    make: Callable[..., TensorRow]
-    summary: Callable[[], Summary]
-    error: Callable[[], Errors] | None
-    scores: dict[str, Callable[[], Errors]]
-
-    def row(self) -> TensorRow:
-        scores = {name: score() for name, score in self.scores.items()}
-        return self.make(summary=self.summary(), error=self.error and self.error(), scores=scores)
+        """Have the pending rows written as a segment. Raises what an earlier write did."""
+        pending, self._pending = self._pending, []
+        self._writing.publish(pending)
 
 
 def describe(error: BaseException) -> str:

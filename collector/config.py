@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,8 @@ __all__ = [
     "ConfigError",
     "ModelShape",
     "RunConfig",
-    "available_host_memory",
     "check",
-    "check_memory",
     "fast",
-    "memory_needed",
 ]
 
 SIZES = ("tiny", "full")
@@ -278,36 +274,6 @@ def _check_sites(config: RunConfig) -> None:
             f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted(modules))}: "
             f"those have {', '.join(recordable)}"
         )
-
-
-def memory_needed(config: RunConfig) -> int:
-    """Bytes that a run takes on its device."""
-    return 16 * config.shape().parameters
-
-
-def check_memory(config: RunConfig, available: int) -> None:
-    """Raise ConfigError if the model, its gradients and Adam's two moments (16 bytes a weight) exceed the bytes there
-    are."""
-    needed = memory_needed(config)
-    if needed > available:
-        raise ConfigError(
-            f"{config.model} {config.size} with {config.shape().layers} layers needs {needed / 2**30:.1f} GiB for "
-            f"weights, gradients and optimizer, {available / 2**30:.1f} GiB are free on {config.device}: "
-            "use --size tiny or fewer --layers"
-        )
-
-
-def available_host_memory() -> int:
-    """Bytes that a new process can take without swapping; the cgroup's limit counts where there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, StopIteration, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
 
 
 def _one_of(what: str, value: str, allowed: Any) -> None:

@@ -19,10 +19,18 @@ from torch import Tensor
 
 from collector.capture import Recorder, instrument
 from collector.checkpoint import Checkpoint, open_checkpoint
-from collector.config import ConfigError, RunConfig, available_host_memory, check, check_memory
+from collector.config import ConfigError, RunConfig, check
 from collector.datasets import open_dataset
+from collector.memory import available_host_memory, check_memory
 from collector.model import GPTModel
-from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
+from collector.ranks import (
+    Ranks,
+    clip_gradients,
+    finish_gradients,
+    join,
+    mean_over_replicas,
+    started_as_rank,
+)
 from collector.samples import SampleStream, open_stream
 
 Say = Callable[[str], None]
@@ -55,18 +63,21 @@ class Diverged(RuntimeError):
 
 
 def prepare(config: RunConfig) -> None:
-    """Everything that can be refused before a run exists. Raises ConfigError and its kin."""
+    """Everything that can be refused before a run exists. Raises ConfigError and its kin.
+
+    On a CPU the memory is that of all ranks of the machine: who starts them looks at it, not each of them.
+    """
     check(config)
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
-        free = torch.cuda.mem_get_info()[0]
+        check_memory(config, torch.cuda.mem_get_info()[0])
     else:
-        free = available_host_memory()
+        if not started_as_rank():
+            check_memory(config, available_host_memory(), config.world_size)
         if config.backend == "triton":
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
-    check_memory(config, free)
 
 
 def backend_name(config: RunConfig) -> str:

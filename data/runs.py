@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import socket
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -110,8 +111,8 @@ def process_start(pid: int) -> float | None:
 @dataclass
 class RunWriter:
     """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses;
-    on the others these calls do nothing, or keep the rank's own counts. Every method raises OSError if the disk
-    refuses."""
+    on the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises
+    OSError if the disk refuses."""
 
     run_id: str
     directory: Path
@@ -119,6 +120,7 @@ class RunWriter:
     rank: int = 0
     ranks: int = 1
     _segments: int = field(default=0)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @classmethod
     def create(
@@ -163,11 +165,12 @@ class RunWriter:
 
     def update(self, **changes: Any) -> None:
         """Replace status.json. The counts among the changes are this rank's; the status tells those of all ranks."""
-        if self.ranks > 1:
-            changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
-        self.status = replace(self.status, **changes, heartbeat=now())
-        if self.rank == 0:
-            write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
+        with self._lock:
+            if self.ranks > 1:
+                changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
+            self.status = replace(self.status, **changes, heartbeat=now())
+            if self.rank == 0:
+                write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
 
     def _count(self, own: dict[str, int]) -> dict[str, int]:
         """Write this rank's counts down, if there are new ones; what all ranks have written so far."""

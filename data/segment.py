@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,7 +135,7 @@ def _tensor_record(row: TensorRow) -> dict:
     record = {
         "tensor_id": row.tensor_id,
         "run_id": row.run_id,
-        **asdict(row.identity),
+        **vars(row.identity),
         "captured": row.captured,
         "shape": list(row.shape),
         "dtype": row.dtype,
@@ -150,7 +150,7 @@ def _tensor_record(row: TensorRow) -> dict:
         "shard_axis": row.shard.axis,
         "shard_stride": row.shard.stride,
         "format": row.format,
-        **(asdict(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
+        **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
     return record | {name: getattr(row.summary, name) for name in (*_MOMENTS, *_COUNTS)}
 
@@ -169,7 +169,7 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow]) -> None:
             schema=SKETCH_SCHEMA,
         )
         scores = [
-            {"tensor_id": row.tensor_id, "format": name} | asdict(error)
+            {"tensor_id": row.tensor_id, "format": name} | vars(error)
             for row in rows
             for name, error in row.scores.items()
         ]

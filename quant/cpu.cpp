@@ -1,5 +1,5 @@
-// The compiled CPU twin of reference.py: the same bits, one pass over memory; and the error that it made, in another. See
-// cpu.py for how it is built and called.
+// The compiled CPU twin of reference.py: the same bits, one pass over memory; the error that it made, in another; or both
+// at once, keeping nothing but the error. See cpu.py for how it is called.
 //
 // A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
 // along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways.
@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace {
 
@@ -136,7 +137,21 @@ struct Quantizer {
     VALUE* y;
     float* scales;
     int64_t axis, inner, block;
+    bool packed;  // y has room for one strip only, its rows STRIP apart
     float top, encode, decode;
+
+    Quantizer(const Format& format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner, int64_t block,
+              float absmax, bool packed)
+        : f(format), x(x), y(y), scales(scales), axis(axis), inner(inner), block(block), packed(packed) {
+        top = pow2(f.emax) * (WIDE ? 1.0f : 2.0f);
+        encode = decode = 1.0f;
+        if (f.rule == AMAX) encode = f.max / (absmax < 1e-12f ? 1e-12f : absmax);
+        if (f.rule == NVFP4) {
+            encode = absmax == 0.0f ? 1.0f : 2688.0f / absmax;
+            encode = encode > FLOAT32_MAX ? FLOAT32_MAX : encode;
+            decode = absmax / 2688.0f;
+        }
+    }
 
     // Values [first, last) of a flat tensor that shares nothing but, perhaps, a tensor scale.
     void flat(int64_t first, int64_t last) const {
@@ -210,7 +225,7 @@ struct Quantizer {
             }
             for (int64_t i = 0; i < length; i++) {
                 const VALUE* from = x + base + i * inner;
-                VALUE* to = y + base + i * inner;
+                VALUE* to = packed ? y + i * STRIP : y + base + i * inner;
                 if (nvfp4)
                     for (int64_t j = 0; j < width; j++)
                         store(to + j, quantized(
@@ -296,22 +311,60 @@ struct Sums {
     }
 };
 
+// Where a block or strip of a [outer, axis, inner] tensor lies.
+struct Grid {
+    int64_t axis, inner, block;
+
+    // Of block b, inner = 1: its first value. Blocks follow each other in memory.
+    int64_t at(int64_t b) const {
+        const int64_t per_row = (axis + block - 1) / block;
+        return (b / per_row) * axis + (b % per_row) * block;
+    }
+
+    int64_t length(int64_t b) const {
+        const int64_t begin = (b % ((axis + block - 1) / block)) * block;
+        return axis - begin < block ? axis - begin : block;
+    }
+};
+
+// Adds up blocks [first, last) of rows, inner = 1; y holds what x + origin became.
+void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, int64_t origin, const float* scales,
+                  double right, int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; b++) {
+        const int64_t at = grid.at(b);
+        sums.add_run(x + at, y + (at - origin), grid.length(b), scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+    }
+}
+
+// Adds up one strip; packed is as in Quantizer.
+void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, bool packed, const float* scales,
+                   double right, int64_t strip) {
+    const int64_t per_column = (grid.axis + grid.block - 1) / grid.block;
+    const int64_t per_row = (grid.inner + STRIP - 1) / STRIP;
+    const int64_t column = (strip % per_row) * STRIP;
+    const int64_t row = strip / per_row;
+    const int64_t begin = (row % per_column) * grid.block;
+    const int64_t length = grid.axis - begin < grid.block ? grid.axis - begin : grid.block;
+    const int64_t width = grid.inner - column < STRIP ? grid.inner - column : STRIP;
+    const int64_t base = ((row / per_column) * grid.axis + begin) * grid.inner + column;
+    double most[STRIP];
+    for (int64_t j = 0; j < width; j++) {
+        const float scale = scales[row * grid.inner + column + j];
+        most[j] = scale > 0 ? scale * right : HUGE_VAL;
+    }
+    for (int64_t i = 0; i < length; i++) {
+        const int64_t at = base + i * grid.inner;
+        sums.add_row(x + at, packed ? y + i * STRIP : y + at, most, width);
+    }
+}
+
 }  // namespace
 
 // Work items [first, last): values where no block shares a scale, blocks where inner = 1, strips otherwise.
 extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner,
                          int64_t block, float absmax, int64_t first, int64_t last) {
-    Quantizer q{*format, x, y, scales, axis, inner, block};
-    const Format& f = q.f;
-    q.top = pow2(f.emax) * (WIDE ? 1.0f : 2.0f);
-    q.encode = q.decode = 1.0f;
-    if (f.rule == AMAX) q.encode = f.max / (absmax < 1e-12f ? 1e-12f : absmax);
-    if (f.rule == NVFP4) {
-        q.encode = absmax == 0.0f ? 1.0f : 2688.0f / absmax;
-        q.encode = q.encode > FLOAT32_MAX ? FLOAT32_MAX : q.encode;
-        q.decode = absmax / 2688.0f;
-    }
-    if (f.rule == NONE || f.rule == AMAX)
+    const Quantizer q(*format, x, y, scales, axis, inner, block, absmax, false);
+    if (format->rule == NONE || format->rule == AMAX)
         q.flat(first, last);
     else if (inner == 1)
         q.rows(first, last);
@@ -323,35 +376,56 @@ extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* 
 // not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales may be null (all 1).
 extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int64_t axis, int64_t inner, int64_t block,
                         double left, double right, int64_t first, int64_t last, double* out) {
+    const Grid grid{axis, inner, block};
     Sums sums;
     sums.left = left;
-    if (!scales) {
+    if (!scales)
         sums.add_run(x + first, y + first, last - first, right);
+    else if (inner == 1)
+        measure_rows(sums, grid, x, y, 0, scales, right, first, last);
+    else
+        for (int64_t strip = first; strip < last; strip++)
+            measure_strip(sums, grid, x, y, false, scales, right, strip);
+    sums.finish();
+    std::memcpy(out, sums.total, sizeof sums.total);
+}
+
+// quantize and measure together, a cacheful at a time. `scales` has room for those of all blocks, or is null for formats
+// without block scales.
+extern "C" void score(const Format* format, const VALUE* x, float* scales, int64_t axis, int64_t inner, int64_t block,
+                      float absmax, double left, double right, int64_t first, int64_t last, double* out) {
+    constexpr int64_t VALUES = 4096;
+    const Grid grid{axis, inner, block};
+    Sums sums;
+    sums.left = left;
+    std::vector<VALUE> kept;
+    Quantizer q(*format, x, nullptr, scales, axis, inner, block, absmax, true);
+    if (!scales) {
+        kept.resize(VALUES);
+        for (int64_t at = first; at < last; at += VALUES) {
+            const int64_t n = last - at < VALUES ? last - at : VALUES;
+            q.x = x + at;
+            q.y = kept.data();
+            q.flat(0, n);
+            sums.add_run(x + at, kept.data(), n, right);
+        }
     } else if (inner == 1) {
-        const int64_t per_row = (axis + block - 1) / block;
-        for (int64_t b = first; b < last; b++) {
-            const int64_t begin = (b % per_row) * block;
-            const int64_t length = axis - begin < block ? axis - begin : block;
-            const int64_t at = (b / per_row) * axis + begin;
-            sums.add_run(x + at, y + at, length, scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+        const int64_t length = block < axis ? block : axis;
+        const int64_t together = length < VALUES ? VALUES / length : 1;
+        kept.resize(together * length);
+        for (int64_t b = first; b < last; b += together) {
+            const int64_t end = last - b < together ? last : b + together;
+            const int64_t origin = grid.at(b);
+            q.y = kept.data() - origin;
+            q.rows(b, end);
+            measure_rows(sums, grid, x, kept.data(), origin, scales, right, b, end);
         }
     } else {
-        const int64_t per_column = (axis + block - 1) / block;
-        const int64_t per_row = (inner + STRIP - 1) / STRIP;
-        double most[STRIP];
+        kept.resize((block < axis ? block : axis) * STRIP);
+        q.y = kept.data();
         for (int64_t strip = first; strip < last; strip++) {
-            const int64_t column = (strip % per_row) * STRIP;
-            const int64_t row = strip / per_row;
-            const int64_t begin = (row % per_column) * block;
-            const int64_t length = axis - begin < block ? axis - begin : block;
-            const int64_t width = inner - column < STRIP ? inner - column : STRIP;
-            const int64_t base = ((row / per_column) * axis + begin) * inner + column;
-            for (int64_t j = 0; j < width; j++) {
-                const float scale = scales[row * inner + column + j];
-                most[j] = scale > 0 ? scale * right : HUGE_VAL;
-            }
-            for (int64_t i = 0; i < length; i++)
-                sums.add_row(x + base + i * inner, y + base + i * inner, most, width);
+            q.strips(strip, strip + 1);
+            measure_strip(sums, grid, x, kept.data(), true, scales, right, strip);
         }
     }
     sums.finish();

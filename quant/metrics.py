@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quant import cpu, sketch
+from quant.counts import Counted
 from quant.formats import E4M3, Format
-from quant.quantizer import apply, decode_table, plan, quantize, tensor_absmax
+from quant.quantizer import apply, check_tensor, decode_table, plan, quantize, resolve_backend, tensor_absmax
 from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
 from quant.summary import summarize
 
@@ -193,7 +194,7 @@ def _saturated(
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
     if decided.scale_rule == "none":
-        return (magnitude > right).sum()
+        return (magnitude.float() > right).sum()  # a bfloat16 tensor would round the limit to bfloat16
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
     over = to_blocks(magnitude, dim, decided.block_size).double() * left > scales * right
     return (over & (scales > 0)).sum()
@@ -204,10 +205,42 @@ def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **
     return score_later(x, plan(fmt, **options), dim, backend)()
 
 
-def score_later(x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto") -> Callable[[], Errors]:
-    """As `score`, but the result is fetched when called: until then nothing waits for a GPU."""
+def score_later(
+    x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto", codes: Counted | None = None
+) -> Callable[[], Errors]:
+    """As `score`, but the result is fetched when called: until then nothing waits for a GPU. With codes, which is
+    `counted(x)`, a format without block scales is tried on the values that occur, each once."""
+    if codes and decided.block_size is None and decided.rounding != "stochastic" and len(codes.values) < x.numel():
+        return lambda: _score_counted(codes, decided)
+    if x.device.type == "cpu" and resolve_backend(backend, x) == "torch" and x.numel() and decided.scale_rule != "pow2":
+        check_tensor(x, dim)
+        absmax = float(tensor_absmax(x.detach())) if decided.scale_rule in ("amax", "nvfp4") else 0.0
+        left, right = _saturation(decided, absmax) or (1.0, math.inf)
+        found = cpu.score(x.detach(), decided, dim, absmax, left, right)
+        if found is not None:
+            result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
+            return lambda: result
     q, scales = apply(x, decided, dim, backend, want_scales=True)
     return errors_later(x, q, decided, scales, dim)
+
+
+def _score_counted(codes: Counted, decided: Plan) -> Errors:
+    """As `score`, of a tensor with these values, none of which depends on its neighbours."""
+    values = torch.from_numpy(codes.values).to(codes.dtype)
+    finite = np.isfinite(codes.values)
+    x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
+    q = apply(values, decided)[0].double().numpy()[finite]
+    numel = int(codes.counts.sum())
+    limit = _saturation(decided, 0.0)
+    over = counts[np.abs(x) * limit[0] > limit[1]].sum() if limit else 0
+    if not len(x):
+        return _from_sums([0.0] * 8, numel, 0.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        e = q - x
+        sums = [float(counts @ product) for product in (x * x, q * q, x * q, e * e)]
+    nonzero = x != 0
+    shares = [int(counts[which].sum()) for which in (slice(None), nonzero, nonzero & (q == 0))]
+    return _from_sums([*sums, float(np.abs(e).max()), *shares], numel, int(over) / numel)
 
 
 def score_of(x: Tensor, q: Tensor, fmt: Format | Plan, scales: Tensor | None, dim: int) -> Errors:
@@ -224,8 +257,8 @@ def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim
     absmax = tensor_absmax(x.detach()).double() if decided.scale_rule == "nvfp4" else 0.0
     limit = _saturation(decided, absmax)
     if x.device.type == "cpu":
-        left, right = (1.0, math.inf) if limit is None else (limit[0], float(limit[1]))
-        found = cpu.measure(x, q, decided, dim, scales, left, right)
+        left, right = limit or (1.0, math.inf)
+        found = cpu.measure(x, q, decided, dim, scales, left, float(right))
         if found is not None:
             result = _from_sums(found[:8], numel, found[8] / numel)
             return lambda: result

@@ -63,7 +63,7 @@ def _check(option: str, value: str, allowed: tuple[str, ...], fmt: Format) -> No
         raise ValueError(f"{option} {value!r} is not possible for {fmt.name}: {', '.join(allowed)}")
 
 
-def _check_tensor(x: Tensor, dim: int) -> None:
+def check_tensor(x: Tensor, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in DTYPES:
@@ -97,7 +97,7 @@ def apply(
     """(y, scales): quantize-dequantize by a plan. scales is None unless wanted and the format has a block scale:
     then float32, shaped [outer, blocks along dim, inner] over x's axes before and after `dim`.
     """
-    _check_tensor(x, dim)
+    check_tensor(x, dim)
     chosen = resolve_backend(backend, x)
     x = x.detach()
     has_blocks = plan.block_size is not None
@@ -247,7 +247,7 @@ def quantize(
 ) -> Quantized:
     """x in the format's codes and scales. Arguments and errors as fake_quantize."""
     decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
-    _check_tensor(x, dim)
+    check_tensor(x, dim)
     x = x.detach()
     dim = dim % x.dim() if x.dim() else 0
     element = decided.format.element

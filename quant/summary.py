@@ -7,15 +7,14 @@ float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. CUDA te
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quant.counts import Counted, counted
 from quant.quantizer import resolve_backend
 from quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
@@ -75,8 +74,9 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     return summarize_later(x, backend)()
 
 
-def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
-    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU."""
+def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = None) -> Callable[[], Summary]:
+    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU. x has been read by
+    then. codes is what `counted(x)` has found already."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -88,8 +88,11 @@ def summarize_later(x: Tensor, backend: str = "auto") -> Callable[[], Summary]:
 
         numel, fetch = x.numel(), kernels_summary.one_pass(x)
         return lambda: _from_sums(numel, **vars(fetch()))
-    found = _from_values(x) if x.dtype == torch.float32 else _from_codes(x)
-    return lambda: found
+    codes = codes or counted(x)
+    if codes is None:
+        found = _from_values(x)
+        return lambda: found
+    return lambda: _from_codes(codes)
 
 
 def _histogram(codes: Tensor, size: int) -> np.ndarray:
@@ -97,98 +100,55 @@ def _histogram(codes: Tensor, size: int) -> np.ndarray:
     return torch.bincount(codes, minlength=size).cpu().numpy()
 
 
-def value_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a bfloat16 or float16 tensor that occur (float32, in the order of their codes; NaN, Inf and -0
-    among them), and how often each does (int64). Counts its 65,536 codes, a chunk at a time."""
-    counts = np.zeros(1 << 16, np.int64)
-    for chunk in x.reshape(-1).split(CHUNK):
-        counts += _histogram(chunk.contiguous().view(torch.int16).to(torch.int32) & 0xFFFF, 1 << 16)
-    used = counts.nonzero()[0]
-    return torch.from_numpy(used).to(torch.int16).view(x.dtype).float().numpy(), counts[used]
-
-
-def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The upper 16 bits of a float32 tensor's values that occur (int64, 0 to 65,535), and how often each does (int64).
-
-    What `upper_edges` says of them bounds every value within 1/128 of itself (2^-133 for subnormals). One pass, a chunk
-    at a time, on as many threads as torch uses.
-    """
-    flat = x.detach().reshape(-1).contiguous()
-    upper = flat.view(torch.int16)[1 if sys.byteorder == "little" else 0 :: 2]
-
-    def count(part: Tensor) -> Tensor:
-        found = torch.zeros(1 << 16, dtype=torch.int64)
-        for chunk in part.split(CHUNK):
-            found += torch.bincount(chunk.to(torch.int32) & 0xFFFF, minlength=1 << 16)
-        return found
-
-    threads = max(1, min(torch.get_num_threads(), upper.numel() // CHUNK))
-    with ThreadPoolExecutor(threads) as pool:
-        counts = sum(pool.map(count, upper.tensor_split(threads))).numpy()
-    used = counts.nonzero()[0]
-    return used, counts[used]
-
-
-def upper_edges(upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The interval of the float32 values with these upper 16 bits, as float64 (low, high); NaN or infinite for those of
-    Inf and NaN. As in `sketch.bin_edges`, the inner end belongs to it."""
-    magnitude = (np.asarray(upper, np.int64) & 0x7FFF).astype(np.uint32)
-    with np.errstate(invalid="ignore"):
-        inner = (magnitude << 16).view(np.float32).astype(np.float64)
-        outer = ((magnitude + 1) << 16).view(np.float32).astype(np.float64)
-    outer = np.where(magnitude == 0x7F7F, 2.0**128, outer)
-    negative = np.asarray(upper) >= 0x8000
-    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
-
-
-def _from_codes(x: Tensor) -> Summary:
-    values, counts = value_counts(x)
-    bins = (values.view(np.uint32) >> 20).astype(np.int64)
-    return _from_counts(values.astype(np.float64), counts, sketch=(bins, counts))
-
-
-def _from_counts(values: np.ndarray, counts: np.ndarray, sketch: tuple[np.ndarray, np.ndarray]) -> Summary:
-    """Everything, from distinct values (float64) and how often each occurs."""
+def _from_codes(codes: Counted) -> Summary:
+    values, counts = codes.values, codes.counts
     finite = np.isfinite(values)
-    sketch = (sketch[0][finite], sketch[1][finite])
-    nans = int(counts[np.isnan(values)].sum())
-    infs = int(counts[np.isinf(values)].sum())
-    total = int(counts.sum())
+    total, nans = int(counts.sum()), int(counts[np.isnan(values)].sum())
     values, counts = values[finite], counts[finite]
     n = int(counts.sum())
-    zeros = int(counts[values == 0].sum())
-    nonzero = np.abs(values[values != 0])
-    if n:
-        mean = float(counts @ values / n)
-        powers = _central(counts, values - mean, n)
-        rms = math.sqrt(counts @ values**2 / n)
-    else:
-        mean, powers, rms = math.nan, (math.nan,) * 3, math.nan
+    infs = total - nans - n
+    if not n:
+        return _summary(total, np.zeros(0, np.int64), counts, nans=nans, infs=infs)
+    bins = values.view(np.uint32) >> 20
+    first = np.flatnonzero(np.diff(bins, prepend=-1))  # values come in the order of their bins
+    wide, weights = values.astype(np.float64), counts / n
+    mean = float(weights @ wide)
+    d = wide - mean
+    square = d * d
+    magnitude = np.abs(values)
+    nonzero = magnitude[magnitude > 0]
     return _summary(
-        numel=total,
-        low=float(values.min()) if n else math.nan,
-        high=float(values.max()) if n else math.nan,
+        total,
+        bins[first],
+        np.add.reduceat(counts, first),
+        low=float(values.min()),
+        high=float(values.max()),
         absmin=float(nonzero.min()) if nonzero.size else math.nan,
         mean=mean,
-        rms=rms,
-        central=powers,
-        zeros=zeros,
+        rms=math.sqrt(weights @ (wide * wide)),
+        central=(float(weights @ square), float(weights @ (square * d)), float(weights @ (square * square))),
+        zeros=int(counts[magnitude == 0].sum()),
         nans=nans,
         infs=infs,
-        sketch=sketch,
     )
 
 
-def _central(counts: np.ndarray, d: np.ndarray, n: int) -> tuple[float, float, float]:
-    square = d * d
-    return counts @ square / n, counts @ (square * d) / n, counts @ (square * square) / n
-
-
-def _summary(*, numel, low, high, absmin, mean, rms, central, zeros, nans, infs, sketch) -> Summary:
+def _summary(
+    numel: int,
+    bins: np.ndarray,
+    counts: np.ndarray,
+    *,
+    low: float = math.nan,
+    high: float = math.nan,
+    absmin: float = math.nan,
+    mean: float = math.nan,
+    rms: float = math.nan,
+    central: tuple[float, float, float] = (math.nan,) * 3,
+    zeros: int = 0,
+    nans: int,
+    infs: int,
+) -> Summary:
     second, third, fourth = central
-    bins, inverse = np.unique(sketch[0], return_inverse=True)
-    merged = np.zeros(len(bins), np.int64)
-    np.add.at(merged, inverse, sketch[1])
     spread = second > 0
     return Summary(
         numel=numel,
@@ -199,13 +159,13 @@ def _summary(*, numel, low, high, absmin, mean, rms, central, zeros, nans, infs,
         rms=rms,
         absmax=max(abs(low), abs(high)) if low == low else math.nan,
         absmin=absmin,
-        skewness=float(third / second**1.5) if spread else math.nan,
-        kurtosis=float(fourth / second**2) if spread else math.nan,
+        skewness=third / second**1.5 if spread else math.nan,
+        kurtosis=fourth / second**2 if spread else math.nan,
         zeros=zeros,
         nans=nans,
         infs=infs,
         bins=bins.astype(np.int16),
-        counts=merged,
+        counts=counts,
     )
 
 
@@ -270,7 +230,9 @@ def _from_sums(
     else:
         mean, central, rms = math.nan, (math.nan,) * 3, math.nan
     return _summary(
-        numel=numel,
+        numel,
+        used,
+        counts[used],
         low=low if n else math.nan,
         high=high if n else math.nan,
         absmin=absmin if absmin < math.inf else math.nan,
@@ -280,5 +242,4 @@ def _from_sums(
         zeros=zeros,
         nans=nans,
         infs=infs,
-        sketch=(used, counts[used]),
     )

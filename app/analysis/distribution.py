@@ -18,8 +18,9 @@ from torch import Tensor
 from app.analysis.labels import group_name
 from data.catalog import Catalog
 from data.filter import Filter
+from quant.counts import counted, upper_counts, upper_edges
 from quant.sketch import interval_quantiles
-from quant.summary import bin_edges, summarize, upper_counts, upper_edges, value_counts
+from quant.summary import bin_edges, summarize
 
 SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
 FINE_BIN = 2.0**-7
@@ -59,8 +60,9 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     moments are its mean and standard deviation where they are known: else they are computed.
     """
     flat = x.detach().reshape(-1)
-    if flat.dtype in (torch.bfloat16, torch.float16):
-        values, counts = value_counts(flat)
+    codes = counted(flat) if flat.dtype in (torch.bfloat16, torch.float16) else None
+    if codes:
+        values, counts = codes.values, codes.counts
     elif flat.numel() > MAX_EXACT_FLOAT32:
         return _fine(group, flat.float(), moments)
     else:

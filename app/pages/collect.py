@@ -235,8 +235,8 @@ def _summary() -> None:
         a, b = st.columns(2)
         a.metric("Time" if found.measured else "Time, roughly", duration_text(found.seconds))
         b.metric("Tensors", f"{found.tensors:,}")
-        free = "" if found.memory_free is None else f" of {bytes_text(found.memory_free)} free"
-        a.metric("Memory", bytes_text(found.memory), help=f"At least{free}: weights, gradients and the optimizer")
+        free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
+        a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")
         b.metric("Disk", bytes_text(found.disk), help=f"Of {bytes_text(found.disk_free)} free")
         st.caption(plain(found.basis))
         if not found.within_budget:

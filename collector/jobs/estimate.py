@@ -2,7 +2,7 @@
 
 Disk   from the shapes of what is recorded: two bytes a value, within the byte budget, and the index's rows. Tokens of
        routed experts are taken to be spread evenly.
-Memory what the collector itself demands before it starts (collector.config.memory_needed).
+Memory what the collector itself demands before it starts (collector.memory).
 Time   from the iterations of former runs of the same model, size, device and backend under the same root: those of the
        same recipe if there are any, else those that quantize about as many operands. Warm-up, recorded and unrecorded
        iterations have rates of their own; they grow with the tokens, recording with the values and the formats scored.
@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collector.config import CORE_TENSORS, LINEAR_TENSORS, RunConfig, available_host_memory, memory_needed
+from collector.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig
+from collector.memory import available_host_memory, check_memory, needed
 from collector.shapes import DeepseekShape, Shape
 from collector.site import Site, sites
 from data.runs import DONE, read_losses
@@ -68,15 +69,15 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
     plans = [planned(config) for config in runs]
     history = former(root)
     times = [duration(config, plan, history) for config, plan in zip(runs, plans, strict=True)]
-    memory = max(memory_needed(config) for config in runs)
     free, disk_free = memory_free(runs[0].device), free_space(root)
     disk = sum(plan.disk for plan in plans)
     refusals = []
-    if free is not None and memory > free:
-        refusals.append(
-            f"It needs {_gib(memory)} of memory, {_gib(free)} are free on {runs[0].device}: "
-            "take the tiny size or fewer layers."
-        )
+    try:
+        for config in runs:
+            if free is not None:
+                check_memory(config, free, _sharing(config))
+    except ConfigError as error:
+        refusals.append(f"{error}.")
     if disk > disk_free:
         refusals.append(
             f"It would write {_gib(disk)}, {_gib(disk_free)} are free in {root}: lower the byte budget, record less, "
@@ -85,7 +86,7 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(
         seconds=sum(seconds for seconds, _, _ in times),
-        memory=memory,
+        memory=max(needed(config).total * _sharing(config) for config in runs),
         memory_free=free,
         disk=disk,
         disk_free=disk_free,
@@ -95,6 +96,11 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
         within_budget=all(plan.within_budget for plan in plans),
         refusals=tuple(refusals),
     )
+
+
+def _sharing(config: RunConfig) -> int:
+    """The ranks that take from one memory: on a CPU all of them, of GPUs each rank has one."""
+    return config.world_size if config.device == "cpu" else 1
 
 
 def _gib(number: int) -> str:

@@ -95,7 +95,7 @@ class TestCollect:
         at.selectbox(key="collect_model").set_value("llama31-8b")
         at.selectbox(key="collect_size").set_value("full")
         rerun(at)
-        assert "of memory" in at.error[0].value and at.button(key="launch").disabled
+        assert "for weights, gradients and optimizer" in at.error[0].value and at.button(key="launch").disabled
 
     def test_launch_queues_what_is_shown(self, visit: Visit, root: Path):
         at = visit(root, "collect")

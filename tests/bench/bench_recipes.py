@@ -21,7 +21,7 @@ from data.runs import list_runs, read_losses
 from tests.bench.bench_quantize import versions
 
 BATCH = ("batch", "--control-iter", "1")
-BARE = ("run", "--quantization", "bf16", "--control-iter", "1", "--collect-micro-batches", "0")
+BARE = ("run", "--quantization", "bf16", "--control-iter", "1", "--no-save-tensors")
 
 
 def timed(arguments: tuple[str, ...], root: Path) -> float:

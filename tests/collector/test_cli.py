@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from collector.config import DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig, check, check_memory
+from collector.config import DATASETS, MODELS, TENSOR_NAMES, RunConfig, check
 from collector.options import build_parser, configs, parse
 from collector.recipe import OPERANDS, TEN_RECIPES
 from data.runs import list_runs
@@ -159,11 +159,11 @@ def test_a_device_that_is_not_there_is_exit_2(command, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_beyond_the_memory_is_refused():
-    full = RunConfig(size="full")
-    check_memory(full, 16 * full.shape().parameters)
-    with pytest.raises(ConfigError, match=r"needs 18.4 GiB .* 1.0 GiB are free on cpu: use --size tiny or fewer"):
-        check_memory(full, 2**30)
+def test_a_model_beyond_the_memory_is_refused_before_it_starts(command, capsys, tmp_path):
+    assert command(*RUN, "--model", "llama31-8b", "--size", "full") == 2
+    error = capsys.readouterr().err
+    assert one_line(error) and "llama31-8b full with 32 layers needs 134." in error and "are free on cpu: use" in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_diverges_fails(command, capsys, tmp_path):

@@ -194,7 +194,8 @@ class TestEstimate:
     def test_what_cannot_fit_is_refused(self, tmp_path):
         large = jobs.asked(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
         found = estimate([replace(large, control_iter=100_000)], tmp_path)
-        assert [refusal.split()[1] for refusal in found.refusals] == ["needs", "would"]
+        memory, disk = found.refusals
+        assert "for weights, gradients and optimizer" in memory and disk.startswith("It would write")
 
 
 class TestQueue:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant import cpu
+from quant import native
 
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BINADE_CACHE_DIR", str(tmp_path_factory.mktemp("builds")))
-        cpu._directory.cache_clear()
+        native.directory.cache_clear()
         yield
-    cpu._directory.cache_clear()
+    native.directory.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from quant import cpu, fake_quantize
-from quant.metrics import errors, saturated_fraction, score, score_of
+from quant import cpu, fake_quantize, native
+from quant.metrics import Errors, errors, saturated_fraction, score, score_of
 from quant.quantizer import apply, plan, tensor_absmax
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
 
@@ -18,15 +18,15 @@ FLOAT32 = cpu.Kind("float", 1, 0, 0)
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """No kernel loaded, none on disk."""
-    monkeypatch.setattr(cpu, "_kernels", {})
-    monkeypatch.setattr(cpu, "_worked", {})
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_worked", {})
     monkeypatch.setenv("BINADE_CACHE_DIR", str(tmp_path))
-    cpu._directory.cache_clear()
+    native.directory.cache_clear()
     yield tmp_path
-    cpu._directory.cache_clear()
+    native.directory.cache_clear()
 
 
-needs_compiler = pytest.mark.skipif(cpu._compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
 
 
 @needs_compiler
@@ -38,7 +38,7 @@ def test_large_tensors_in_threads(name, dtype):
     x = torch.where(x.isfinite() | x.isnan(), x, 1.0) if name == "nvfp4" else x
     decided, absmax = plan(name), tensor_absmax(x)
     run = cpu.kernel(cpu.kind_of(decided, dtype))
-    assert run is not None and x.numel() > 2 * cpu.PER_THREAD
+    assert run is not None and x.numel() > 2 * native.PER_THREAD
     for dim in (-1, 0):
         y, scales = cpu.compiled(x, decided, dim, absmax, True, run)
         want, want_scales = cpu.in_pieces(x, decided, dim, absmax)
@@ -91,6 +91,7 @@ def test_errors_in_one_pass(name, dtype):
             for key in ("flush_to_zero", "underflow_of_all", "saturated", "max_abs_error"):
                 assert found[key] == want[key] or want[key] != want[key] != found[key], key
             assert found == pytest.approx(want, rel=1e-12, nan_ok=True)
+            assert repr(score(values, name, dim)) == repr(Errors(**found))  # one pass over both, and the same sums
 
 
 @needs_compiler
@@ -103,37 +104,37 @@ def test_errors_do_not_depend_on_the_threads_timing():
 def test_a_later_process_finds_the_build(fresh):
     assert cpu.kernel(FLOAT32, values=10) is None
     assert cpu.kernel(FLOAT32) is not None and len(list(fresh.glob("*.so"))) == 1 and not list(fresh.glob("*.tmp"))
-    cpu._kernels.clear()
+    native._loaded.clear()
     assert cpu.kernel(FLOAT32, values=10) is not None
 
 
 def test_small_tensors_wait_for_no_compiler(fresh, monkeypatch):
-    monkeypatch.setattr(cpu, "_build", lambda kind, path: pytest.fail("a small tensor started the compiler"))
+    monkeypatch.setattr(native, "_build", lambda unit: pytest.fail("a small tensor started the compiler"))
     for _ in range(50):
         fake_quantize(torch.randn(64, 64), "mxfp8")
-    assert cpu._worked == {FLOAT32: 50 * 64 * 64}
+    assert native._worked == {FLOAT32.unit: 50 * 64 * 64}
 
 
 def test_a_build_is_worth_it_for_a_large_tensor_or_many_small_ones(fresh, monkeypatch):
     built = []
-    monkeypatch.setattr(cpu, "_load", lambda kind: built.append(kind))
-    assert cpu.kernel(FLOAT32, values=cpu.BUILD_AT - 1) is None and not built
-    cpu.kernel(FLOAT32, values=cpu.BUILD_AT)
-    assert built == [FLOAT32]
+    monkeypatch.setattr(native, "_load", lambda unit: built.append(unit))
+    assert cpu.kernel(FLOAT32, values=native.BUILD_AT - 1) is None and not built
+    cpu.kernel(FLOAT32, values=native.BUILD_AT)
+    assert built == [FLOAT32.unit]
     other = cpu.Kind("uint16_t", 1, 0, 0)
-    for _ in range(cpu.BUILD_AFTER // 2**20 - 1):
+    for _ in range(native.BUILD_AFTER // 2**20 - 1):
         cpu.kernel(other, values=2**20)
-    assert built == [FLOAT32]
+    assert built == [FLOAT32.unit]
     cpu.kernel(other, values=2**20)
-    assert built == [FLOAT32, other]
+    assert built == [FLOAT32.unit, other.unit]
 
 
 @pytest.mark.parametrize("found", [None, "/bin/false"], ids=["no compiler", "a compiler that fails"])
 def test_without_a_compiler_it_says_so_once(fresh, monkeypatch, caplog, found):
-    monkeypatch.setattr(cpu, "_compiler", lambda: found)
-    monkeypatch.setattr(cpu, "BUILD_AT", 1000)
+    monkeypatch.setattr(native, "compiler", lambda: found)
+    monkeypatch.setattr(native, "BUILD_AT", 1000)
     x = awkward((40, 64), seed=1)
-    with caplog.at_level(logging.WARNING, logger="quant.cpu"):
+    with caplog.at_level(logging.WARNING, logger="quant.native"):
         results = [fake_quantize(x, name) for name in ("mxfp8", "mxfp8", "hifp8", "bf16")]
     assert len(caplog.records) == 1 and "compile" in caplog.text
     assert_same_bits(results[0], cpu.in_pieces(x, plan("mxfp8"), -1, tensor_absmax(x))[0])
@@ -142,8 +143,8 @@ def test_without_a_compiler_it_says_so_once(fresh, monkeypatch, caplog, found):
 def test_an_unwritable_cache_is_replaced(fresh, monkeypatch):
     (fresh / "file").write_text("")
     monkeypatch.setenv("BINADE_CACHE_DIR", str(fresh / "file" / "below"))
-    cpu._directory.cache_clear()
-    assert cpu._directory().is_dir() and "binade-" in cpu._directory().name
+    native.directory.cache_clear()
+    assert native.directory().is_dir() and "binade-" in native.directory().name
 
 
 def test_stochastic_has_no_compiled_kernel():

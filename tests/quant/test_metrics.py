@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from quant import FORMATS, compare, fake_quantize, quantize, score, usage
+from quant.counts import counted
 from quant.metrics import (
     METRICS,
     block_crest_factor,
@@ -17,11 +18,12 @@ from quant.metrics import (
     errors,
     outlier_ratio,
     saturated_fraction,
+    score_later,
     score_of,
     stable_rank,
 )
 from quant.quantizer import apply, plan
-from tests.quant.helpers import MX, RULES, formats
+from tests.quant.helpers import MX, RULES, awkward, formats
 
 
 def pair(n: int = 5000) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,3 +235,26 @@ def test_stable_rank():
         stable_rank(torch.ones(3))
     with pytest.raises(ValueError, match="NaN"):
         stable_rank(torch.full((2, 2), math.nan))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [name for name in formats() if plan(name).block_size is None])
+def test_a_score_by_distinct_values_is_the_score(name, dtype):
+    """Also of tensors that hold NaN or Inf, only zeros, or saturate."""
+    own = awkward((300, 70), dtype, seed=8)
+    for x in (
+        own,
+        own.nan_to_num(1.0, 2.0, -2.0),
+        torch.randn(300, 70).to(dtype) * 3e4,
+        torch.zeros(9, 9, dtype=dtype),
+    ):
+        want, found = vars(score(x, name)), vars(score_later(x, plan(name), codes=counted(x))())
+        for key in ("flush_to_zero", "underflow_of_all", "saturated", "max_abs_error"):
+            assert found[key] == want[key] or want[key] != want[key] != found[key], key
+        assert found == pytest.approx(want, rel=1e-12, nan_ok=True)
+
+
+def test_saturation_is_told_in_the_formats_own_precision():
+    """65,536 is the bfloat16 after fp16's largest value, 65,504, to which that rounds in bfloat16."""
+    x = torch.tensor([65536.0, -65536.0, 65280.0, 1.0], dtype=torch.bfloat16)
+    assert score(x, "fp16").saturated == 0.5

@@ -1,0 +1,149 @@
+"""C++ twins: built with the machine's compiler where it pays, kept in the user's cache, run on torch's threads.
+
+A build takes about a second and lies in BINADE_CACHE_DIR, else XDG_CACHE_HOME or ~/.cache, then /binade, so that a
+later process loads it at once. Nobody waits for a compiler in vain: a unit is built only for a tensor of BUILD_AT
+values, or once its slower twin has worked through BUILD_AFTER values and so cost as long as a build. Without a compiler
+the twins do all, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Strict IEEE arithmetic: contraction off; the two -fno options touch errno and trap flags only, never a value. What may
+# be added up in another order says so by a pragma.
+STRICT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd", *STRICT)
+
+BUILD_AT = 1 << 22
+BUILD_AFTER = 1 << 25
+# Values a thread should have to itself.
+PER_THREAD = 1 << 16
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A source file of this package and the macros, as NAME=VALUE, that one build of it is for."""
+
+    source: str
+    macros: tuple[str, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        name = "-".join((Path(self.source).stem, *(macro.partition("=")[2] for macro in self.macros)))
+        return directory() / f"{name}-{_stamp(self.source)}.so"
+
+
+class CannotBuild(RuntimeError):
+    """There is no C++ compiler, or it failed."""
+
+
+_lock = threading.Lock()
+_loaded: dict[Unit, ctypes.CDLL | None] = {}
+_worked: dict[Unit, int] = {}
+
+
+def library(unit: Unit, values: int | None = None) -> ctypes.CDLL | None:
+    """A unit, loaded or built if `values` more to work through are worth it (None: in any case).
+
+    None if it is not, or cannot be.
+    """
+    if unit in _loaded:
+        return _loaded[unit]
+    with _lock:
+        if unit in _loaded:
+            return _loaded[unit]
+        if values is not None and not unit.path.exists():
+            _worked[unit] = _worked.get(unit, 0) + values
+            if values < BUILD_AT and _worked[unit] < BUILD_AFTER:
+                return None
+        try:
+            _loaded[unit] = _load(unit)
+        except (CannotBuild, OSError) as error:
+            if None not in _loaded.values():
+                log.warning("working on the CPU without compiled kernels, several times slower: %s", error)
+            _loaded[unit] = None
+        return _loaded[unit]
+
+
+def _load(unit: Unit) -> ctypes.CDLL:
+    if not unit.path.exists():
+        _build(unit)
+    return ctypes.CDLL(str(unit.path))
+
+
+def _build(unit: Unit) -> None:
+    found = compiler()
+    if found is None:
+        raise CannotBuild("no C++ compiler was found (CXX, c++, g++ or clang++)")
+    source, path = Path(__file__).with_name(unit.source), unit.path
+    aside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
+    for native in (["-march=native"], []):  # not every compiler knows the option
+        command = [found, *FLAGS, *native, *(f"-D{macro}" for macro in unit.macros), str(source), "-o", str(aside)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode == 0:
+            aside.replace(path)
+            return
+    raise CannotBuild(f"{found} failed: {result.stderr.strip()[:200]}")
+
+
+def compiler() -> str | None:
+    """The first C++ compiler that is there."""
+    return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
+
+
+@cache
+def _stamp(source: str) -> str:
+    """Changes with the source, the options and the processor, which -march=native builds for."""
+    processor = platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    content = Path(__file__).with_name(source).read_bytes()
+    return hashlib.sha256(content + " ".join(FLAGS).encode() + processor.encode()).hexdigest()[:16]
+
+
+@cache
+def directory() -> Path:
+    """Where builds are kept; a directory of this process where that cannot be written."""
+    chosen = os.environ.get("BINADE_CACHE_DIR")
+    path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="binade-"))
+    return path if os.access(path, os.W_OK) else Path(tempfile.mkdtemp(prefix="binade-"))
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads of this process: a fork inherits none."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="quant")
+
+
+def share_out(items: int, per_item: int, part: Callable[[int, int], None]) -> None:
+    """Call part(first, last) for all of `items`, of per_item values each, on as many threads as torch may use and the
+    work is worth."""
+    threads = max(1, min(torch.get_num_threads(), items * per_item // PER_THREAD))
+    if threads == 1:
+        part(0, items)
+    else:
+        cuts = [items * i // threads for i in range(threads + 1)]
+        list(_pool(torch.get_num_threads(), os.getpid()).map(part, cuts[:-1], cuts[1:]))

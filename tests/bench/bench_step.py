@@ -1,0 +1,166 @@
+"""What recording costs: a training step, bare, quantized and recorded, beside what plain hooks do on the same tensors.
+
+    python -m tests.bench.bench_step [--device cuda] [--full] [--rounds N]
+
+All variants train the same model on the same batch in turn, round after round; a ratio is of medians to the bare
+step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
+GEMM), and take its min, max, mean and std, or copy it to the host, or torch.save it, within the step. The recorder
+writes behind the step: `until written` also waits until all is on the disk (synchronized, which torch.save is not).
+`every 20th` is one such step waited for and 19 bare ones, over 20 bare ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
+
+import torch
+import torch.nn.functional as F
+
+from collector.capture import Recorder, instrument
+from collector.config import DEFAULT_SCORES
+from collector.model import GPTModel
+from collector.shapes import MODELS, Shape
+from quant.gemm import Observed
+from tests.bench.bench_quantize import versions
+
+RECIPE = "mxfp8"
+
+
+class PlainHooks:
+    """Stands where a Recorder stands, and does with each tensor what users' own hooks do."""
+
+    def __init__(self, use: Callable[[torch.Tensor], object]) -> None:
+        self.use = use
+
+    def tap(self, *_: object) -> Callable[[Observed], None]:
+        def see(seen: Observed) -> None:
+            self.use(seen.tensor)
+
+        return see
+
+
+def four_numbers(x: torch.Tensor) -> list[float]:
+    x = x.float()
+    return [x.min().item(), x.max().item(), x.mean().item(), x.std().item()]
+
+
+def saver(directory: Path) -> Callable[[torch.Tensor], None]:
+    count = iter(range(1 << 40))
+    return lambda x: torch.save(x.clone(), directory / f"{next(count):06d}.pt")
+
+
+@contextmanager
+def recording(recorder: Recorder, number: Iterator[int]) -> Iterator[None]:
+    with recorder.at(next(number), 0):
+        yield
+
+
+def build(shape: Shape, device: torch.device, length: int) -> Callable[[], None]:
+    """A step: forward, backward, optimizer."""
+    with device:
+        model = GPTModel(shape)
+    model.initialize(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens = torch.randint(shape.vocab, (1, length), device=device)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+    step.model = model
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--full", action="store_true", help="the published width, on a CPU one layer of it")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    shape = MODELS["llama32-1b"]["full" if given.full else "tiny"]
+    if given.full and device.type == "cpu":
+        shape = replace(shape, layers=1, vocab=384)
+    print(f"{versions(given.device)}; {shape.describe()}, {given.sequence_length} tokens", end="\n\n")
+    step = build(shape, device, given.sequence_length)
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        root = Path(place)
+        (root / "saved").mkdir()
+
+        def recorder(**options: object) -> Recorder:
+            return stack.enter_context(Recorder(root / "runs", max_bytes=1 << 40, **options))
+
+        def hooked(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
+            def run() -> None:
+                with instrument(step.model, "bf16", PlainHooks(use)):
+                    step()
+
+            return run
+
+        def quantized(backend: str, recipe: str = RECIPE) -> Callable[[], None]:
+            def run() -> None:
+                with instrument(step.model, recipe, backend=backend):
+                    step()
+
+            return run
+
+        def recorded(name: str, recipe: str = "bf16", **options: object) -> None:
+            keep, number = recorder(**options), iter(range(1 << 30))
+
+            def run() -> None:
+                with instrument(step.model, recipe, keep, backend="torch"), recording(keep, number):
+                    step()
+
+            variants[name], settle[name] = run, keep.settle
+
+        variants: dict[str, Callable[[], None]] = {
+            "bare": step,
+            "hooks: min, max, mean, std": hooked(four_numbers),
+            "hooks: copy to the host": hooked(lambda x: x.cpu().clone()),
+            "hooks: torch.save each": hooked(saver(root / "saved")),
+            f"{RECIPE} by torch": quantized("torch"),
+            f"{RECIPE} by Triton": quantized("triton"),
+        }
+        settle: dict[str, Callable[[], None]] = {}
+        recorded("recorded: statistics, sketch", raw=False)
+        recorded("recorded: + four scores", raw=False, scores=DEFAULT_SCORES)
+        recorded("recorded: statistics, raw")
+        recorded("recorded: + four scores, raw", scores=DEFAULT_SCORES)
+        recorded(f"recorded: all, {RECIPE} by torch", RECIPE, scores=DEFAULT_SCORES)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+        for number in range(given.rounds + 1):
+            for name, run in variants.items():
+                start = time.perf_counter()
+                run()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                stepped = time.perf_counter() - start
+                if name in settle:
+                    settle[name]()
+                if number:  # the first round warms up
+                    times[name].append((stepped, time.perf_counter() - start))
+            for path in (root / "saved").iterdir():
+                path.unlink()
+    bare = statistics.median(step for step, _ in times["bare"])
+    print("| step | ms | of a bare step | until written | every 20th |\n|---|---|---|---|---|")
+    for name, measured in times.items():
+        step_time, written = (statistics.median(column) for column in zip(*measured, strict=True))
+        rest = (written / bare, (19 * bare + written) / (20 * bare))
+        print(f"| {name} | {step_time * 1e3:.1f} | {step_time / bare:.2f} | {rest[0]:.2f} | {rest[1]:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What a run is said to take, against what autograd keeps of a real model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from collector.capture import instrument
+from collector.config import ConfigError, RunConfig
+from collector.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
+from collector.model import GPTModel
+
+
+def kept(config: RunConfig) -> tuple[int, int]:
+    """(bytes of the storages that a forward pass keeps, parameters aside; number of parameters)."""
+    shape = config.shape()
+    model = GPTModel(shape)
+    model.initialize(0)
+    found: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    tokens = torch.randint(shape.vocab, (config.micro_batch_size, config.sequence_length))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), instrument(model, "bf16", backend="torch"):
+        F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    own = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    total = sum(nbytes for place, nbytes in found.items() if place not in own)
+    return total, sum(weight.numel() for weight in model.parameters())
+
+
+CASES = {
+    "Llama, as wide as published": RunConfig(size="full", layers=1, sequence_length=512, vocab_size=384),
+    "Llama, long sequences": RunConfig(sequence_length=1024),
+    "Llama, two sequences, three layers": RunConfig(layers=3, sequence_length=256, micro_batch_size=2),
+    "DeepSeek": RunConfig(model="deepseek2_lite", sequence_length=512, layers=3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_activations_are_what_autograd_keeps(name):
+    config = CASES[name]
+    shape, memory = config.shape(), needed(config)
+    measured, parameters = kept(config)
+    assert memory.weights == (PER_WEIGHT + PER_COPY) * parameters
+    logits = config.micro_batch_size * config.sequence_length * shape.vocab
+    estimate = memory.activations - (PER_LOGIT - 4) * logits + PER_COPY * parameters  # no gradients yet
+    assert estimate == pytest.approx(measured, rel=0.1)
+
+
+def test_tensor_parallel_ranks_share_layers_but_not_the_embedding():
+    config = RunConfig(size="full")
+    whole, half = needed(config), needed(replace(config, tp=2))
+    embedding = config.shape().vocab * config.shape().hidden
+    assert half.weights == (PER_WEIGHT + PER_COPY) * (embedding + (config.shape().parameters - embedding) // 2)
+    assert whole.activations / 2 < half.activations < whole.activations
+    assert needed(replace(config, tp=2, sequence_parallel=True)).activations < half.activations
+
+
+def test_ranks_of_one_machine_count_together():
+    config = RunConfig(size="full", dp=2)
+    each = needed(config).total
+    check_memory(config, 2 * each, ranks=2)
+    with pytest.raises(ConfigError, match=r"^llama32-1b full with 16 layers needs 20.7 GiB .* on each of 2 ranks, "):
+        check_memory(config, 2 * each - 1, ranks=2)

@@ -1,0 +1,173 @@
+"""Behind the step: the byte budget, who writes too fast, what the disk refuses, files that no row names."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from collector import writing
+from collector.capture import Recorder, instrument
+from collector.writing import OVERHEAD, Pending, Writing
+from data.runs import RunWriter, read_status
+from data.segment import Identity, TensorRow, segment_names
+from data.store import load
+from quant.summary import summarize
+from tests.collector.test_capture import batch, build
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def run(tmp_path) -> RunWriter:
+    return RunWriter.create(tmp_path, "test", {})
+
+
+def name(number: int) -> Path:
+    return Path("tensors", "bf16", f"{number}.pt")
+
+
+def pending(run: RunWriter, number: int, x: torch.Tensor, path: Path | None) -> Pending:
+    words = Identity("m", "tiny", "d", "bf16", "bf16", "linear", 1, "fc1", "linear", "forward", "pre", "input", 0, 0, 0)
+    about = {"captured": datetime(2026, 1, 1), "shape": tuple(x.shape), "dtype": "bfloat16", "nbytes": x.nbytes}
+    about |= {"tensor_id": f"r00-{number:06d}", "run_id": run.run_id, "identity": words, "contracted_axis": -1}
+    return Pending(path, lambda: TensorRow(**about, path=path and str(path), summary=summarize(x)))
+
+
+def describe() -> tuple[dict, dict]:
+    return {}, {}
+
+
+def values(size: int = 1000) -> torch.Tensor:
+    return torch.randn(size).bfloat16()
+
+
+def test_files_come_before_the_rows_that_name_them(run):
+    files, tensors = Writing(run, 1 << 30), [values() for _ in range(3)]
+    for number, x in enumerate(tensors):
+        assert files.offer(name(number), x, describe)
+        x.zero_()  # the values of that moment are kept
+    kept = [load(run.directory / name(number)) for number in range(3) if files.settle() is None]
+    assert all(x.any() for x in kept) and segment_names(run.directory) == []
+    files.publish([pending(run, number, x, name(number)) for number, x in enumerate(kept)])
+    files.settle()
+    assert len(segment_names(run.directory)) == 1 and read_status(run.directory).tensors == 3
+    assert files.close() is None and len(list(run.directory.rglob("*.pt"))) == 3
+
+
+def test_a_budget_is_spent_to_the_end_and_never_exceeded(run):
+    """What was reserved and not needed is offered again."""
+    x = values()
+    size = x.nbytes + OVERHEAD
+    files = Writing(run, 2 * size)
+    taken = [files.offer(name(number), x, describe) for number in range(8)]
+    files.publish([pending(run, number, x, name(number)) for number, took in enumerate(taken) if took])
+    assert files.close() is None
+    written = sum(path.stat().st_size for path in run.directory.rglob("*.pt"))
+    one = written // sum(taken)
+    assert 2 < sum(taken) < 8 and taken == sorted(taken, reverse=True)
+    assert written == read_status(run.directory).bytes <= 2 * size < written + one + OVERHEAD
+
+
+def test_who_offers_too_fast_waits(run, monkeypatch):
+    monkeypatch.setattr(writing, "IN_FLIGHT", 3000)
+    open_disk, entered = threading.Event(), threading.Event()
+
+    def slow() -> tuple[dict, dict]:
+        entered.set()
+        assert open_disk.wait(20)
+        return {}, {}
+
+    files, offered = Writing(run, 1 << 30), []
+    assert files.offer(name(0), values(), slow) and entered.wait(20)
+    thread = threading.Thread(target=lambda: offered.append(files.offer(name(1), values(), describe)))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and not offered
+    open_disk.set()
+    thread.join(20)
+    assert offered == [True] and files.close() is None
+
+
+def test_what_the_disk_refuses_is_raised_once_and_the_rest_is_kept(run):
+    """A directory in the place of a file: a real refusal by the system."""
+    (run.directory / name(1)).mkdir(parents=True)
+    files, x = Writing(run, 1 << 30), values()
+    for number in range(2):
+        files.offer(name(number), x, describe)
+        threads_turn(files)
+    with pytest.raises(OSError, match="Is a directory"):
+        files.offer(name(2), x, describe)
+    files.offer(name(2), x, describe)
+    files.publish([pending(run, number, x, name(number)) for number in range(3)])
+    files.settle()
+    status = read_status(run.directory)
+    assert status.tensors == 2 and status.bytes == sum(
+        path.stat().st_size for path in run.directory.rglob("*.pt") if path.is_file()
+    )
+    assert files.close() is None
+
+
+def threads_turn(files: Writing) -> None:
+    """Let the thread finish without asking it how it went."""
+    files._thread.submit(lambda: None).result()
+
+
+def test_rows_that_cannot_be_published_take_their_files_along(run):
+    files, x = Writing(run, 1 << 30), values()
+    files.offer(name(0), x, describe)
+    (run.directory / "segments").rmdir()
+    (run.directory / "segments").write_text("in the way")
+    files.publish([pending(run, 0, x, name(0))])
+    failure = files.close()
+    assert isinstance(failure, OSError) and failure.errno in (errno.EEXIST, errno.ENOTDIR)
+    assert list(run.directory.rglob("*.pt")) == []
+    status = read_status(run.directory)
+    assert (status.tensors, status.bytes) == (0, 0)
+
+
+def test_a_file_that_no_row_names_is_deleted_at_the_end(run):
+    files, x = Writing(run, 1 << 30), values()
+    for number in range(2):
+        files.offer(name(number), x, describe)
+    files.publish([pending(run, 1, x, name(1)), pending(run, 2, x, None)])
+    assert files.close() is None
+    assert [path.name for path in run.directory.rglob("*.pt")] == ["1.pt"]
+    status = read_status(run.directory)
+    assert (status.tensors, status.tensors_without_raw) == (2, 1)
+    assert os.listdir(run.directory / "segments") == segment_names(run.directory)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+def test_a_recorded_step_waits_for_nothing(tmp_path, device):
+    """It runs through although the disk is stopped and, on a GPU, although waiting for a result is an error."""
+    model = build().to(device)
+    tokens, labels = (part.to(device) for part in batch())
+
+    def step() -> None:
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+
+    scores = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
+    with Recorder(tmp_path, scores=scores) as recorder, instrument(model, "mxfp8", recorder):
+        step()  # compiles what there is to compile
+        recorder.step()
+        recorder.settle()
+        stopped = threading.Event()
+        recorder._writing._thread.submit(stopped.wait, 60)
+        try:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("error")
+            step()
+            recorder.step()
+            assert read_status(recorder.writer.directory).tensors == 68
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+            stopped.set()
+    assert read_status(recorder.writer.directory).tensors == 136
