@@ -59,6 +59,8 @@ bench: install-tests ## measure, each figure as a ratio to something measured in
 	@$(PY) -m tests.bench.bench_quantize
 	@$(PY) -m tests.bench.bench_recipes
 	@$(PY) -m tests.bench.bench_explore
+	@$(PY) -m tests.bench.bench_instrument
+	@$(PY) -m tests.bench.bench_import
 
 clean: ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -35,6 +35,7 @@ TITLES = {
     "micro_batch": "Micro-batch",
     "rank": "Rank",
     "expert": "Expert",
+    "stage": "Stage",
 }
 
 

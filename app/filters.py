@@ -12,10 +12,11 @@ HELP = {
     "quant_type": "The format in force where the tensor was captured",
     "component": "FA: the attention core. linear: a linear layer",
     "phase": "pre: input of the operation. post: output of it",
+    "stage": "Of imported tensors: taken before or after quantization",
     "recipe": "Which GEMMs of the run are quantized to what",
 }
 FIRST = ("quant_type", "layer_index", "module", "operation", "tensor_name")
-SECOND = ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase")
+SECOND = ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage")
 THIRD = ("iteration", "micro_batch", "rank", "expert")
 
 

@@ -1,6 +1,6 @@
 """Runs quantized training, captures its tensors and writes them as runs.
 
-    from collector import Recorder, instrument
+    from collector import Recorder, instrument, instrument_provider
 
 Names are imported when first used: `collector.config` alone needs no torch.
 """
@@ -8,7 +8,12 @@ Names are imported when first used: `collector.config` alone needs no torch.
 from importlib import import_module
 from typing import Any
 
-_HOME = {"Recorder": "capture", "instrument": "capture"}
+_HOME = {
+    "InstrumentError": "seams.layer",
+    "Recorder": "capture",
+    "instrument": "capture",
+    "instrument_provider": "provider",
+}
 
 __all__ = [*_HOME]
 

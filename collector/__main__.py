@@ -1,7 +1,6 @@
-"""python -m collector: run, batch, quick, jobs, compare, list.
+"""python -m collector: run, batch, quick, jobs, compare, list, import.
 
-Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
-"""
+Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
@@ -10,12 +9,13 @@ import os
 import shlex
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from collector.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from collector.inputs import describe_inputs
@@ -30,9 +30,13 @@ from data.runs import RunError, resolve_root
 from data.store import write_atomic
 from quant.formats import FORMATS, UnknownFormat
 
+if TYPE_CHECKING:
+    from collector.importer import Imported
+
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold; sleeping costs little.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+SHOWN_REFUSALS = 10
 BAD_USAGE = (ConfigError, RecipeError, UnknownFormat)
 
 
@@ -128,7 +132,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
                 root,
                 say=console.say,
                 progress=console.progress,
-                command=shlex.join(["python", "-m", "collector", *argv]),
+                command=_command(argv),
             )
         finally:
             if console.bar is not None:
@@ -190,6 +194,59 @@ def _slurm() -> ModuleType:
         raise ConfigError(
             "--launcher slurm needs the package submitit: pip install -r requirements-slurm.txt"
         ) from None
+
+
+def bring_in(given: Namespace, root: Path, argv: Sequence[str]) -> int:
+    """Import logs, tell what came of it, and the exit status."""
+    from collector.workers import prepare
+
+    prepare("collector.importer")  # its processes import torch while this one does
+    from collector.importer import import_logs  # torch only when something is read
+
+    console = Console()
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        console.bar = tqdm(desc="import", unit="file")
+    try:
+        result = import_logs(
+            Path(given.directory),
+            root,
+            scores=given.scores,
+            workers=given.workers,
+            say=lambda line: console.say(one_line(line)),
+            progress=console.progress,
+            command=_command(argv),
+        )
+    finally:
+        if console.bar is not None:
+            console.bar.close()
+    if result.failed:
+        where = result.directory / "refused.jsonl"
+        _put("\n".join([*_refusals(result), ""]))
+        print(f"collector: every file of {one_line(given.directory)} was refused; {where} says why", file=sys.stderr)
+        return 1
+    if not (result.files or result.known):
+        print(f"there is no file in {one_line(given.directory)}: nothing to import")
+        return 0
+    added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
+    if result.by_version:
+        lines.append("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
+    _put("\n".join([*lines, *_refusals(result), ""]))
+    return 0
+
+
+def _refusals(result: Imported) -> list[str]:
+    """What was refused and why, the first of many."""
+    lines = [f"    {one_line(refusal.line)}" for refusal in result.refused[:SHOWN_REFUSALS]]
+    if hidden := len(result.refused) - len(lines):
+        lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
+    return [f"refused: {len(result.refused)}", *lines] if lines else []
+
+
+def _command(argv: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "collector", *argv])
 
 
 def print_lists() -> None:
@@ -256,8 +313,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.command == "compare":
             print_comparison(resolve_root(given.root), given.format, given.output)
             return 0
-        runs = configs(given)
         root = resolve_root(given.tensor_save_dir)
+        if given.command == "import":
+            return bring_in(given, root, argv)
+        runs = configs(given)
         slurm = slurm_options(given, runs[0])
         if given.dry_run:
             shown = [describe(config, root) for config in runs]

@@ -11,20 +11,27 @@ results fetched from a GPU.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from collector.model import CoreAttention, CoreQuantization
-from collector.parallel import ParallelLinear, PeerLost, Quantization
-from collector.ranks import Ranks
+from collector.attention import CoreQuantization
+from collector.parallel import PeerLost, Quantization
+from collector.ranks import Ranks, current_ranks
 from collector.recipe import BF16, Part, Recipe, parse_recipe
+from collector.seams import around_forward, find
+from collector.seams.layer import InstrumentError as InstrumentError
+from collector.seams.layer import Layer, Moment
+from collector.seams.passes import Clock, Listener
+from collector.seams.watch import Watch
 from collector.selection import Selection
 from collector.site import Site
 from collector.writing import Pending, Writing
@@ -38,6 +45,7 @@ from quant.quantizer import plan
 from quant.summary import Summary, summarize_later
 
 OPERANDS = ("a", "b", "grad")
+SILENCE = 1.0  # seconds that a run without news waits before it says how far it is: writing a status is not free
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,17 @@ PV_PLACES = {
 }
 
 
-class InstrumentError(ValueError):
-    """The model holds nothing that a recipe could be applied to."""
+RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
+ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
+SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def saving_enabled() -> bool:
+    """What TENSOR_SAVE_ENABLED says; on without it. Raises ValueError for a word that is neither yes nor no."""
+    word = os.environ.get(ENABLED_VARIABLE) or "1"
+    if word.lower() not in SWITCH:
+        raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
+    return SWITCH[word.lower()]
 
 
 class Recorder:
@@ -88,7 +105,14 @@ class Recorder:
     tensors    names to record, empty for all
     scores     formats to try on every operand
     raw        keep values (else statistics, sketch and scores only), while this rank's files stay within max_bytes
-    ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory
+    ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory; None for those of
+               torch.distributed and megatron.core, if they are initialized
+    iterations, micro_batches   of a loop of one's own, how many iterations are recorded from its first on, and of each
+               how many micro-batches; None for all
+    enabled    whether there is a run at all; None as TENSOR_SAVE_ENABLED says. Without one everything else works
+
+    A loop of one's own calls `step` after each iteration, or puts `at` around each micro-batch. Without `at`, each
+    forward pass of the instrumented model is a micro-batch. Under Megatron's training loop neither is needed.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
     captured until then is kept. Raises RunError if the root cannot be written; what the disk refuses later, as the
@@ -106,6 +130,9 @@ class Recorder:
         raw: bool = True,
         max_bytes: int = 4 << 30,
         ranks: Ranks | None = None,
+        iterations: int | None = None,
+        micro_batches: int | None = None,
+        enabled: bool | None = None,
     ) -> None:
         self.root = resolve_root(root)
         self.label = label
@@ -114,15 +141,26 @@ class Recorder:
         self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in scores))
         self.raw = raw
         self.max_bytes = max_bytes
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
+        self.iterations, self.micro_batches = iterations, micro_batches
+        self.enabled = saving_enabled() if enabled is None else enabled
         self.recording = True
+        self.paused = False  # in a pass that is no training
+        self.told = False  # by `at`, once it was used
+        self.stepped = False
         self.iteration = 0
         self.micro_batch = 0
+        self._first: int | None = None
+        self._done: int | None = None  # the last iteration of a loop of one's own that ended
+        self._told_at = 0.0
+        self._again: set[tuple[Site, int, int]] = set()
         self._pending: list[Pending] = []
         self._count = 0
 
     def __enter__(self) -> Recorder:
+        if not self.enabled:
+            return self
         ranks = self.ranks
         if ranks.rank == 0:
             made = None
@@ -140,6 +178,8 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not self.enabled:
+            return
         failure: Exception | None = None
         try:
             self._publish()
@@ -147,6 +187,11 @@ class Recorder:
             failure = refused
         later = self._writing.close()
         failure = failure or later
+        if error is None and failure is None:
+            try:
+                self.ranks.wait()  # for what the others have still to write
+            except PeerLost as lost:
+                failure = lost
         if error is None and failure is None:
             state = DONE
         else:
@@ -162,6 +207,7 @@ class Recorder:
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
         """Within it, tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
+        self.told, self.paused = True, False
         try:
             yield
         finally:
@@ -170,26 +216,50 @@ class Recorder:
 
     def settle(self) -> None:
         """Wait until all that was published is on the disk. Raises OSError if it refused."""
-        self._writing.settle()
+        if self.enabled:
+            self._writing.settle()
 
     def step(self) -> None:
         """Publish what was captured and count one iteration on, for training loops of one's own."""
-        self._publish()
-        self.iteration, self.micro_batch = self.iteration + 1, 0
-        self.writer.update(iteration=self.iteration - 1)
+        self.stepped = True
+        self.go_to(self.iteration + 1)
 
-    def tap(self, layer: ParallelLinear | CoreAttention, part: Part, places: dict[str, Place]) -> Tap | None:
-        """The observer of one call of one product, or None while nothing is recorded."""
-        if not self.recording:
+    def go_to(self, iteration: int) -> None:
+        """Publish what was captured; what comes belongs to this iteration."""
+        if iteration == self.iteration:
+            return
+        self._done = self.iteration
+        if self._pending or time.monotonic() - self._told_at > SILENCE:
+            self._publish()
+        self.iteration, self.micro_batch = iteration, 0
+
+    def moment(self) -> Moment:
+        """Now."""
+        recording = self.recording and self.enabled and not self.paused
+        if recording and not self.told:
+            self._first = self.iteration if self._first is None else self._first
+            recording = (self.iterations is None or self.iteration - self._first < self.iterations) and (
+                self.micro_batches is None or self.micro_batch < self.micro_batches
+            )
+        return Moment(self.iteration, self.micro_batch, recording)
+
+    def recomputed(self, site: Site, moment: Moment) -> None:
+        """A layer's forward pass of that moment was run again: its rows say so when they are published."""
+        self._again.add((site, moment.iteration, moment.micro_batch))
+
+    def tap(self, layer: Layer, part: Part, places: dict[str, Place], moment: Moment | None = None) -> Tap | None:
+        """The observer of one call of one product, at that moment or now, or None while nothing is recorded."""
+        moment = moment or self.moment()
+        if not moment.recording:
             return None
-        site, iteration, micro_batch = layer.site, self.iteration, self.micro_batch
+        site = layer.site
 
         def observe(seen: Observed) -> None:
             place = places.get(seen.name)
             if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
                 return
             if place and (not self.tensors or place.tensor_name in self.tensors):
-                core = site.module == "core"
+                core = places is not LINEAR_PLACES
                 identity = Identity(
                     model=self.config.get("model"),
                     size=self.config.get("size"),
@@ -203,8 +273,8 @@ class Recorder:
                     operation=place.operation,
                     phase=place.phase,
                     tensor_name=place.tensor_name,
-                    iteration=iteration,
-                    micro_batch=micro_batch,
+                    iteration=moment.iteration,
+                    micro_batch=moment.micro_batch,
                     rank=self.rank,
                     expert=site.expert,
                 )
@@ -295,9 +365,23 @@ class Recorder:
         return relative if self._writing.offer(relative, x, about) else None
 
     def _publish(self) -> None:
-        """Have the pending rows written as a segment. Raises what an earlier write did."""
+        """Have the pending rows written as a segment, and the status say how far the run is. Raises what an earlier
+        write did."""
+        if not self.enabled:
+            return
         pending, self._pending = self._pending, []
-        self._writing.publish(pending)
+        again = frozenset(self._again)
+        self._again = {site for site in again if site[1] >= self.iteration}
+        self._told_at = time.monotonic()
+        done = {} if self._done is None else {"iteration": self._done}
+        self._writing.publish([Pending(each.path, partial(_told, each.row, again)) for each in pending], **done)
+
+
+def _told(make: Callable[[], TensorRow], again: frozenset[tuple[Site, int, int]]) -> TensorRow:
+    """A row, and whether its layer's forward pass was run again."""
+    row = make()
+    i = row.identity
+    return replace(row, recomputed=(Site(i.layer_index, i.module, i.expert), i.iteration, i.micro_batch) in again)
 
 
 def describe(error: BaseException) -> str:
@@ -312,52 +396,66 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def instrument(
-    model: nn.Module,
-    recipe: Recipe | str | None,
+    model: nn.Module | Sequence[nn.Module],
+    recipe: Recipe | str | None = None,
     recorder: Recorder | None = None,
     *,
     backend: str = "auto",
     skip: Selection | str | None = None,
     capture: Selection | str | None = None,
+    leave: Sequence[str] = (),
+    head: bool = False,
 ) -> Iterator[None]:
     """Within it, the model's GEMMs run as the recipe says and pass their tensors to the recorder.
 
+    model      of collector.model, megatron.core, transformers or plain torch modules; Megatron's list of model chunks
+    recipe     None as CUSTOM_QUANT_TYPE says, a recipe or a format; without it "bf16": nothing is quantized
     skip       layers that stay unquantized whatever the recipe says, as a Selection or its text: "first,last"
     capture    layers that are recorded, likewise; None for all
+    leave      paths of modules that are neither quantized nor recorded, * for any part of a path
+    head       treat the LM head as one more linear layer, `layer0.head`; else it is left as it is
 
-    Nothing of the model is changed but the `quantization` of its ParallelLinear and CoreAttention modules, which is
-    put back at the end. Raises InstrumentError if there are none, RecipeError for an unknown recipe, SelectionError for
-    layers that the model does not have.
+    Instances of the model's modules get a `forward` (or what stands for it) of their own, and at the end lose it again;
+    nothing else of the model is changed. On several tensor-parallel ranks each instruments its model.
+
+    Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
+    in the first forward pass, which is watched for products that nothing answers; and if there is nothing to
+    instrument. RecipeError for an unknown recipe, SelectionError for layers that the model does not have.
     """
     if not isinstance(recipe, Recipe):
-        recipe = parse_recipe(recipe or BF16)
-    layers = [m for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
-    if not layers:
-        raise InstrumentError(f"{type(model).__name__} has no ParallelLinear or CoreAttention to instrument")
+        recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    found = [find(each, leave, head) for each in models]
+    layers = [layer for each in found for layer in each.layers]
     sites = [layer.site for layer in layers]
     skipped = _chosen(skip, sites) if skip else frozenset()
     recorded = _chosen(capture, sites) if capture else frozenset(sites)
 
-    def quantization(layer: ParallelLinear | CoreAttention, part: Part, places: dict[str, Place]) -> Quantization:
+    def quantization(layer: Layer, part: Part, places: dict[str, Place]) -> Quantization:
         part = Part() if layer.site in skipped else part
         listening = recorder and layer.site in recorded
-        tap = (lambda: recorder.tap(layer, part, places)) if listening else (lambda: None)
+        tap = Listener(recorder, layer, part, places) if listening else lambda: None
         return Quantization(part.formats, backend, tap)
 
-    before = [(layer, layer.quantization) for layer in layers]
-    try:
+    if recorder:
+        recorder.config.setdefault("recipe", recipe.name)
+    attention = recipe.qk != Part() or recipe.pv != Part()
+    watched = recorder is not None or attention or recipe.linear != Part()
+    with ExitStack() as undo:
         for layer in layers:
-            if isinstance(layer, CoreAttention):
-                layer.quantization = CoreQuantization(
+            if layer.is_core:
+                told = CoreQuantization(
                     quantization(layer, recipe.qk, QK_PLACES), quantization(layer, recipe.pv, PV_PLACES)
                 )
             else:
                 part = recipe.router if layer.site.module == "router" else recipe.linear
-                layer.quantization = quantization(layer, part, LINEAR_PLACES)
+                told = quantization(layer, part, LINEAR_PLACES)
+            undo.callback(layer.attach(told))
+        for each, seen in zip(models, found, strict=True):
+            clock = Clock(recorder, each) if recorder else None
+            watch = Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
+            undo.enter_context(around_forward(each, clock, watch))
         yield
-    finally:
-        for layer, original in before:
-            layer.quantization = original
 
 
 def _chosen(selection: Selection | str, sites: Sequence[Site]) -> frozenset[Site]:

@@ -84,7 +84,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         if len(modes) > 1:
             old.error(f"--mode is {' and '.join(sorted(modes))}: give one")
         if not modes and "--help" not in rest:
-            old.error("the command comes first: run, batch, quick or list")
+            old.error("the command comes first: run, batch, quick, compare, list or import")
         argv = [*(MODES[mode] for mode in modes), *rest]
     return build_parser().parse_args(argv)
 
@@ -104,10 +104,12 @@ def _old_parser() -> Parser:
 
 def build_parser() -> Parser:
     parser = Parser(
-        prog="collector", description="Train a small quantized model and record its tensors.", parents=[_old_parser()]
+        prog="collector",
+        description="Train a small quantized model and record its tensors, or index those recorded elsewhere.",
+        parents=[_old_parser()],
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | batch | quick | jobs | compare | list"
+        dest="command", required=True, metavar="run | batch | quick | jobs | compare | list | import"
     )
     run = commands.add_parser("run", help="one run", formatter_class=Help)
     batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
@@ -128,6 +130,7 @@ def build_parser() -> Parser:
     compare.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to the terminal")
     _add_jobs(commands.add_parser("jobs", help="the queue of runs: list, add, follow, cancel and more"))
     commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
+    _add_import(commands.add_parser("import", help="index tensor logs that other tools wrote", formatter_class=Help))
     return parser
 
 
@@ -154,6 +157,27 @@ def _add_jobs(parser: Parser) -> None:
     many = actions.add_parser("at-once", parents=[root], help="how many jobs may run at the same time")
     many.add_argument("count", type=int, metavar="N")
     actions.add_parser("serve", parents=[root], help="work through the queue until it is empty (started by the others)")
+
+
+def _add_import(parser: Parser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="where .pt, .safetensors and .npy files lie, at any depth")
+    _add_scores(parser, "every tensor")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    _add_root(parser)
+
+
+def _add_scores(parser: argparse._ActionsContainer, tried_on: str) -> None:
+    parser.add_argument(
+        "--scores",
+        type=_names,
+        default=DEFAULT_SCORES,
+        metavar="A,B,...",
+        help=f"formats to try on {tried_on} (default: {','.join(DEFAULT_SCORES)})",
+    )
+
+
+def _add_root(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--tensor-save-dir", metavar="DIR", help="root of the runs; else $TENSOR_SAVE_DIR, data/runs")
 
 
 def _add_options(parser: Parser) -> None:
@@ -224,13 +248,7 @@ def _add_options(parser: Parser) -> None:
     kept.add_argument("--modules", type=_names, default=(), metavar="A,B,...", help="as qkv, core, fc1; see `list`")
     kept.add_argument("--capture-layers", default=d.capture_layers, metavar="LAYERS", help="only these")
     kept.add_argument("--ranks", type=_ranks, default=(), metavar="0,1,...", help="only what these ranks hold")
-    kept.add_argument(
-        "--scores",
-        type=_names,
-        default=DEFAULT_SCORES,
-        metavar="A,B,...",
-        help=f"formats to try on operands (default: {','.join(DEFAULT_SCORES)})",
-    )
+    _add_scores(kept, "operands")
     kept.add_argument("--no-raw", dest="raw", action="store_false", help="statistics and sketches only")
     kept.add_argument(
         "--max-bytes", type=_size, default=d.max_bytes, metavar="SIZE", help="for tensor files, a run: 500M, 4G"
@@ -241,7 +259,7 @@ def _add_options(parser: Parser) -> None:
     )
 
     where = parser.add_argument_group("where")
-    where.add_argument("--tensor-save-dir", metavar="DIR", help="root of the runs; else $TENSOR_SAVE_DIR, data/runs")
+    _add_root(where)
     where.add_argument("--device", default=d.device, help=", ".join(DEVICES))
     where.add_argument("--backend", default=d.backend, help=f"what quantizes operands: {', '.join(BACKENDS)}")
     where.add_argument("--tp", type=int, default=d.tp, metavar="N", help="tensor-parallel ranks")

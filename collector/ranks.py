@@ -7,6 +7,7 @@ tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tens
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,18 @@ class Ranks:
 def started_as_rank() -> bool:
     """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def current_ranks() -> Ranks:
+    """This process among those of torch.distributed, laid out as megatron.core has it if it is initialized, else as
+    replicas; a single one without them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.is_initialized():
+        return Ranks(rank, size, data=Group(dist.group.WORLD))
+    return Ranks(rank, size, Group(state.get_tensor_model_parallel_group()), Group(state.get_data_parallel_group()))
 
 
 @contextmanager

@@ -128,6 +128,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         raw=config.raw,
         max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,
+        enabled=True,
     )
     with recorder:
         writer = recorder.writer
@@ -145,7 +146,6 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
             try:
                 tell(f"data: {dataset}")
                 _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
-                ranks.wait()  # for what the others have still to write
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     note(f"ended early: {type(error).__name__}: {error}")
@@ -202,6 +202,7 @@ def _train(
         tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
         tell("quantized by torch")
+    recorder.settle()
     status = recorder.writer.status
     kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
     tell(f"recorded {status.tensors} tensors ({kept})")

@@ -74,10 +74,10 @@ class Writing:
         self._files.append(self._thread.submit(self._file, relative, copy, wait, describe))
         return True
 
-    def publish(self, pending: Sequence[Pending]) -> None:
-        """Have the rows whose files were offered published as a segment, and the run's status say so. Raises an earlier
-        failure."""
-        self._thread.submit(self._segment, list(pending))
+    def publish(self, pending: Sequence[Pending], **status: Any) -> None:
+        """Have the rows whose files were offered published as a segment, and the run's status say so, with what else it
+        is to say. Raises an earlier failure."""
+        self._thread.submit(self._segment, list(pending), status)
         self._raise()
 
     def settle(self) -> None:
@@ -129,7 +129,7 @@ class Writing:
                 self._in_flight -= nbytes
                 self._changed.notify_all()
 
-    def _segment(self, pending: list[Pending]) -> None:
+    def _segment(self, pending: list[Pending], status: dict[str, Any]) -> None:
         kept = [each for each in pending if each.path not in self._lost]
         named = {each.path for each in kept if each.path}
         try:
@@ -145,14 +145,17 @@ class Writing:
         self._published += len(kept)
         self._without_values += sum(each.path is None for each in kept)
         try:
-            self._writer.update(tensors=self._published, tensors_without_raw=self._without_values, bytes=self._bytes)
+            counts = {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
+            self._writer.update(**counts, **status)
         except OSError as error:
             self._fail(error)
 
     def _drop(self, paths: set[Path]) -> None:
         """Delete files that no row will name."""
-        for relative in paths - self._lost:
+        for relative in paths:
             path = self._writer.directory / relative
+            if relative in self._lost or not path.exists():  # who offered it was interrupted before it was asked for
+                continue
             size = path.stat().st_size
             path.unlink()
             with self._changed:

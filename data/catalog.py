@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 
 from data.filter import FIELDS, Filter
-from data.runs import RunError, RunInfo, list_runs, resolve_root
+from data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
 from data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from data.store import load
 from quant.formats import FORMATS
@@ -489,18 +489,36 @@ class Catalog:
             return cursor.sql(f"FROM {name}").to_arrow_table()
 
     def path(self, tensor_id: str) -> Path:
-        """The tensor's file. Raises CatalogError if the id is unknown or its values were not kept."""
-        rows = self._rows("SELECT run_id, path FROM tensor WHERE tensor_id = ?", [tensor_id])
+        """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
+        file out of its directory without being an import."""
+        return self._file(tensor_id)[0]
+
+    def _file(self, tensor_id: str) -> tuple[Path, bool, str | None]:
+        """The tensor's file, whether another tool wrote it, and the tensor's key in it."""
+        rows = self._rows(
+            "SELECT run_id, path, file_key, config FROM tensor LEFT JOIN run USING (run_id) WHERE tensor_id = ?",
+            [tensor_id],
+        )
         if not rows:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
-        run_id, relative = rows[0]
-        if relative is None:
+        run_id, given, key, config = rows[0]
+        if given is None:
             raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are there")
-        return self.root / run_id / relative
+        if not Path(given).is_absolute():
+            return self.root / run_id / given, False, None
+        if json.loads(config or "{}").get("kind") != IMPORT:
+            raise CatalogError(f"{tensor_id} names a file out of its run's directory, which only an import may do")
+        return Path(given), True, key
 
     def load(self, tensor_id: str) -> Tensor:
-        """The tensor's values, memory-mapped. Raises CatalogError as `path`, TensorFileError for a damaged file."""
-        return load(self.path(tensor_id))
+        """The tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`, TensorFileError
+        for a damaged file."""
+        path, foreign, key = self._file(tensor_id)
+        if not foreign:
+            return load(path)
+        from data.foreign import load_foreign  # torch only for those who read values
+
+        return load_foreign(path, key)
 
     def unsharded(self, tensor_id: str) -> Tensor:
         """The tensor that tensor-parallel ranks share, put together from their parts; `load` where there are none.

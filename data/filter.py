@@ -47,6 +47,7 @@ class Filter:
     micro_batch: tuple[int, ...] = ()
     rank: tuple[int, ...] = ()
     expert: tuple[int, ...] = ()
+    stage: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in FIELDS:

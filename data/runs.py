@@ -30,6 +30,7 @@ from data.access import check_writable
 from data.segment import segment_names
 from data.store import write_atomic
 
+IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")
 RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = "running", "done", "failed", "cancelled", "crashed"
 
@@ -151,6 +152,21 @@ class RunWriter:
         return writer
 
     @classmethod
+    def reopen(cls, directory: Path) -> RunWriter:
+        """Go on with a run that has ended: it is running again, as this process. Raises OSError, or RunError if its
+        status is damaged."""
+        try:
+            before = read_status(directory)
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{directory.name} cannot be read: {error}") from error
+        last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
+        writer = cls(directory.name, directory, before, _segments=last)
+        pid = os.getpid()
+        owner = {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname()}
+        writer.update(state=RUNNING, reason=None, finished=None, **owner)
+        return writer
+
+    @classmethod
     def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
         """Another rank's part in a run that rank 0 has made. Raises RunError if its directory cannot be seen here."""
         try:
@@ -221,7 +237,13 @@ def total_counts(directory: Path) -> dict[str, int]:
 
 
 def settle(directory: Path, state: str, reason: str | None) -> None:
-    """Say how a run on several ranks ended, once all of them have: what rank 0 said was said without knowing why."""
+    """Say how a run ended whose processes are gone: what rank 0 said of several was said without knowing why. What a
+    killed one was writing aside is deleted."""
+    for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
     status = read_status(directory)
     changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **total_counts(directory))
     write_atomic(directory / "status.json", json.dumps(asdict(changed)).encode())

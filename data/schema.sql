@@ -42,12 +42,12 @@ CREATE TABLE tensor (
     micro_batch   INTEGER,              -- from 0
     rank          INTEGER,              -- from 0
     expert        INTEGER,              -- from 0; null outside experts
-    captured      TIMESTAMP,
+    captured      TIMESTAMP,            -- of an imported tensor: as its log tells it, the time zone is not known
     shape         BIGINT[],
     dtype         VARCHAR,
     numel         BIGINT,
     nbytes        BIGINT,               -- numel times the dtype's size
-    path          VARCHAR,              -- tensor file, relative to the run's directory; null if the values were not kept
+    path          VARCHAR,              -- tensor file, relative to the run's directory, of an imported tensor absolute; null if not kept
     contracted_axis INTEGER,            -- of an operand: the axis its GEMM contracts, from the end (-1 the last); else null
     min           DOUBLE,               -- moments are over the finite elements
     max           DOUBLE,
@@ -67,6 +67,12 @@ CREATE TABLE tensor (
     shard         VARCHAR,              -- of the unsharded tensor: whole, slice (joined along shard_axis), partial (summed)
     shard_axis    INTEGER,              -- from the end if negative; null unless a slice
     shard_stride  INTEGER,              -- the unsharded tensor is this many along the axis, each divided: 2 for gate and up
+    recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
+    source_version VARCHAR,             -- of an imported tensor: how the tool that logged it named its file, V0 to V7
+    original_quant_type VARCHAR,        -- as its log spells it
+    stage         VARCHAR,              -- before, after: taken before or after it was quantized, as its log tells
+    corrections   VARCHAR,              -- sentences, one a line: what is not as the log says, and why
+    file_key      VARCHAR,              -- of the tensor in a file that holds several
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
     sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
     mse           DOUBLE,

@@ -1,12 +1,15 @@
 """Segments: the rows of some captured tensors as three Parquet files in a directory that appears all at once.
 
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
+                         files.jsonl     of an import: the files whose rows these are
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from data.store import write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from quant.metrics import Errors
@@ -29,14 +35,14 @@ class Identity:
     size: str | None
     dataset: str | None
     recipe: str | None
-    quant_type: str
-    layer_type: str
+    quant_type: str | None
+    layer_type: str | None
     layer_index: int | None
     module: str | None
-    component: str
-    operation: str
-    phase: str
-    tensor_name: str
+    component: str | None
+    operation: str | None
+    phase: str | None
+    tensor_name: str | None
     iteration: int | None
     micro_batch: int | None
     rank: int | None
@@ -62,14 +68,35 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What is known of a tensor that another tool logged, beside its Identity.
+
+    version      how that tool named the file (V0 to V7); None for any other name
+    quant_type   as the log spells it
+    stage        before or after it was quantized; None if it was not, or is not known
+    corrections  a sentence for each thing that is not as the log says
+    key          of the tensor in a file of several
+    """
+
+    version: str | None = None
+    quant_type: str | None = None
+    stage: str | None = None
+    corrections: tuple[str, ...] = ()
+    key: str | None = None
+
+
+@dataclass(frozen=True)
 class TensorRow:
     """All that the index keeps of one tensor. tensor_id is unique within its run (the index puts the run's id before
-    it); format and error are None unless it is a quantized operand."""
+    it); format and error are None unless it is a quantized operand. path is relative to the run's directory; that of an
+    imported tensor, which has an origin, is absolute. captured and shard are None where a log does not tell them.
+    recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation); None
+    where that is not known."""
 
     tensor_id: str
     run_id: str
     identity: Identity
-    captured: datetime
+    captured: datetime | None
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
@@ -79,7 +106,9 @@ class TensorRow:
     format: str | None = None
     error: Errors | None = None
     scores: dict[str, Errors] = field(default_factory=dict)
-    shard: Shard = Shard()
+    shard: Shard | None = Shard()
+    recomputed: bool | None = None
+    origin: Origin | None = None
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
@@ -106,8 +135,15 @@ _SHARD = (
     ("shard_axis", _INT),
     ("shard_stride", _INT),
 )
+_ORIGIN = (
+    ("source_version", _TEXT),
+    ("original_quant_type", _TEXT),
+    ("stage", _TEXT),
+    ("corrections", _TEXT),
+    ("file_key", _TEXT),
+)
 # Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset(name for name, _ in _SHARD)
+ADDED_LATER = frozenset((*(name for name, _ in (*_SHARD, *_ORIGIN)), "recomputed"))
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -124,6 +160,8 @@ TENSOR_SCHEMA = pa.schema(
     + [(name, _REAL) for name in _MOMENTS]
     + [(name, _LONG) for name in _COUNTS]
     + list(_SHARD)
+    + [("recomputed", pa.bool_())]
+    + list(_ORIGIN)
     + [("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
@@ -143,49 +181,96 @@ def _tensor_record(row: TensorRow) -> dict:
         "nbytes": row.nbytes,
         "path": row.path,
         "contracted_axis": row.contracted_axis,
-        "tp_rank": row.shard.index,
-        "tp_size": row.shard.count,
-        "dp_rank": row.shard.replica,
-        "shard": row.shard.kind,
-        "shard_axis": row.shard.axis,
-        "shard_stride": row.shard.stride,
+        **_shard_record(row.shard),
+        "recomputed": row.recomputed,
+        **_origin_record(row.origin or Origin()),
         "format": row.format,
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
     return record | {name: getattr(row.summary, name) for name in (*_MOMENTS, *_COUNTS)}
 
 
-def write_segment(directory: Path, name: str, rows: list[TensorRow]) -> None:
-    """Publish rows as directory/name: filled aside, then renamed. Raises OSError, and then leaves nothing behind."""
+def _shard_record(shard: Shard | None) -> dict:
+    if shard is None:
+        return dict.fromkeys(name for name, _ in _SHARD)
+    return {
+        "tp_rank": shard.index,
+        "tp_size": shard.count,
+        "dp_rank": shard.replica,
+        "shard": shard.kind,
+        "shard_axis": shard.axis,
+        "shard_stride": shard.stride,
+    }
+
+
+def _origin_record(origin: Origin) -> dict:
+    return {
+        "source_version": origin.version,
+        "original_quant_type": origin.quant_type,
+        "stage": origin.stage,
+        "corrections": "\n".join(origin.corrections) or None,
+        "file_key": origin.key,
+    }
+
+
+def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
+    """Publish rows as directory/name: filled aside, then renamed. files is kept beside them as files.jsonl.
+
+    Raises OSError, and then leaves nothing behind.
+    """
+    sketch = pa.table(
+        {
+            "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
+            "bin": np.concatenate([row.summary.bins for row in rows]),
+            "count": np.concatenate([row.summary.counts for row in rows]),
+        },
+        schema=SKETCH_SCHEMA,
+    )
+    scores = [
+        {"tensor_id": row.tensor_id, "format": name} | vars(error) for row in rows for name, error in row.scores.items()
+    ]
+    tables = {
+        "tensor": pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
+        "sketch": sketch,
+        "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
+    }
+    with _filled_aside(directory, name, tables, files) as aside:
+        os.rename(aside, directory / name)
+
+
+def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) -> None:
+    """Rewrite the segment directory/name without these tensors, its files.jsonl becoming `files`.
+
+    Between the old one's leaving and the new one's coming a crash leaves neither: the rows and the files that they are
+    of are forgotten together. Raises OSError, and then the old one stays.
+    """
+    tables = {}
+    for stem in ("tensor", "sketch", "score"):
+        table = pq.read_table(directory / name / f"{stem}.parquet", partitioning=None)
+        tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
+    leaving = directory / f".{name}.{os.getpid()}.old"
+    with _filled_aside(directory, name, tables, files) as aside:
+        os.rename(directory / name, leaving)
+        os.rename(aside, directory / name)
+    shutil.rmtree(leaving, ignore_errors=True)
+
+
+@contextmanager
+def _filled_aside(directory: Path, name: str, tables: dict[str, pa.Table], files: bytes | None) -> Iterator[Path]:
+    """A directory with these files, safe on the disk; what is left of it at the end is removed."""
     aside = directory / f".{name}.{os.getpid()}.part"
     try:
         aside.mkdir(parents=True)
-        sketch = pa.table(
-            {
-                "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
-                "bin": np.concatenate([row.summary.bins for row in rows]),
-                "count": np.concatenate([row.summary.counts for row in rows]),
-            },
-            schema=SKETCH_SCHEMA,
-        )
-        scores = [
-            {"tensor_id": row.tensor_id, "format": name} | vars(error)
-            for row in rows
-            for name, error in row.scores.items()
-        ]
-        for stem, table in (
-            ("tensor", pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA)),
-            ("sketch", sketch),
-            ("score", pa.Table.from_pylist(scores, schema=SCORE_SCHEMA)),
-        ):
+        for stem, table in tables.items():
             with open(aside / f"{stem}.parquet", "wb") as file:
                 pq.write_table(table, file)
                 file.flush()
                 os.fsync(file.fileno())
-        os.rename(aside, directory / name)
-    except BaseException:
+        if files is not None:
+            write_atomic(aside / "files.jsonl", files)
+        yield aside
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
 
 
 def segment_names(run_directory: Path) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from app.analysis.labels import UNNAMED
 from data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from data.filter import Filter
 
@@ -36,7 +37,7 @@ def place_names(table: pd.DataFrame) -> pd.Series:
 
 def tensor_names(table: pd.DataFrame) -> pd.Series:
     """ "fc1 input"."""
-    return table["module"].fillna("") + " " + table["tensor_name"]
+    return table["module"].fillna("") + " " + table["tensor_name"].fillna(UNNAMED)
 
 
 def ranking(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFrame:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pandas as pd
 
+UNNAMED = "unnamed"  # a tensor of which its log does not tell what it is
+
 
 def group_name(group: object) -> str:
     """A group as people read it; a tensor for which the word does not apply or is not known is in "none"."""
@@ -14,7 +16,9 @@ def tensor_label(row: pd.Series) -> str:
     """A tensor's short name: "L1 qkv input (forward, mxfp8)"."""
     layer = "" if pd.isna(row["layer_index"]) else f"L{int(row['layer_index'])} "
     module = "" if pd.isna(row["module"]) else f"{row['module']} "
-    return f"{layer}{module}{row['tensor_name']} ({row['operation']}, {row['quant_type']})"
+    words = ", ".join(row[column] for column in ("operation", "quant_type") if not pd.isna(row[column]))
+    name = UNNAMED if pd.isna(row["tensor_name"]) else row["tensor_name"]
+    return f"{layer}{module}{name}{f' ({words})' if words else ''}"
 
 
 def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
@@ -32,10 +36,11 @@ def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
 
 def full_labels(rows: pd.DataFrame) -> dict[str, str]:
     """tensor_id to "L1 fc2 input · forward · iteration 0 · mxfp4", with micro-batch, rank and expert where they differ,
-    and the run where two runs have one recipe. Quick for thousands."""
+    whether it was taken after quantization, the run where two runs have one recipe, and the end of the id where two are
+    still alike. Quick for thousands."""
     layer = rows["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
-    text = layer + rows["module"].fillna("").map(lambda v: f"{v} " if v else "") + rows["tensor_name"]
-    text = text + " · " + rows["operation"].fillna("")
+    text = layer + rows["module"].fillna("").map(lambda v: f"{v} " if v else "") + rows["tensor_name"].fillna(UNNAMED)
+    text = text + _after(rows["operation"])
     for column, title in (
         ("iteration", "iteration"),
         ("micro_batch", "micro-batch"),
@@ -44,15 +49,23 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
     ):
         if column == "iteration" or rows[column].nunique(dropna=False) > 1:
             text = text + rows[column].map(lambda v, t=title: "" if pd.isna(v) else f" · {t} {int(v)}")
-    text = text + " · " + rows["recipe"].fillna(rows["quant_type"])
+    text = text + _after(rows["recipe"].fillna(rows["quant_type"]))
+    text = text + rows["stage"].map({"after": " · after quantization"}).fillna("")
     runs = rows.drop_duplicates("run_id")
     if runs["recipe"].duplicated().any():
         text = text + " · " + rows["run_id"].str[-6:]
+    again = text.duplicated(keep=False)
+    text = text.where(~again, text + " · " + rows["tensor_id"].str.rpartition("/")[2])
     return dict(zip(rows["tensor_id"], text, strict=True))
+
+
+def _after(words: pd.Series) -> pd.Series:
+    return words.map(lambda word: "" if pd.isna(word) else f" · {word}")
 
 
 DISTINCTIONS = {
     "phase": "phase",
+    "stage": "stage",
     "iteration": "iteration",
     "micro_batch": "micro-batch",
     "rank": "rank",

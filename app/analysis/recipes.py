@@ -57,10 +57,11 @@ def _reference(table: pd.DataFrame, keys: list[tuple], index: int) -> str | None
 
 
 def _labels(table: pd.DataFrame) -> list[str]:
-    """The recipe; what else was rounded, where the recipe's name does not say it; the time, where there are several."""
+    """The recipe (the run's id where none is known: imports); what else was rounded, where the recipe's name does not
+    say it; the time, where there are several."""
     names = []
     for _, row in table.iterrows():
-        name = row["recipe"]
+        name = row["run_id"] if pd.isna(row["recipe"]) else row["recipe"]
         if name == "bf16" and row["quantized"]:
             name = " + ".join(f"{part}_{row[part]}" for part in PARTS if row[part] != "bf16")
         names.append(name)

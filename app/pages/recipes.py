@@ -64,7 +64,7 @@ def _no_reference(table: pd.DataFrame) -> str:
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
-        return "All runs are bf16: collect a quantized one to compare, `python -m collector quick mxfp4`."
+        return "No run here was quantized as it trained: collect one to compare, `python -m collector quick mxfp4`."
     return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pandas as pd
 import streamlit as st
 
 from app import charts, show, style
 from app.state import bytes_text, catalog, explain_empty, explain_refused, losses_of
 from data.catalog import Catalog
+from data.runs import IMPORT
 
 STATES = {
     "done": "✓ done",
@@ -42,24 +45,29 @@ def _totals(runs: pd.DataFrame) -> None:
 
 
 def _table(runs: pd.DataFrame) -> None:
+    source = runs["config"].map(_source).astype(object)
+    seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
     table = runs.assign(
         state=runs["state"].map(STATES),
-        seconds=(runs["finished"] - runs["started"]).dt.total_seconds(),
+        source=source,
+        seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
     )
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     reasons = ("reason",) if runs["reason"].notna().any() else ()
+    sources = ("source",) if source.notna().any() else ()
     st.dataframe(
         table,
         hide_index=True,
         placeholder="",
         column_order=(
-            *("state", *reasons, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
+            *("state", *reasons, *sources, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
             *("tensors_without_raw", "megabytes", "loss_first", "loss_last", "backend", "run_id"),
         ),
         column_config={
             "state": text("State", width=85),
             "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
+            "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
             "recipe": text("Recipe", width=125),
             "model": text("Model", width=105),
             "size": text("Size", width=55),
@@ -82,7 +90,14 @@ def _table(runs: pd.DataFrame) -> None:
     )
 
 
+def _source(config: str) -> str | None:
+    """The directory that an import is of."""
+    read = json.loads(config)
+    return str(read.get("source")) if read.get("kind") == IMPORT else None
+
+
 def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
+    runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
     latest = runs.head(style.MAX_GROUPS).iloc[::-1]
     again = latest["recipe"].duplicated(keep=False)
     labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))

@@ -12,7 +12,7 @@ from app.address import Known, Many, One, Param, Whole, follow, link, one_line, 
 from app.analysis import boards
 from app.analysis.labels import full_labels
 from app.filters import sidebar
-from app.pages.views import attention, blocks, codes, drift, law, whatif, why
+from app.pages.views import attention, blocks, card, codes, drift, law, whatif, why
 from app.pages.views.look import Look, formats_first
 from app.state import catalog, explain_empty, explain_refused, first_formats
 from data.catalog import Catalog, CatalogError
@@ -56,6 +56,7 @@ def page() -> None:
     view = st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name])
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
+    card.show_card(row)
     if (x := _load(opened, row)) is not None:
         look = Look(opened, where, row, x, FORMATS[fmt], labels[tensor_id])
         with st.spinner("Reading the values …", show_time=True) if x.numel() > LARGE else nullcontext():

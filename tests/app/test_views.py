@@ -120,7 +120,7 @@ def test_recipes(visit: Visit, collected: Path, view: str):
 
 
 def test_recipes_without_a_reference(visit: Visit, odd_root: Path):
-    assert "All runs are bf16" in visit(odd_root, "recipes").info[0].value
+    assert "No run here was quantized" in visit(odd_root, "recipes").info[0].value
 
 
 def test_sql(visit: Visit, collected: Path):

@@ -3,7 +3,8 @@
 Nothing here changes what it computes. Without a GPU and without transformer_engine it needs to be told:
 
 * that the current device is the CPU: buffers and rotary frequencies go to torch.cuda.current_device();
-* that there is no CUDA random state to fork around dropout of 0: its own tracker for inference forks nothing;
+* that there is no CUDA random state to fork around dropout of 0 (its own tracker for inference forks nothing), nor to
+  keep for recomputation;
 * the causal mask: the one it would make itself lies on "cuda";
 * not to compile: the router updates its bias, of which there is none, in a function under torch.compile;
 * that transformer_engine is missing: multi_latent_attention believes that it is there, because modules of Megatron's
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -47,6 +49,8 @@ def megatron_on_cpu(store: Path, rank: int = 0, ranks: int = 1) -> Iterator[None
     """A gloo group of `ranks` processes, all of them tensor-parallel, that meet in the file `store`."""
     with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"):
         patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: torch.empty(0))
+        patch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
         patch.setattr(multi_latent_attention, "HAVE_TE", False)
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
@@ -67,8 +71,9 @@ class LatentCore(DotProductAttention):
         super().__init__(*arguments, **options)
 
 
-def build(shape: Shape, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """Megatron's model with weights and activations of `dtype`. Its weights are not initialized: `load` them.
+def build(shape: Shape, dtype: torch.dtype = torch.float32, **settings: Any) -> GPTModel:
+    """Megatron's model with weights and activations of `dtype`, and more settings of its TransformerConfig. Its weights
+    are not initialized: `load` them.
 
     Raises ValueError for a rotary scaling that its GPTModel has no option for.
     """
@@ -92,6 +97,7 @@ def build(shape: Shape, dtype: torch.dtype = torch.float32) -> GPTModel:
         "perform_initialization": False,
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        **settings,
     }
     if isinstance(shape, ModelShape):
         scaling = shape.rope_scaling

@@ -80,6 +80,7 @@ def agree(catalog: Catalog, root: Path) -> None:
             if table == "tensor":
                 frame["shape"] = frame["shape"].map(tuple)
                 frame["captured"] = frame["captured"].astype("datetime64[us]")
+                frame["recomputed"] = frame["recomputed"].astype("boolean")
         pd.testing.assert_frame_equal(found, expected, check_dtype=False, check_exact=True)
 
 
@@ -307,6 +308,7 @@ class TestIndexFile:
     def test_schema_agrees_with_the_parquet(self):
         types = {
             "string": "VARCHAR", "int16": "SMALLINT", "int32": "INTEGER", "int64": "BIGINT", "double": "DOUBLE",
+            "bool": "BOOLEAN",
             "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
         }  # fmt: skip
         with duckdb.connect() as connection:

@@ -36,7 +36,7 @@ def view(look: Look) -> None:
         return
     first = next(iter(found.values()))
     place = rows[next(iter(rows))]
-    words = f"layer {int(place['layer_index'])}, iteration {place['iteration']}, run {place['recipe']}"
+    words = _place(place)
     note = f" · {first.note}" if first.note else ""
     probs = found.get("attention_probs")
     if probs is not None:
@@ -63,7 +63,14 @@ def _sibling(look: Look, name: str) -> pd.Series | None:
         if not pd.isna(row[field])
     }
     rows = look.opened.tensors(Filter(tensor_name=[name], **same))
-    return None if rows.empty else rows.iloc[0]
+    # One import may hold logs in several formats.
+    alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
+    return None if rows.empty else rows.loc[alike.idxmax()]
+
+
+def _place(row: pd.Series) -> str:
+    words = ("layer", row["layer_index"]), ("iteration", row["iteration"]), ("run", row["recipe"])
+    return ", ".join(f"{word} {value}" for word, value in words if not pd.isna(value)) or "of an unknown place"
 
 
 def _source(look: Look, row: pd.Series, heads: attention.Heads) -> str:

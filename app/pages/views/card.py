@@ -1,0 +1,50 @@
+"""What is to be told of a tensor beside its values: where an imported one comes from, what was corrected in its words.
+
+Names, paths and words come from files that anybody may have written: all of it is shown as text, never as Markdown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from app.address import TITLES, one_line
+from data.filter import INTEGER_FIELDS
+from data.notes import notes
+from data.segment import Identity
+
+LONGEST = 1000
+NOT_LOGGED = ("model", "size", "dataset", "recipe")
+
+
+def show_card(row: pd.Series) -> None:
+    """Nothing for a tensor of which there is nothing to tell."""
+    sentences = notes(row)
+    if not sentences:
+        return
+    imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")
+    title = "Imported: what its log tells, and what was corrected" if imported else "About this tensor"
+    with st.expander(title, icon=":material/description:", expanded=True):
+        if imported:
+            _words(row)
+        st.text("\n".join(one_line(sentence, LONGEST) for sentence in sentences))
+        if imported:
+            st.caption("Its file, where it lies:")
+            key = "" if pd.isna(row["file_key"]) else f" [{row['file_key']}]"
+            st.text(one_line(f"{row['path']}{key}", LONGEST))
+
+
+def _words(row: pd.Series) -> None:
+    """The words that users filter by, blank where the log does not tell them."""
+    names = [name for name in (*Identity.__annotations__, "stage") if name not in NOT_LOGGED]
+    cells: dict[str, Any] = {TITLES[name]: [row[name]] for name in names}
+    cells["Logged as"] = [row["original_quant_type"]]
+    cells["Logged at"] = [row["captured"]]
+    st.dataframe(
+        pd.DataFrame(cells).astype({TITLES[name]: "Int64" for name in INTEGER_FIELDS}),
+        hide_index=True,
+        placeholder="",
+        column_config={"Logged at": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss")},
+    )

@@ -1,0 +1,29 @@
+"""The models of collector.model: their layers ask `quantization` how to run, so that a seam only has to set it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from collector.attention import CoreAttention
+from collector.parallel import ParallelLinear
+from collector.seams.layer import Detach, Found, Layer, Told
+
+
+def find(model: nn.Module) -> Found:
+    return Found(tuple(_layer(name, m) for name, m in model.named_modules() if _is_own(m)))
+
+
+def _is_own(module: nn.Module) -> bool:
+    return isinstance(module, (ParallelLinear, CoreAttention))
+
+
+def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
+    def attach(told: Told) -> Detach:
+        before, module.quantization = module.quantization, told
+
+        def detach() -> None:
+            module.quantization = before
+
+        return detach
+
+    return Layer(name, module, module.site, module.shard, attach)

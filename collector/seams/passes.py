@@ -1,0 +1,106 @@
+"""Which forward pass a call belongs to: its micro-batch, and whether it is a second one of the same.
+
+Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
+alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
+the second adds only the gradients, and tells the recorder that this layer was recomputed. So each tensor is recorded
+once, and a pass without gradients (an evaluation) is recorded like any other.
+
+    torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
+    megatron's checkpoint, CheckpointWithoutOutput likewise
+    torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from collector.recipe import Part
+from collector.seams.layer import Layer
+from quant.gemm import Tap
+
+FORWARD = frozenset(("a", "b", "y", "scores"))
+# Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
+IN_FLIGHT = 1024
+
+
+def running_backward() -> bool:
+    """Whether this code runs within a backward pass, where a forward pass is one made again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Listener:
+    """Gives the taps of one product of one layer, pass by pass."""
+
+    def __init__(self, recorder: Any, layer: Layer, part: Part, places: dict) -> None:
+        self.recorder, self.layer, self.part, self.places = recorder, layer, part, places
+        self.passed: deque = deque(maxlen=IN_FLIGHT)
+
+    def __call__(self) -> Tap | None:
+        """The observer of the pass that begins now, None while nothing is recorded."""
+        if not running_backward():
+            moment = self.recorder.moment()
+            if self.layer.module.training:
+                while self.passed and self.passed[0].iteration != moment.iteration:
+                    self.passed.popleft()
+                self.passed.append(moment)
+            return self.recorder.tap(self.layer, self.part, self.places, moment)
+        if not torch.is_grad_enabled():  # the first pass of a checkpoint within another: gradients come with the next
+            return None
+        # Backward passes come in the order of their forward passes, also where a pipeline has several in flight.
+        moment = self.passed.popleft() if self.passed else self.recorder.moment()
+        tap = self.recorder.tap(self.layer, self.part, self.places, moment)
+        if tap is None:
+            return None
+        self.recorder.recomputed(self.layer.site, moment)
+        return lambda seen: None if seen.name in FORWARD else tap(seen)
+
+
+class Clock:
+    """Counts the forward passes of a model as micro-batches, unless the recorder is told them (`Recorder.at`).
+
+    The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
+    argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
+    """
+
+    def __init__(self, recorder: Any, model: nn.Module) -> None:
+        self.recorder, self.model = recorder, model
+        self.iteration: int | None = None
+        self.passes = 0
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        recorder = self.recorder
+        if recorder.told or running_backward():
+            return
+        megatrons, a_step = megatron_iteration(), megatron_micro_batches()
+        recorder.paused = (megatrons is not None or a_step is not None) and not self.model.training
+        if recorder.paused:
+            return
+        if megatrons is not None:
+            recorder.go_to(megatrons)
+        elif a_step and not recorder.stepped and self.iteration == recorder.iteration and self.passes >= a_step:
+            recorder.go_to(recorder.iteration + 1)
+        if self.iteration != recorder.iteration:
+            self.iteration, self.passes = recorder.iteration, 0
+        recorder.micro_batch = self.passes
+        self.passes += 1
+
+
+def megatron_iteration() -> int | None:
+    """The iteration of Megatron-LM's training loop, from 0; None without one."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    arguments = getattr(variables, "_GLOBAL_ARGS", None)
+    return getattr(arguments, "curr_iteration", None)
+
+
+def megatron_micro_batches() -> int | None:
+    """Micro-batches of an iteration, where megatron.core has been told them."""
+    calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
+    if getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is None:
+        return None
+    return calculator.get_num_microbatches()

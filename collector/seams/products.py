@@ -1,0 +1,134 @@
+"""One product of a model: as the model computes it, with the tap beside it, or by quant.gemm.
+
+What is not quantized is left to the model's own call, so that its result has the same bits; the tap sees its operands
+before and its result after. Gradients are seen where they leave this product: operands are handed over as views, whose
+gradient is this product's share alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import quant.gemm
+from collector.parallel import Quantization
+from quant.formats import GemmFormats
+from quant.gemm import Observed, Tap
+
+UNQUANTIZED = GemmFormats()
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Answering(threading.local):
+    depth = 0
+
+
+_answering = _Answering()
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """While a seam answers for the model: what it computes is not to be answered, or watched, again."""
+    _answering.depth += 1
+    try:
+        yield
+    finally:
+        _answering.depth -= 1
+
+
+def is_answering() -> bool:
+    return _answering.depth > 0
+
+
+def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] + bias -> [..., out]. original computes it as the model does, bias included.
+
+    Under autocast the quantized product takes its operands in autocast's dtype, as torch's linear does.
+    """
+    with answering():
+        tap = how.tap()
+        if how.formats == UNQUANTIZED:
+            return original(x, weight) if tap is None else beside(original, x, weight, tap)
+        dtype = _dtype(x)
+        inner = tap if bias is None else _but_result(tap)
+        y = quant.gemm.linear(x.to(dtype), weight.to(dtype), how.formats, backend=how.backend, tap=inner)
+        if bias is None:
+            return y
+        # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
+        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape)
+        if tap:
+            tap(Observed("y", y.detach()))
+        return y
+
+
+def _but_result(tap: Tap | None) -> Tap | None:
+    """A tap for a product whose bias is still to be added."""
+    return tap and (lambda seen: None if seen.name == "y" else tap(seen))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def beside(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:
+    """product(a, b), shown to the tap as quant.gemm shows its own: operands, result and, as they come, gradients.
+    a is contracted along its last axis, b along dim_b."""
+    tap(Observed("a", a.detach()))
+    tap(Observed("b", b.detach(), dim=dim_b))
+    y = product(listened(a, tap, "grad_a"), listened(b, tap, "grad_b"))
+    tap(Observed("y", y.detach()))
+    listen_to_result(y, tap)
+    return y
+
+
+def listened(x: Tensor, tap: Tap, name: str) -> Tensor:
+    """x for one product: a view whose gradient the tap sees by that name."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    view = x.view_as(x)
+    view.register_hook(_telling(tap, name))
+    return view
+
+
+def listen_to_result(y: Tensor, tap: Tap) -> None:
+    """Have the tap see the gradient of a product's result, as "grad"."""
+    if not y.requires_grad:
+        return
+    base = y._base
+    if base is None or base.grad_fn is None or base.numel() != y.numel() or not (
+        base.is_contiguous() and y.is_contiguous()
+    ):  # fmt: skip
+        y.register_hook(_telling(tap, "grad"))
+        return
+    # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own
+    # place in the graph, and a hook with it; what it is a view of keeps its.
+    shape, number = y.shape, base.output_nr
+
+    def tell(gradients: tuple[Tensor, ...]) -> None:
+        tap(Observed("grad", gradients[number].detach().reshape(shape)))
+
+    base.grad_fn.register_prehook(tell)
+
+
+def _telling(tap: Tap, name: str) -> Callable[[Tensor], None]:
+    def tell(gradient: Tensor) -> None:
+        tap(Observed(name, gradient.detach()))
+
+    return tell
+
+
+def shown(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: tuple[str, ...] = ()) -> Tap | None:
+    """A tap that shows tensors (those of the names, if any are given) in another shape."""
+    if tap is None:
+        return None
+
+    def see(seen: Observed) -> None:
+        tap(replace(seen, shape=shape(seen.tensor)) if not names or seen.name in names else seen)
+
+    return see

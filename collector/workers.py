@@ -1,0 +1,113 @@
+"""Work handed out to processes whose death costs only the job at hand.
+
+concurrent.futures was the alternative: there one killed worker ends the whole pool, and nobody knows on which job.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from typing import Generic, TypeVar
+
+J = TypeVar("J")
+R = TypeVar("R")
+
+DEPTH = 2  # one job at hand and the next one waiting
+
+
+@dataclass(frozen=True)
+class Death:
+    """The worker died on this job: of a signal (a negative exit status) or of itself."""
+
+    status: int
+
+    @property
+    def by(self) -> str:
+        """SIGKILL, SIGBUS, exit status 1"""
+        if self.status >= 0:
+            return f"exit status {self.status}"
+        try:
+            return signal.Signals(-self.status).name
+        except ValueError:
+            return f"signal {-self.status}"
+
+
+class _Worker(Generic[J]):
+    def __init__(self, context: ForkServerContext, work: Callable[[J], object]) -> None:
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
+        self.process.start()
+        theirs.close()  # its end is the worker's alone: when that dies, reading here ends
+        self.held: deque[J] = deque()
+
+    def give(self, job: J) -> None:
+        self.held.append(job)
+        with suppress(OSError):  # it is dead: seen when its answer is read
+            self.connection.send(job)
+
+    def stop(self) -> int:
+        """End it, and its exit status."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        return self.process.exitcode or 0
+
+
+def _serve(connection: Connection, work: Callable[[J], object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells everyone; the parent decides
+    with suppress(EOFError, OSError):  # the parent is gone
+        while True:
+            connection.send(work(connection.recv()))
+
+
+def prepare(module: str) -> None:
+    """Have the processes' common parent started, which imports that module: while the caller does other things."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([module])
+    forkserver.ensure_running()
+
+
+def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[tuple[J, R | Death]]:
+    """Each job with its result, as they come, from `count` processes; with a Death where a job killed its process.
+
+    work is a function of a module: it is imported there, once for all processes. What it raises kills its process.
+    Jobs are taken as they are needed. Ending the iteration early ends the processes.
+    """
+    prepare(work.__module__)
+    context = multiprocessing.get_context("forkserver")
+    source, again = iter(jobs), deque[J]()
+    crew: list[_Worker[J]] = []
+    try:
+        while True:
+            while len(crew) < count and (job := again.popleft() if again else next(source, None)) is not None:
+                crew.append(_Worker(context, work))
+                crew[-1].give(job)
+            for worker in crew:
+                while (
+                    len(worker.held) < DEPTH and (job := again.popleft() if again else next(source, None)) is not None
+                ):
+                    worker.give(job)
+            busy = {worker.connection: worker for worker in crew if worker.held}
+            if not busy:
+                return
+            for connection in wait(list(busy)):
+                worker = busy[connection]
+                try:
+                    result = connection.recv()
+                except (EOFError, OSError):
+                    worker.process.join()  # not stopped before it has said how it died
+                    crew.remove(worker)
+                    job = worker.held.popleft()
+                    again.extend(worker.held)
+                    yield job, Death(worker.stop())
+                else:
+                    yield worker.held.popleft(), result
+    finally:
+        for worker in crew:
+            worker.stop()

@@ -1,0 +1,238 @@
+"""Tensor files that other tools wrote: .pt, .safetensors and .npy, read where they lie and never executed.
+
+    .pt           torch.load(weights_only=True) and nothing else: {"tensor", "metadata"} or a bare tensor. Torch's zip
+                  format is memory-mapped; its older format has to be read whole
+    .safetensors  every tensor of the file by its key; metadata are its header's
+    .npy          without pickles
+
+A file is opened once, must be a regular one and no link, and everything is read through that descriptor
+(/proc/self/fd), so that nothing can be put in its place meanwhile. A file that is cut while it is read can still kill
+the process (SIGBUS), as with every memory-mapped file: the import reads in processes of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from data.store import TensorFileError
+
+SUFFIXES = (".pt", ".safetensors", ".npy")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# How torch's older format begins: its magic number, pickled by any protocol from 2 on.
+OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
+SHOWN = 200
+NO_MEMORY = "it asks for more memory than there is"
+
+
+class TooLarge(TensorFileError):
+    """The file has to be read whole, and that does not fit into the memory allowed."""
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """A tensor of a file: float32, bfloat16 or float16 on the CPU, with at least one element.
+
+    key       its name in the file, None in a .pt or .npy
+    metadata  what the file says of it: anything at all
+    note      a sentence on what was done to read it, or None
+    dtype     as it is in the file
+    refused   why it cannot be used; then there is no tensor
+    """
+
+    key: str | None
+    metadata: object
+    tensor: Tensor | None
+    dtype: str | None = None
+    note: str | None = None
+    refused: str | None = None
+
+
+@contextmanager
+def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTensor]]:
+    """The tensors of a file, read as they are asked for; those of float64 come rounded to float32.
+
+    room bounds the bytes that may be read whole; None for any. Raises TensorFileError, TooLarge among them, if the file
+    cannot be opened or read, or has changed by the end.
+    """
+    readers = {".pt": _torch, ".safetensors": _safetensors, ".npy": _numpy}
+    if path.suffix not in readers:
+        raise TensorFileError(f"not a tensor file: {', '.join(SUFFIXES)} are read")
+    descriptor = _open(path)
+    try:
+        before = os.fstat(descriptor)
+        yield _guarded(readers[path.suffix](descriptor, before.st_size, room))
+        after = os.fstat(descriptor)
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise TensorFileError("it changed while it was read")
+    finally:
+        os.close(descriptor)
+
+
+def load_foreign(path: Path, key: str | None = None) -> Tensor:
+    """One tensor of a file, as `opened` gives it. Raises TensorFileError that names the file."""
+    try:
+        with opened(path) as tensors:
+            for found in tensors:
+                if found.key == key:
+                    if found.tensor is None:
+                        raise TensorFileError(found.refused)
+                    return found.tensor
+            raise TensorFileError(f"it holds no tensor {key!r} any more")
+    except TensorFileError as error:
+        raise TensorFileError(f"{path} cannot be read: {error}") from error
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a regular file that is not empty. Nothing else is opened: that alone can block, or act."""
+    try:
+        kind = os.lstat(path).st_mode
+        if stat.S_ISLNK(kind):
+            raise TensorFileError("it is a symbolic link")
+        if not stat.S_ISREG(kind):
+            raise TensorFileError("it is no regular file")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise TensorFileError("it is missing: moved or deleted since") from None
+    except OSError as error:
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else (error.strerror or str(error)).lower()
+        raise TensorFileError(reason) from error
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size:
+        return descriptor
+    os.close(descriptor)
+    raise TensorFileError("it is empty (0 bytes)" if stat.S_ISREG(status.st_mode) else "it is no regular file")
+
+
+def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
+    """The same, with whatever a damaged file trips over as a TensorFileError."""
+    while True:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = next(tensors, None)
+        except TensorFileError:
+            raise
+        except MemoryError as error:
+            raise TensorFileError(NO_MEMORY) from error
+        except Exception as error:  # KeyError, struct.error, SafetensorError: readers do not say which
+            raise TensorFileError(_reason(error)) from error
+        if found is None:
+            return
+        yield found
+
+
+def _reason(error: Exception) -> str:
+    """Why a file cannot be read, in one printable line."""
+    text = str(error).strip() or type(error).__name__
+    if found := re.search(r"GLOBAL ([\w.]{1,100}) ", text):
+        return f"it holds more than tensors and plain data ({found[1]}), which could run code: it is not loaded"
+    if "can't allocate memory" in text:
+        return NO_MEMORY
+    if "Weights only load failed" in text:
+        return "damaged, or it holds more than tensors and plain data, which is not loaded"
+    line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
+    return f"damaged, or not what its name says: {line}"
+
+
+def _too_large(why: str, needed: int, room: int) -> str:
+    return f"{why}: {needed / 2**30:.1f} GiB, where {max(room, 0) / 2**30:.1f} GiB of memory are free"
+
+
+def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+    path = f"/proc/self/fd/{descriptor}"
+    head = os.pread(descriptor, 32, 0)
+    if head.startswith(b"PK\x03\x04"):
+        try:
+            entries = zipfile.ZipFile(path).infolist()
+        except zipfile.BadZipFile:
+            raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise TensorFileError("its entries are compressed, which torch never does")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    elif head.startswith(b"\x80") and OLDER_MAGIC in head:
+        if room is not None and size > room:
+            raise TooLarge(_too_large("it is in torch's older format, which must be read whole", size, room))
+        with open(path, "rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    else:
+        raise TensorFileError("it is in neither of torch's formats")
+    metadata = None
+    if isinstance(content, dict):
+        content, metadata = content.get("tensor"), content.get("metadata")
+    if not isinstance(content, Tensor):
+        raise TensorFileError("it holds no tensor: a tensor, or a dict with the key 'tensor', is expected")
+    yield _usable(None, metadata, content, size, room)
+
+
+def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+    with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
+        metadata = file.metadata()
+        keys = list(file.keys())
+        if not keys:
+            raise TensorFileError("it holds no tensor")
+        for key in keys:
+            yield _usable(key, metadata, file.get_tensor(key), size, room)
+
+
+def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        array = np.lib.format.open_memmap(path, mode="c")
+    except ValueError as error:
+        if "Python objects" in str(error):
+            raise TensorFileError("it holds Python objects, which are pickled: they are not loaded") from None
+        raise
+    kind = array.dtype
+    if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
+        raise TensorFileError(f"dtype {kind.str} cannot be read: float16, float32 and float64 of this machine's order")
+    if any(step < 0 for step in array.strides):
+        raise TensorFileError("its axes run backwards")
+    yield _usable(None, None, torch.from_numpy(array), size, room)
+
+
+def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int | None) -> ForeignTensor:
+    """A tensor that can be summarized, or why it cannot. size is that of the file: whoever claims more elements than
+    it has room for repeats them. Raises TooLarge if converting it takes more than `room`."""
+    x = x.detach()
+    dtype = str(x.dtype).removeprefix("torch.")
+    reason = None
+    if type(x) is not Tensor:
+        reason = f"it is a {type(x).__name__}, no plain tensor"
+    elif x.is_nested or x.layout != torch.strided:
+        reason = "it is sparse or nested: only dense tensors are read"
+    elif x.is_quantized or x.is_complex() or x.dtype not in (*DTYPES, torch.float64):
+        reason = f"its dtype {dtype} is not read: float32, bfloat16, float16, float64"
+    elif x.device.type != "cpu":
+        reason = "it has no values (device meta)"
+    elif not x.numel():
+        reason = f"it holds no element: its shape is {tuple(x.shape)}"[:SHOWN]
+    elif x.numel() * x.element_size() > size:
+        reason = f"it claims {x.numel()} values of {dtype}, but the file has {size} bytes"
+    if reason:
+        return ForeignTensor(key, metadata, None, dtype, refused=reason)
+    copied = x.numel() * min(x.element_size(), 4)
+    if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
+        raise TooLarge(_too_large("its values must be rewritten", copied, room))
+    x = x.resolve_neg()
+    if x.dtype == torch.float64:
+        wide, x = x, x.float()
+        beyond = int((x.isinf() & wide.isfinite()).sum())
+        note = "Its values are float64 in the file and were rounded to float32, in which Binade computes" + (
+            f"; {beyond} of them lie beyond float32 and became infinite." if beyond else "."
+        )
+        return ForeignTensor(key, metadata, x, dtype, note)
+    return ForeignTensor(key, metadata, x, dtype)

@@ -1,0 +1,51 @@
+"""What a tensor's card says beside its words and numbers: where an imported tensor comes from, what was corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from data.segment import Identity
+
+STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
+RECOMPUTED = (
+    "Recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation). It is "
+    "recorded once: what the forward pass reads and gives from the first time, gradients from the backward pass."
+)
+NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
+# Of an Identity, what a log never tells, and what only some tensors have.
+NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
+
+
+def notes(row: Mapping[str, Any]) -> list[str]:
+    """Sentences on a row of the table `tensor` (a dict or a pandas Series). Of a tensor of Binade's own they tell only
+    that its layer was recomputed.
+
+    Plain text, of which the names of files and the log's own words are a part only where they are plain words: shown as
+    text it is harmless, as HTML or Markdown it should still be escaped.
+    """
+    if not (_there(row["path"]) and str(row["path"]).startswith("/")):
+        return [RECOMPUTED] if _there(row["recomputed"]) and row["recomputed"] else []
+    version = row["source_version"]
+    known = f"The name of its file is that of version {version}." if _there(version) else "Its file's name says little."
+    sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
+    if _there(row["corrections"]):
+        sentences += row["corrections"].split("\n")
+    original = row["original_quant_type"]
+    if _there(original) and not (_there(row["quant_type"]) and original == row["quant_type"]):
+        sentences.append(f"Its log spells the quant type {original}.")
+    if _there(row["stage"]):
+        sentences.append(f"It was taken {STAGES[row['stage']]}.")
+    if not _there(row["contracted_axis"]):
+        sentences.append("Which of its axes a GEMM contracts is not known: formats are scored along the last.")
+    blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not _there(row[word])]
+    if blank:
+        names = ", ".join(NAMED.get(word, word.replace("_", " ")) for word in blank)
+        sentences.append(f"Not recorded: {names}.")
+    return sentences
+
+
+def _there(cell: object) -> bool:
+    return not pd.isna(cell)

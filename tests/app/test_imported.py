@@ -1,0 +1,135 @@
+"""Pages over tensors that another tool logged: unknown words stay blank, corrections are told, all of it as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from streamlit.testing.v1 import AppTest
+
+from app.pages import tensor as page
+from collector.capture import LINEAR_PLACES, Recorder
+from collector.importer import import_logs
+from collector.parallel import ReplicatedLinear
+from collector.recipe import Part
+from collector.seams.layer import Moment
+from collector.site import Site
+from data.catalog import Catalog
+from quant.gemm import Observed
+from tests.collector.logs_made import tensor, write
+
+Visit = Callable[..., AppTest]
+IMAGE = "<img src=x onerror=alert(1)>"
+LINK = "[click](javascript:alert(1))"
+MISLABELLED = (
+    "mxfp8/20250923_100149_0001_iter000_attention_L3_forward_pre_attention_mxfp8_rank00_group000_attention_probs.pt"
+)
+GRADIENT = "mxfp8/20250912_101010_0002_iter000_linear_L1_backward_pre_linear_mxfp8_rank00_sample000_group000_input.pt"
+AFTER = "20250912_101010_0003_iter000_linear_L1_forward_pre_linear_mxfp_fp8_e4m3_quantized_rank00_group000_input.pt"
+BARE = "debug_tensors/iter_1/fwd_in_1.pt"
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Logs of every kind and a hostile one, in a directory whose name is Markdown and HTML."""
+    base = tmp_path_factory.mktemp("imported")
+    logs = base / f"{LINK.replace('/', '')} **bold** {IMAGE}"
+    write(logs / MISLABELLED, tensor(0, 1, 2, 8, 32), {})
+    write(logs / GRADIENT, tensor(1), {"tensor_name": "input"})
+    write(logs / AFTER, tensor(2), {})
+    write(logs / BARE, tensor(3))
+    hostile = {"tensor_name": IMAGE, "module": LINK, "quant_type": "www.evil.example", "layer_idx": "1; DROP TABLE run"}
+    write(logs / "hostile.pt", tensor(4), hostile | {"layer_type": "x" * 1_000_000})
+    np.save(logs / f"{IMAGE}.npy", np.ones((4, 32), np.float32))
+    import_logs(logs, base / "runs", scores=("mxfp4",), workers=1, say=lambda line: None)
+    return base / "runs"
+
+
+def row_of(root: Path, end: str) -> pd.Series:
+    with Catalog.open(root) as catalog:
+        rows = catalog.tensors()
+    return rows[rows["path"].str.endswith(end)].iloc[0]
+
+
+def card(visit: Visit, root: Path, end: str, **query: str) -> tuple[AppTest, list[str], pd.Series]:
+    """The tensor's page, the sentences of its card, and its words."""
+    at = visit(root, "tensor", tensor=row_of(root, end)["tensor_id"], **query)
+    return at, [line for element in at.text for line in element.value.split("\n")], at.dataframe[0].value.iloc[0]
+
+
+def interpreted(at: AppTest) -> list[str]:
+    """All that a page gives to Streamlit as Markdown or HTML."""
+    kinds = ("title", "subheader", "header", "caption", "markdown", "info", "warning", "error", "success", "html")
+    found = [str(element.value) for kind in kinds for element in at.get(kind)]
+    return found + [str(element.label) for element in at.get("expander")]
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "name"),
+    [
+        (MISLABELLED, "in truth the query", "query"),
+        (GRADIENT, "the gradient of the operation's output", "grad_output"),
+    ],
+    ids=["query", "grad_output"],
+)
+def test_a_correction_is_told_on_the_card(visit: Visit, imported: Path, end: str, said: str, name: str):
+    at, sentences, words = card(visit, imported, end)
+    assert any(said in sentence for sentence in sentences)
+    assert words["Tensor"] == name and not at.exception
+
+
+def test_unknown_words_are_blank(visit: Visit, imported: Path):
+    _, sentences, words = card(visit, imported, BARE)
+    assert words["Tensor"] == "input" and words["Iteration"] == 1
+    assert words[["Layer", "Module", "Quant type", "Rank", "Micro-batch", "Logged at"]].isna().all()
+    assert "Not recorded: quant type, layer type, layer, module, component, micro-batch, rank." in sentences
+
+
+def test_before_and_after_quantization_are_told_apart(visit: Visit, imported: Path):
+    at, sentences, words = card(visit, imported, AFTER, stage="after")
+    assert at.multiselect(key="filter_stage").value == ["after"]
+    assert "Its log spells the quant type mxfp_fp8_e4m3_quantized." in sentences
+    assert words["Quant type"] == "mxfp8" and words["Stage"] == "after"
+    assert len(at.selectbox(key="tensor").options) == 1
+    assert at.selectbox(key="tensor").options[0].endswith("mxfp8 · after quantization")
+
+
+@pytest.mark.parametrize("end", ["hostile.pt", f"{IMAGE}.npy"])
+@pytest.mark.parametrize("view", page.VIEWS)
+def test_what_a_log_says_is_text(visit: Visit, imported: Path, end: str, view: str):
+    at, sentences, words = card(visit, imported, end, view=view)
+    told = "\n".join(interpreted(at))
+    for hostile in (IMAGE, LINK, "www.evil.example", "DROP TABLE", "**bold**"):
+        assert hostile not in told
+    assert any(IMAGE in sentence for sentence in sentences)  # the file's path, as text
+    assert pd.isna(words["Layer"]) and max(map(len, sentences)) <= 1000
+
+
+@pytest.mark.parametrize("name", ["overview", "explore", "worst", "recipes", "runs"])
+def test_pages_over_imports_alone(visit: Visit, imported: Path, name: str):
+    told = "\n".join(interpreted(visit(imported, name)))
+    assert IMAGE not in told and LINK not in told and "www.evil.example" not in told
+
+
+def test_runs_name_the_directory(visit: Visit, imported: Path):
+    at = visit(imported, "runs")
+    run = at.dataframe[0].value.iloc[0]
+    assert run["state"] == "✓ done" and run["source"].endswith(IMAGE)
+    assert pd.isna(run["seconds"]) and run["tensors"] == 6
+
+
+def test_recomputed_is_told(visit: Visit, tmp_path: Path):
+    with Recorder(tmp_path, config={"recipe": "bf16"}) as recorder:
+        for layer in (1, 2):
+            site = Site(layer, "fc1")
+            tap = recorder.tap(ReplicatedLinear(site, 1, 1), Part(), LINEAR_PLACES, Moment(0, 0, True))
+            assert tap
+            tap(Observed("a", torch.randn(8, 32)))
+        recorder.recomputed(site, Moment(0, 0, True))
+    run_id = recorder.writer.run_id
+    told = [[t.value for t in visit(tmp_path, "tensor", tensor=f"{run_id}/r00-00000{n}").text] for n in (1, 2)]
+    assert told[0] == [] and len(told[1]) == 1 and told[1][0].startswith("Recomputed:")

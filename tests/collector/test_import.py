@@ -1,0 +1,565 @@
+"""python -m collector import: real files of every version, hostile ones among them, and what is there after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from collector import importer
+from collector.workers import Death, scatter
+from data.catalog import Catalog
+from data.notes import notes
+from data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
+from data.store import TensorFileError
+from quant import score, summarize
+from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
+from tests.conftest import PROJECT, run_collector
+
+FORMATS = ("mxfp8", "hifp8")
+Command = Callable[..., int]
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    directory = tmp_path / "logs"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def bring(command: Command, logs: Path) -> Command:
+    """python -m collector import of `logs` in this process, without scores unless they are given."""
+    return lambda *more: command("import", str(logs), "--workers", "1", *(more or ("--scores", "")))
+
+
+def only_run(tmp_path: Path) -> RunInfo:
+    ((run,), refused) = list_runs(tmp_path / "runs")
+    assert refused == []
+    return run
+
+
+def rows(tmp_path: Path) -> pd.DataFrame:
+    with Catalog.open(tmp_path / "runs") as catalog:
+        assert catalog.refused == []
+        return catalog.tensors()
+
+
+def refusals(tmp_path: Path) -> dict[str, str]:
+    lines = (only_run(tmp_path).directory / "refused.jsonl").read_text().splitlines()
+    return {record["file"]: record["reason"] for record in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
+def test_a_file_of_each_version(bring, capsys, tmp_path, logs, older):
+    made = write_all(logs, older=older)
+    before = {path: path.stat() for path in logs.rglob("*") if path.is_file()}
+    assert bring("--scores", ",".join(FORMATS)) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "9 tensors of 9 files" in out
+    assert f"by version: {', '.join(f'{version} 1' for version in NAMES)}\n" in out
+    run = only_run(tmp_path)
+    assert run.status.state == DONE and run.status.tensors == 9 and run.config["kind"] == "import"
+    assert run.config["source"] == str(logs) and run.config["files"] == dict.fromkeys(NAMES, 1)
+    with Catalog.open(tmp_path / "runs") as catalog:
+        table = catalog.tensors()
+        scores = catalog.scores().set_index(["tensor_id", "format"])
+        assert set(table["path"]) == set(made) and len(table) == len(made)
+        for _, row in table.iterrows():
+            x = made[row["path"]]
+            assert torch.equal(catalog.load(row["tensor_id"]), x)
+            assert tuple(row["shape"]) == tuple(x.shape) and row["dtype"] == str(x.dtype).removeprefix("torch.")
+            summary = summarize(x)
+            for name in ("min", "max", "mean", "std", "rms", "absmax", "absmin", "kurtosis", "zeros", "nans", "numel"):
+                assert row[name] == getattr(summary, name), name
+            bins = catalog.distribution(tensor_ids=[row["tensor_id"]]).set_index("bin")["count"].to_dict()
+            assert bins == dict(zip(summary.bins.tolist(), summary.counts.tolist(), strict=True))
+            for fmt in FORMATS:
+                expected = vars(score(x, fmt, -1))
+                found = scores.loc[(row["tensor_id"], fmt)]
+                assert all(found[key] == value or value != value for key, value in expected.items())
+    assert set(table["source_version"]) == set(NAMES)
+    assert table["model"].isna().all() and table["module"].isna().all() and table["tp_rank"].isna().all()
+    after = {path: path.stat() for path in logs.rglob("*") if path.is_file()}
+    assert {p: (s.st_size, s.st_mtime_ns) for p, s in after.items()} == {
+        p: (s.st_size, s.st_mtime_ns) for p, s in before.items()
+    }
+    assert not list((run.directory / "tensors").iterdir())
+
+
+def test_metadata_and_corrections_reach_the_card(bring, tmp_path, logs):
+    name = "20250923_100149_0019_iter000_attention_L1_forward_pre_attention_mxfp8_rank00_group000_value.pt"
+    metadata = {"layer_type": "attention", "layer_idx": 5, "quant_type": "mxfp_fp8_e4m3_quantized", "rank": 3}
+    x = tensor(1, 2, 64, 40)
+    write(logs / name, x, metadata | {"save_time": "2025-09-23 10:01:50", "component": "attention"})
+    assert bring("--scores", "mxfp8") == 0
+    (_, row), *_ = rows(tmp_path).iterrows()
+    assert (row["layer_index"], row["rank"], row["quant_type"], row["stage"]) == (5, 3, "mxfp8", "after")
+    assert (row["tensor_name"], row["contracted_axis"], row["component"]) == ("key", -2, "FA")
+    assert row["captured"] == pd.Timestamp("2025-09-23 10:01:50")
+    said = notes(row)
+    assert said == notes(row.to_dict())
+    assert said[0].endswith("The name of its file is that of version V3.")
+    assert any("in truth the key" in sentence for sentence in said)
+    assert any("name says layer_index 1, the metadata inside says 5" in sentence for sentence in said)
+    assert "Its log spells the quant type mxfp_fp8_e4m3_quantized." in said
+    assert "It was taken after it was quantized." in said and "Not recorded: module, micro-batch." in said
+    with Catalog.open(tmp_path / "runs") as catalog:
+        assert catalog.scores()["sqnr_db"].item() == score(x, "mxfp8", -2).sqnr_db  # along the axis that is contracted
+        assert score(x, "mxfp8", -2) != score(x, "mxfp8", -1)
+
+
+def test_safetensors_and_npy(bring, tmp_path, logs):
+    a, b, c = tensor(1, 8, 16), tensor(2, 40, dtype=torch.float16), tensor(3, 4, 6, dtype=torch.float32)
+    save_file({"layer.a": a, "layer.b": b, "index": torch.arange(3)}, logs / "x.safetensors", {"layer_idx": "4"})
+    np.save(logs / "c.npy", np.asfortranarray(c.numpy()))
+    np.save(logs / "d.npy", c.numpy().astype(np.float64) * 1e-3)
+    assert bring() == 0
+    table = rows(tmp_path).set_index("tensor_name")
+    assert set(table.index) == {"layer.a", "layer.b", "c", "d"} and set(table["layer_index"].dropna()) == {4}
+    with Catalog.open(tmp_path / "runs") as catalog:
+        for name, x in (("layer.a", a), ("layer.b", b), ("c", c), ("d", (c.double() * 1e-3).float())):
+            assert torch.equal(catalog.load(table.loc[name, "tensor_id"]), x)
+            assert table.loc[name, "rms"] == summarize(x).rms
+    assert table.loc["d", "dtype"] == "float64" and table.loc["d", "nbytes"] == 8 * c.numel()
+    assert "rounded to float32" in table.loc["d", "corrections"]
+    assert "dtype int64" in refusals(tmp_path)["x.safetensors"]
+    assert bring() == 0  # what was refused of a file that is known is still told
+    assert "dtype int64" in refusals(tmp_path)["x.safetensors"] and len(rows(tmp_path)) == 4
+
+
+def test_float64_beyond_float32_is_told(bring, tmp_path, logs):
+    write(logs / "x.pt", torch.tensor([1.0, 1e300, -1e300, torch.inf], dtype=torch.float64))
+    assert bring() == 0
+    (_, row), *_ = rows(tmp_path).iterrows()
+    assert row["infs"] == 3 and "2 of them lie beyond float32" in row["corrections"]
+
+
+class Evil:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.proof),))
+
+
+def lie(source: Path, target: Path) -> None:
+    """A copy of a log of [6, 70] that claims [2130706432, 70], in the same file."""
+
+    def patched(content: bytes) -> bytes:
+        at = content.index(b"K\x06KF\x86")
+        return content[:at] + b"J\x00\x00\x00\x7f" + content[at + 2 :]
+
+    if not zipfile.is_zipfile(source):
+        target.write_bytes(patched(source.read_bytes()))
+        return
+    with zipfile.ZipFile(source) as given, zipfile.ZipFile(target, "w") as lying:
+        for name in given.namelist():
+            content = given.read(name)
+            lying.writestr(name, patched(content) if name.endswith("data.pkl") else content)
+
+
+def hostile(logs: Path, proof: Path) -> dict[str, str]:
+    """Files that must be refused, and a part of the reason."""
+    good = write(logs / "ok.pt", tensor(0)).read_bytes()
+    older = write(logs / "ok_older.pt", tensor(1), {}, older=True).read_bytes()
+    for name in ("ok.pt", "ok_older.pt"):
+        lie(logs / name, logs / f"lies_{name}")
+    bad = torch.zeros(8)
+    for name, x in {
+        "int": bad.long(),
+        "bool": bad.bool(),
+        "fp8": bad.to(torch.float8_e4m3fn),
+        "complex": bad.cfloat(),
+        "sparse": bad.reshape(2, 4).to_sparse(),
+        "csr": bad.reshape(2, 4).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(bad, 0.1, 0, torch.qint8),
+        "meta": bad.to("meta"),
+        "empty_tensor": bad[:0],
+        "repeated": bad[:1].expand(10**12),
+        "number": 7,
+    }.items():
+        torch.save(x, logs / f"{name}.pt")
+    torch.save({"weights": bad}, logs / "state_dict.pt")
+    torch.save({"tensor": bad, "metadata": Evil(proof)}, logs / "evil.pt")
+    torch.save({"tensor": bad, "metadata": Evil(proof)}, logs / "evil_older.pt", _use_new_zipfile_serialization=False)
+    for name in ("pickle.pt", "pickle.pkl", "pickle.npy", "pickle.safetensors"):
+        (logs / name).write_bytes(pickle.dumps(Evil(proof)))
+    np.save(logs / "objects.npy", np.array([Evil(proof)], dtype=object), allow_pickle=True)
+    np.save(logs / "swapped.npy", np.zeros(4, ">f4"))
+    np.save(logs / "integers.npy", np.zeros(4, np.int32))
+    np.save(logs / "no_element.npy", np.zeros((0, 4), np.float32))
+    huge = {"descr": "<f4", "fortran_order": False, "shape": (10**15, 10**6)}
+    with open(logs / "impossible.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, huge)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]}}).encode()
+    (logs / "impossible.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (logs / "long_header.safetensors").write_bytes((1 << 62).to_bytes(8, "little") + b"{}")
+    (logs / "cut.pt").write_bytes(good[: len(good) // 2])
+    (logs / "cut_older.pt").write_bytes(older[:-100])
+    with (
+        zipfile.ZipFile(logs / "ok.pt") as given,
+        zipfile.ZipFile(logs / "deflated.pt", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for name in given.namelist():
+            bomb.writestr(name, given.read(name))
+        bomb.writestr("archive/data/9", bytes(1 << 24))
+    (logs / "zeros.pt").write_bytes(bytes(4096))
+    (logs / "nothing.pt").touch()
+    (logs / "readme.txt").write_text("hello")
+    os.mkfifo(logs / "pipe.pt")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(logs / "socket.pt"))
+    (logs / "loop.pt").symlink_to("loop.pt")
+    (logs / "out.pt").symlink_to("/etc/passwd")
+    (logs / "inside.pt").symlink_to("ok.pt")
+    (logs / "around").symlink_to(".")
+    (logs / "away").symlink_to("/")
+    return {
+        **dict.fromkeys(("int.pt", "bool.pt", "fp8.pt", "complex.pt", "quantized.pt"), "dtype"),
+        **dict.fromkeys(("sparse.pt", "csr.pt"), "sparse"),
+        "integers.npy": "dtype",
+        "swapped.npy": "dtype >f4",
+        "meta.pt": "no values",
+        "empty_tensor.pt": "no element",
+        "no_element.npy": "",
+        "lies_ok.pt": "storage",
+        "lies_ok_older.pt": "",
+        "repeated.pt": "claims 1000000000000 values",
+        "impossible.npy": "",
+        "impossible.safetensors": "",
+        "long_header.safetensors": "",
+        **dict.fromkeys(("number.pt", "state_dict.pt"), "holds no tensor"),
+        "evil.pt": "could run code",
+        "evil_older.pt": "could run code",
+        "pickle.pt": "neither of torch's formats",
+        "pickle.pkl": "never is",
+        "pickle.npy": "",
+        "pickle.safetensors": "",
+        "objects.npy": "Python objects",
+        "cut.pt": "cut short",
+        "cut_older.pt": "",
+        "deflated.pt": "compressed",
+        "zeros.pt": "neither of torch's formats",
+        "nothing.pt": "0 bytes",
+        "readme.txt": "not a tensor file",
+        **dict.fromkeys(("pipe.pt", "socket.pt"), "no regular file"),
+        "loop.pt": "leads nowhere, or to itself",
+        **dict.fromkeys(("out.pt", "away"), "out of the directory"),
+        **dict.fromkeys(("inside.pt", "around"), "found by itself"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
+def test_hostile_files_are_refused_and_the_rest_goes_on(bring, capsys, tmp_path, logs, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the name of a socket must be short
+    expected = hostile(logs, tmp_path / "proof")
+    assert bring() == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "2 tensors of 2 files" in out
+    assert f"refused: {len(expected)}\n" in out and f"and {len(expected) - 10} more: " in out
+    found = refusals(tmp_path)
+    assert set(found) == set(expected)
+    for name, reason in expected.items():
+        assert reason in found[name] and found[name].isprintable() and len(found[name]) < 400, name
+    assert not (tmp_path / "proof").exists()
+    assert only_run(tmp_path).config["refused"]["count"] == len(expected)
+    assert {Path(path).name for path in rows(tmp_path)["path"]} == {"ok.pt", "ok_older.pt"}
+
+
+def nested(depth: int) -> list:
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def test_hostile_metadata_is_neutralised(bring, tmp_path, logs):
+    bad = {
+        "layer_type": "<script>alert(1)</script>", "operation": "'; DROP TABLE tensor; --", "phase": "../../etc/passwd",
+        "component": ["FA"], "tensor_name": "x" * 3_000_000, "quant_type": {"a": float("nan")},
+        "layer_idx": float("nan"), "iteration": "1e9", "rank": -1, "module": "/dev/zero", "save_time": "0000-00-00",
+        "save_path": "/etc/passwd",
+    }  # fmt: skip
+    write(logs / "a.pt", tensor(1), bad)
+    write(logs / "b.pt", tensor(2), bad | {"deep": nested(300)}, older=True)
+    (logs / "<img src=x onerror=alert(1)>'; DROP TABLE run; --\n.pt").write_bytes((logs / "a.pt").read_bytes())
+    os.rename(logs / "b.pt", os.fsencode(logs) + b"/\xff.pt")
+    assert bring() == 0
+    table = rows(tmp_path)
+    assert len(table) == 2
+    for _, row in table.iterrows():
+        words = ("layer_type", "operation", "phase", "component", "quant_type", "layer_index", "rank", "module")
+        assert row[[*words, "iteration", "captured"]].isna().all()
+        assert row["corrections"].count("was left out.") == 11
+        assert not set(row["corrections"]) & set("<>;/")
+    assert sorted(table["tensor_name"].fillna("-")) == ["-", "a"]
+    assert refusals(tmp_path) == {"\\udcff.pt": "its name is not valid Unicode"}
+    os.rename(os.fsencode(logs) + b"/\xff.pt", logs / "b.pt")
+    assert bring() == 0 and len(rows(tmp_path)) == 3 and refusals(tmp_path) == {}
+
+
+def test_importing_again_adds_what_is_new_and_nothing_twice(bring, capsys, tmp_path, logs):
+    write_all(logs, older=False)
+    assert bring() == 0
+    first = rows(tmp_path)
+    directory = only_run(tmp_path).directory
+    segments = {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")}
+    capsys.readouterr()
+    assert bring() == 0
+    assert "nothing new; 9 files were known" in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in directory.glob("segments/*")} == segments
+    write(logs / "later.pt", tensor(20))
+    assert bring() == 0
+    again = rows(tmp_path)
+    assert len(again) == 10 and set(first["tensor_id"]) < set(again["tensor_id"]) and again["tensor_id"].is_unique
+    assert only_run(tmp_path).status.tensors == 10 and only_run(tmp_path).config["files"]["V2"] == 1
+
+
+def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
+    for seed, name in enumerate(("a", "b", "c")):
+        write(logs / f"{name}.pt", tensor(seed))
+    assert bring() == 0
+    first = rows(tmp_path).set_index("tensor_name")
+    x = tensor(9, 5, 5)
+    write(logs / "b.pt", x)
+    (logs / "c.pt").unlink()
+    assert bring() == 0
+    again = rows(tmp_path).set_index("tensor_name")
+    assert sorted(again.index) == ["a", "b", "c"]  # what is gone keeps its statistics
+    assert again.loc["b", "rms"] == summarize(x).rms != first.loc["b", "rms"]
+    assert again.loc["a", "tensor_id"] == first.loc["a", "tensor_id"]
+    with Catalog.open(tmp_path / "runs") as catalog:
+        assert catalog.distribution()["count"].sum() == again["numel"].sum()
+        assert torch.equal(catalog.load(again.loc["b", "tensor_id"]), x)
+        with pytest.raises(TensorFileError, match="missing"):
+            catalog.load(again.loc["c", "tensor_id"])
+
+
+# Dies by SIGKILL at the n-th call of os.rename or os.fsync: the moments between which a segment comes to be.
+KILLED = """
+import os, signal, sys
+from collector import __main__, importer
+importer.ROWS_A_SEGMENT = 4
+call, left = sys.argv[1], int(sys.argv[2])
+real = getattr(os, call)
+def deadly(*arguments, **more):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **more)
+setattr(os, call, deadly)
+__main__.main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[4]])
+"""
+
+
+@pytest.mark.parametrize(("call", "left"), [("rename", 1), ("rename", 2), ("rename", 3), ("fsync", 12), ("replace", 9)])
+def test_an_import_that_was_killed_goes_on(bring, tmp_path, logs, call, left):
+    for seed in range(18):
+        write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, call, str(left), str(logs), str(tmp_path / "runs")], cwd=PROJECT, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL
+    runs, _ = list_runs(tmp_path / "runs")
+    before = rows(tmp_path) if runs else pd.DataFrame(columns=["tensor_id", "tensor_name"])
+    assert [run.status.state for run in runs] in ([], ["crashed"]) and len(before) < 18
+    assert bring() == 0
+    table = rows(tmp_path)
+    assert sorted(table["tensor_name"]) == [f"x{seed:02d}" for seed in range(18)] and table["tensor_id"].is_unique
+    assert set(before["tensor_id"]) <= set(table["tensor_id"]) and only_run(tmp_path).status.state == DONE
+    assert table.set_index("tensor_name")["rms"].to_dict() == {
+        f"x{seed:02d}": summarize(tensor(seed, 4, 9)).rms for seed in range(18)
+    }
+
+
+SLOW = """
+import sys, time
+from collector import __main__, importer
+importer.ROWS_A_SEGMENT = 2
+taken = importer._Import._take
+def slowly(self, *arguments):
+    time.sleep(0.2)
+    taken(self, *arguments)
+importer._Import._take = slowly
+sys.exit(__main__.main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
+"""
+
+
+def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
+    for seed in range(40):
+        write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(logs), str(tmp_path / "runs")],
+        cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as running:  # fmt: skip
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "runs").glob("2*/segments/rank*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
+        out, err = running.communicate(timeout=60)
+    assert running.returncode == 130 and err == "collector: cancelled; what was recorded is kept\n", err
+    assert only_run(tmp_path).status.state == CANCELLED
+    kept = rows(tmp_path)
+    assert 0 < len(kept) == only_run(tmp_path).status.tensors < 40
+    assert bring() == 0
+    table = rows(tmp_path)
+    assert len(table) == 40 and set(kept["tensor_id"]) < set(table["tensor_id"]) and table["path"].is_unique
+    assert only_run(tmp_path).status.state == DONE
+
+
+def test_a_reader_that_dies_costs_its_file_only(bring, tmp_path, logs, monkeypatch):
+    monkeypatch.setattr(importer, "read_file", deadly_read)
+    for seed, name in enumerate(("a", "b_killed", "c", "d_crashed", "e", "f")):
+        write(logs / f"{name}.pt", tensor(seed))
+    assert bring() == 0
+    assert sorted(rows(tmp_path)["tensor_name"]) == ["a", "c", "e", "f"]
+    found = refusals(tmp_path)
+    assert "SIGKILL" in found["b_killed.pt"] and "memory" in found["b_killed.pt"]
+    assert found["d_crashed.pt"] == "its reader crashed (SIGSEGV)" and len(found) == 2
+
+
+def test_a_file_that_is_cut_while_it_is_read_kills_only_its_reader(tmp_path):
+    path = write(tmp_path / "x.pt", torch.ones(1 << 20))
+    results = dict(scatter([str(path), *map(str, range(20))], cut_while_read, 2))
+    assert results.pop(str(path)) == Death(-signal.SIGBUS)
+    assert results == {str(i): 2.0 * i for i in range(20)}
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    from data.foreign import opened
+
+    path = write(tmp_path / "x.pt", tensor(0))
+    with pytest.raises(TensorFileError, match="changed while it was read"), opened(path) as tensors:
+        next(tensors)
+        os.utime(path, ns=(0, 0))
+
+
+def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
+    monkeypatch.setattr(importer, "SMALL", 0)
+    monkeypatch.setattr(importer, "available_host_memory", lambda: 10_000)
+    write(logs / "zip.pt", tensor(0, 80, 50), {})
+    write(logs / "older.pt", tensor(1, 80, 100), {}, older=True)
+    write(logs / "small.pt", tensor(1, 8, 10), {}, older=True)
+    assert bring("--scores", "mxfp8") == 0
+    table = rows(tmp_path).set_index("tensor_name")
+    assert set(table.index) == {"zip", "small"}
+    assert "Not scored" in table.loc["zip", "corrections"] and table["corrections"].isna()["small"]
+    assert "must be read whole" in refusals(tmp_path)["older.pt"]
+    with Catalog.open(tmp_path / "runs") as catalog:
+        assert list(catalog.scores()["tensor_id"]) == [table.loc["small", "tensor_id"]]
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere",), "there is no directory"),
+        (("file",), "is not a directory"),
+        (("logs", "--workers", "0"), "--workers is 0"),
+        (("logs", "--scores", "fp3"), "format 'fp3' is unknown"),
+        ((), "required"),
+        (("logs", "--workers", "x"), "invalid int"),
+        (("runs",), "is the root of the runs"),
+    ],
+    ids=["missing", "file", "workers", "scores", "none", "no number", "root"],
+)
+def test_wrong_input_is_exit_2(command, capsys, tmp_path, monkeypatch, logs, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    if arguments[:1] == ("runs",):
+        (tmp_path / "runs").mkdir()
+    write(logs / "x.pt", tensor(0))
+    before = sorted(tmp_path.rglob("*"))
+    assert command("import", *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in err and err.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_of_which_all_is_refused_is_exit_1(bring, capsys, tmp_path, logs):
+    (logs / "a.pkl").write_bytes(b"x")
+    (logs / "b.pt").touch()
+    assert bring() == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("collector: every file of") and err.count("\n") == 1 and "a.pkl: a pickle" in out
+    assert only_run(tmp_path).status.state == FAILED and set(refusals(tmp_path)) == {"a.pkl", "b.pt"}
+
+
+def test_an_empty_directory_is_exit_0(bring, capsys, tmp_path):
+    assert bring() == 0
+    assert "nothing to import" in capsys.readouterr().out and not (tmp_path / "runs").exists()
+
+
+def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, logs):
+    write(logs / "x.pt", tensor(0))
+    (tmp_path / "file").write_text("mine")
+    assert command("import", str(logs), "--tensor-save-dir", str(tmp_path / "file" / "below")) == 1
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_the_root_and_unreadable_directories_are_passed_over(command, capsys, tmp_path, logs):
+    write(logs / "x.pt", tensor(0))
+    root = ("--scores", "", "--tensor-save-dir", str(logs / "runs"))
+    assert command("import", str(logs), *root) == command("import", str(logs), *root) == 0
+    (run,), _ = list_runs(logs / "runs")
+    assert run.status.tensors == 1 and (run.directory / "refused.jsonl").read_text() == ""
+
+
+def test_two_imports_of_one_directory_at_once(bring, capsys, tmp_path, logs):
+    write(logs / "x.pt", tensor(0))
+    assert bring() == 0
+    held = os.open(only_run(tmp_path).directory, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert bring() == 1
+    os.close(held)
+    assert "is being imported" in capsys.readouterr().err
+    assert bring() == 0
+
+
+def test_another_directory_is_another_run(command, tmp_path, logs):
+    for name in ("one", "two"):
+        write(logs / name / "x.pt", tensor(0))
+        assert command("import", str(logs / name), "--scores", "") == 0
+    runs, _ = list_runs(tmp_path / "runs")
+    assert [run.config["source"] for run in runs] == [str(logs / "one"), str(logs / "two")]
+
+
+def test_in_a_process_of_its_own(tmp_path, logs):
+    write_all(logs, older=True)
+    (logs / "x\x1b[31m\n.pkl").write_text("x")
+    done = run_collector("import", str(logs), root=tmp_path / "runs")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert all(line.isprintable() for line in lines) and any("x\\x1b[31m\\n.pkl: a pickle" in line for line in lines)
+    run = only_run(tmp_path)
+    assert run.config["command"] == f"python -m collector import {logs}"
+    assert "9 files to read" in (run.directory / "log.txt").read_text() and len(rows(tmp_path)) == 9
+
+
+def test_a_run_that_is_no_import_names_no_file_out_of_it(bring, tmp_path, logs):
+    from data.catalog import CatalogError
+
+    write(logs / "x.pt", tensor(0))
+    assert bring() == 0
+    run = only_run(tmp_path)
+    (run.directory / "run.json").write_text(json.dumps(run.config | {"kind": "run"}))
+    with Catalog.open(tmp_path / "runs") as catalog, pytest.raises(CatalogError, match="only an import may do"):
+        catalog.load(catalog.tensors()["tensor_id"].item())

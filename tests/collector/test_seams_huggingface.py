@@ -1,0 +1,184 @@
+"""Instrumenting transformers' own models: Llama with grouped-query attention, eager and sdpa; GPT-2's Conv1D."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from collector import Recorder, instrument
+from collector.capture import InstrumentError
+from tests.collector.instrumented import (
+    CORE,
+    LINEAR,
+    linear_products,
+    names,
+    rows,
+    same,
+    score_products,
+    state,
+    train,
+    value,
+)
+
+LAYERS, LENGTH, VOCAB, HEAD_DIM = 2, 12, 64, 16
+MODULES = ("q", "k", "v", "proj", "gate", "up", "fc2")
+EXPECTED = {
+    **{(layer, module): LINEAR for layer in (1, 2) for module in MODULES},
+    **{(layer, "core"): CORE for layer in (1, 2)},
+}
+ATTENTION = pytest.mark.parametrize("attention", ["eager", "sdpa"])
+
+
+def llama(attention: str, dtype: torch.dtype = torch.float32, recompute: bool | None = None) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+    )
+    model = LlamaForCausalLM(config).to(dtype).train()
+    if recompute is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute})
+    return model
+
+
+def loss(model: nn.Module, micro_batch: int, **options: Any) -> Tensor:
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(micro_batch))
+    return model(input_ids=tokens, labels=tokens, use_cache=False, **options).loss
+
+
+def padded(model: nn.Module, micro_batch: int) -> Tensor:
+    """The second sequence is padded at the left: a mask instead of is_causal, and rows that see nothing."""
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, :4] = 0
+    return loss(model, micro_batch, attention_mask=mask)
+
+
+def counts(each: int) -> dict:
+    return {site: dict.fromkeys(of_site, each) for site, of_site in EXPECTED.items()}
+
+
+@ATTENTION
+@pytest.mark.parametrize("recompute", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+def test_recording_changes_no_bit(tmp_path, attention, recompute):
+    dtype = torch.float32 if recompute is None else torch.bfloat16
+    plain = train(llama(attention, dtype, recompute), loss, micro_batches=2)
+    model = llama(attention, dtype, recompute)
+    before = state(model)
+    with Recorder(tmp_path, raw=False) as recorder, instrument(model, None, recorder):
+        recorded = train(model, loss, micro_batches=2, after=recorder.step)
+    assert same(recorded, plain)
+    assert state(model) == before
+    found = rows(tmp_path, values=False)
+    assert names(found) == counts(2 * 2)
+    assert set(found["recomputed"]) == {recompute is not None}
+
+
+@ATTENTION
+@pytest.mark.parametrize("loss_of", [loss, padded])
+def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, loss_of):
+    model = llama(attention)
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+        quantized = train(model, loss_of)
+    assert all(torch.isfinite(each).all() for each in quantized)
+    found = rows(tmp_path, micro_batch=0)
+    assert names(found) == counts(1)
+    for layer in (1, 2):
+        for module in MODULES:
+            linear_products(found, layer, module)
+        if attention == "eager":  # which copies keys and values to every head
+            score_products(found, layer, HEAD_DIM**-0.5)
+    with instrument(unrecorded := llama(attention), "mxfp8", backend="torch"):
+        assert same(train(unrecorded, loss_of), quantized)
+    assert not same(train(llama(attention), loss_of), quantized)
+
+
+def test_both_kinds_of_attention_record_the_same(tmp_path):
+    found = {}
+    for attention in ("eager", "sdpa"):
+        model = llama(attention)
+        with Recorder(tmp_path / attention) as recorder, instrument(model, None, recorder):
+            padded(model, 0).backward()
+        found[attention] = rows(tmp_path / attention)
+    for name in CORE:
+        eager, sdpa = (value(found[attention], 1, "core", name) for attention in ("eager", "sdpa"))
+        if name == "output":  # eager's is [b, s, heads, d] only after the products
+            assert eager.shape == sdpa.shape
+        whole_eager, whole_sdpa = eager[0], sdpa[0]  # of the second sequence rows see nothing: uniform, or zero
+        assert (whole_eager - whole_sdpa).norm() <= 1e-5 * whole_sdpa.norm(), name
+
+
+def test_gpt2_and_its_conv1d(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=LENGTH, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    weights = GPT2LMHeadModel(config).state_dict()
+
+    def model() -> GPT2LMHeadModel:
+        made = GPT2LMHeadModel(config)
+        made.load_state_dict(weights)
+        return made.train()
+
+    plain = train(model(), loss)
+    with Recorder(tmp_path) as recorder, instrument(made := model(), None, recorder):
+        assert same(train(made, loss), plain)
+    found = rows(tmp_path)
+    assert {module for _, module in names(found)} == {"core", "qkv", "attn.proj", "fc1", "mlp.proj"} or {
+        module for _, module in names(found)
+    } == {"core", "qkv", "transformer.h.attn.c_proj", "fc1", "transformer.h.mlp.c_proj"}
+    weight = value(found, 1, "qkv", "weight", micro_batch=0)
+    assert torch.equal(weight, weights["transformer.h.0.attn.c_attn.weight"].t())
+    with instrument(made := model(), "linear_mxfp8", backend="torch"):
+        assert not torch.equal(loss(made, 0), plain[0])
+
+
+class TestRefusals:
+    def refused(self, model: nn.Module, match: str, **options: Any) -> None:
+        before = state(model)
+        with pytest.raises(InstrumentError, match=match), instrument(model, "mxfp8", backend="torch", **options):
+            loss(model, 0)
+        assert state(model) == before
+
+    def test_another_implementation_of_attention(self):
+        model = llama("flex_attention")
+        self.refused(
+            model, r"model\.layers\.0\.self_attn \(LlamaAttention\) cannot be intercepted, and 1 more: its att"
+        )
+        with instrument(model, "linear_mxfp8", leave=["*.self_attn"], backend="torch"):
+            pass
+
+    def test_experts_in_one_tensor(self):
+        config = MixtralConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+        )
+        model = MixtralForCausalLM(config)
+        self.refused(model, r"model\.layers\.0\.mlp\.gate \(MixtralTopKRouter\) computes a product with .*\.weight")
+        self.refused(
+            model, r"model\.layers\.0\.mlp\.experts \(MixtralExperts\) computes a product", leave=["*.mlp.gate"]
+        )
+        with instrument(model, "mxfp8", leave=["*.mlp.gate", "*.mlp.experts"], backend="torch"):
+            loss(model, 0).backward()
+
+
+def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
+    model = llama("sdpa")
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch", head=True):
+        loss(model, 0).backward()
+    found = rows(tmp_path)
+    linear_products(found, 0, "head")
+    assert torch.equal(value(found, 0, "head", "weight"), model.lm_head.weight)

@@ -1,0 +1,411 @@
+"""Instrumenting plain torch modules: nothing changes that should not, all is recorded, nothing is missed in silence."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from collector import Recorder, instrument
+from collector.capture import InstrumentError
+from data.runs import list_runs
+from tests.collector.instrumented import (
+    CORE,
+    FORWARD_LINEAR,
+    LINEAR,
+    linear_products,
+    names,
+    rows,
+    same,
+    score_products,
+    state,
+    train,
+    value,
+)
+
+HIDDEN, HEADS, LENGTH, LAYERS = 32, 2, 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
+        q, k, v = self.qkv_proj(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.attention = Attention()
+        self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down_proj = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down_proj(F.relu(self.up(x), inplace=True))
+
+
+class Decoder(nn.Module):
+    """recompute: whether blocks are checkpointed, and if so by which kind."""
+
+    def __init__(self, recompute: bool | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.recompute = recompute
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute)
+        return x @ self.embed.weight.t()
+
+
+def tokens_of(micro_batch: int) -> Tensor:
+    return torch.randint(50, (2, LENGTH + 1), generator=torch.Generator().manual_seed(micro_batch))
+
+
+def loss(model: nn.Module, micro_batch: int) -> Tensor:
+    tokens = tokens_of(micro_batch)
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def build(recompute: bool | None = None) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(recompute)
+
+
+EXPECTED = {
+    **{(layer, word): LINEAR for layer in (1, 2) for word in ("qkv", "proj", "up", "fc2")},
+    **{(layer, "core"): CORE for layer in (1, 2)},
+}
+
+
+def counts(each: int, expected: dict[tuple[int, str], set[str]] = EXPECTED) -> dict:
+    return {site: dict.fromkeys(of_site, each) for site, of_site in expected.items()}
+
+
+KINDS = pytest.mark.parametrize("recompute", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
+
+
+@KINDS
+def test_recording_changes_no_bit(tmp_path, recompute):
+    plain = train(build(recompute), loss, micro_batches=2)
+    model = build(recompute)
+    before = state(model)
+    with Recorder(tmp_path, raw=False) as recorder, instrument(model, None, recorder):
+        recorded = train(model, loss, micro_batches=2, after=recorder.step)
+    assert same(recorded, plain)
+    assert state(model) == before
+    found = rows(tmp_path, values=False)
+    assert names(found) == counts(2 * 2)
+    assert found.groupby(["iteration", "micro_batch"]).size().to_dict() == {
+        (iteration, micro): sum(map(len, EXPECTED.values())) for iteration in (0, 1) for micro in (0, 1)
+    }
+    assert set(found["quant_type"]) == {"bf16"}
+    assert set(found["recomputed"]) == {recompute is not None}
+
+
+@KINDS
+def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recompute):
+    model = build(recompute)
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+        train(model, loss, steps=1)
+    found = rows(tmp_path)
+    assert names(found) == counts(1)
+    for layer in (1, 2):
+        linear_products(found, layer, "proj")
+        block = build().blocks[layer - 1]
+        for module, linear in (("qkv", block.attention.qkv_proj), ("up", block.up), ("fc2", block.down_proj)):
+            linear_products(found, layer, module, linear.bias)
+        score_products(found, layer, (HIDDEN // HEADS) ** -0.5)
+
+
+def test_quantized_losses_are_the_same_recorded_recomputed_or_not(tmp_path):
+    runs = []
+    for recompute in (None, True, False):
+        for recorded in (False, True):
+            model = build(recompute)
+            recorder = Recorder(tmp_path / f"{recompute}", enabled=recorded)
+            with recorder, instrument(model, "mxfp8", recorder, backend="torch"):
+                runs.append(train(model, loss, after=recorder.step))
+    assert all(same(run, runs[0]) for run in runs)
+    assert not same(runs[0], train(build(), loss))
+
+
+def test_a_pass_without_gradients_is_recorded(tmp_path):
+    model = build(True).eval()
+    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"), torch.no_grad():
+        loss(model, 0)
+    assert names(rows(tmp_path)) == counts(
+        1,
+        {
+            site: CORE & {n for n in CORE if "grad" not in n} if site[1] == "core" else FORWARD_LINEAR
+            for site in EXPECTED
+        },
+    )
+    assert set(rows(tmp_path)["recomputed"]) == {False}
+
+
+def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
+    """Several forward passes before their backward passes, as in a pipeline."""
+    model = build(True)
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        losses = [loss(model, micro_batch) for micro_batch in range(3)]
+        for value_ in losses:
+            value_.backward()
+    found = rows(tmp_path)
+    assert names(found) == counts(3)
+    alone = build()
+    for micro_batch in range(3):
+        with Recorder(tmp_path / str(micro_batch)) as recorder, instrument(alone, None, recorder):
+            loss(alone, micro_batch).backward()
+        one = rows(tmp_path / str(micro_batch))
+        for name in ("input", "grad_output", "grad_weight"):
+            assert torch.equal(
+                value(found, 2, "up", name, micro_batch=micro_batch), value(one, 2, "up", name)
+            )  # fmt: skip
+
+
+def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
+    model = build()
+    with Recorder(tmp_path, iterations=1, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
+        train(model, loss, steps=3, micro_batches=2, after=recorder.step)
+    assert names(rows(tmp_path, values=False)) == counts(1)
+
+
+class Failing(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("where", ["inside", "in the model"])
+def test_puts_the_model_back_after_an_exception(where):
+    model = build()
+    before = state(model)
+    stop = model.blocks[1].norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(Failing()))
+    with pytest.raises(Failing), instrument(model, "mxfp8", backend="torch"):
+        if where == "inside":
+            raise Failing
+        loss(model, 0)
+    stop.remove()
+    assert state(model) == before
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.isfinite(loss(model, 0))
+
+
+def test_a_bias_and_autocast_are_those_of_torch(tmp_path):
+    """In the format of the operands themselves nothing is rounded: what differs could only be the way to compute."""
+    for context in (torch.autocast("cpu", enabled=False), torch.autocast("cpu", torch.bfloat16)):
+        outputs = []
+        for recipe in (None, "linear_bf16"):
+            model = build()
+            with context, instrument(model, recipe):
+                value_ = loss(model, 0)
+            value_.backward()
+            outputs.append([value_.detach(), *(p.grad for p in model.parameters())])
+        assert same(*outputs)
+    with torch.autocast("cpu", torch.bfloat16), Recorder(tmp_path) as recorder:
+        model = build()
+        with instrument(model, "mxfp8", recorder, backend="torch"):
+            loss(model, 0).backward()
+    assert set(rows(tmp_path)["dtype"]) == {"bfloat16"}
+
+
+class TestRefusals:
+    """A module that is not intercepted is named."""
+
+    def refused(self, model: nn.Module, match: str, recipe: str = "mxfp8", **options) -> None:
+        before = state(model)
+        with pytest.raises(InstrumentError, match=match), instrument(model, recipe, backend="torch", **options):
+            model(torch.randn(3, 4, 8))
+        assert state(model) == before
+
+    def test_multihead_attention(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, batch_first=True))
+        self.refused(
+            model, r"1\.self_attn \(MultiheadAttention\) cannot be intercepted: it computes its products itself"
+        )
+        with instrument(model, "linear_mxfp8", leave=["1.self_attn"], backend="torch"):
+            model(torch.randn(3, 4, 8))
+
+    def test_compiled_and_quantized_modules(self):
+        inner = nn.Linear(8, 8)
+        inner.compile()
+        self.refused(nn.Sequential(inner), r"0 \(Linear\) cannot be intercepted: it is compiled")
+        self.refused(nn.Sequential(torch.jit.script(nn.Linear(8, 8))), r"it is compiled")
+        self.refused(nn.Sequential(nn.LSTM(8, 8)), r"0 \(LSTM\) cannot be intercepted: a recurrent network")
+
+    def test_a_weight_used_behind_its_module(self):
+        class Sly(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(8, 8)
+                self.late = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.late(x) @ self.inner.weight.to(torch.float64).t().float()
+
+        self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.inner\.weight by \w+ that is not")
+        with instrument(model := nn.Sequential(Sly()), "mxfp8", leave=["0"], backend="torch"):
+            model(torch.randn(3, 4, 8))
+
+    def test_attention_written_out(self):
+        class Written(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.q = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return (self.q(x) @ x.mT).softmax(-1) @ x
+
+        self.refused(nn.Sequential(Written()), r"0 \(Written\) computes a product of activations", recipe="FA_mxfp8")
+        with instrument(model := nn.Sequential(Written()), "linear_mxfp8", backend="torch"):
+            model(torch.randn(3, 4, 8))
+
+    def test_a_linear_layer_with_a_forward_of_its_own(self):
+        class Twice(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return 2 * super().forward(x)
+
+        class Silent(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.einsum("bsi,oi->bso", x, self.weight)
+
+        self.refused(nn.Sequential(Silent(8, 8)), r"0 \(Silent\) called F\.linear 0 times where once was expected")
+        model, x = nn.Sequential(Twice(8, 8)), torch.randn(3, 4, 8)
+        with instrument(model, "linear_bf16"):
+            assert torch.equal(model(x), 2 * F.linear(x, model[0].weight, model[0].bias))
+        with instrument(model, "linear_mxfp4", backend="torch"):
+            assert not torch.equal(model(x), 2 * F.linear(x, model[0].weight, model[0].bias))
+
+    def test_a_function_that_attends_for_its_module(self):
+        def attend(x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x)
+
+        class Outsourcing(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return attend(super().forward(x))
+
+        self.refused(nn.Sequential(Outsourcing(8, 8)), r"0 \(Outsourcing\) computes .* scaled_dot_product_attention")
+
+    def test_a_module_that_stopped_attending(self):
+        class Sometimes(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x if x.dim() == 3 else F.scaled_dot_product_attention(x, x, x)
+
+        model = nn.Sequential(nn.Linear(8, 8), Sometimes())
+        self.refused(model, r"1 \(Sometimes\) did not call F\.scaled_dot_product_attention")
+
+    def test_nothing_to_instrument_and_unknown_paths(self):
+        self.refused(nn.LayerNorm(8), "LayerNorm has no layer to instrument")
+        self.refused(nn.Linear(8, 8), "leave='nope' is no module of Linear", leave=["nope"])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float", "blind"])
+@pytest.mark.parametrize("groups", [4, 2], ids=["heads", "grouped"])
+def test_the_answered_attention_is_torchs(mask, groups):
+    """Quantized to float32's own values (bf16 operands of a product given in bf16 are not rounded), it is torch's
+    attention up to the order of sums."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, length, 8, generator=generator, requires_grad=True)
+        for heads, length in ((4, 5), (groups, 7), (groups, 7))
+    )
+    given = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": torch.rand(2, 1, 5, 7, generator=generator) > 0.3},
+        "float": {"attn_mask": torch.randn(5, 7, generator=generator), "scale": 0.3},
+        "blind": {"attn_mask": torch.arange(5)[:, None].expand(5, 7) > 1},
+    }[mask]
+
+    class Core(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups != 4, **given)
+
+    def run(recipe: str | None) -> list[Tensor]:
+        for x in (q, k, v):
+            x.grad = None
+        with instrument(core := Core(), recipe, backend="torch"):
+            y = core(q, k, v)
+        y.square().sum().backward()
+        return [y.detach(), *(x.grad.clone() for x in (q, k, v))]
+
+    # FP16 holds these values to 2^-11: near, and certainly computed by the answered path.
+    for ours, theirs in zip(run("fp16"), run(None), strict=True):
+        assert torch.isfinite(ours).all()
+        assert not torch.equal(ours, theirs)
+        assert (ours - theirs).norm() < 2**-9 * theirs.norm()
+
+
+class TestEnvironment:
+    def test_names_recipe_root_and_switch(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
+        monkeypatch.setenv("CUSTOM_QUANT_TYPE", "hifp8")
+        model = build()
+        with Recorder() as recorder, instrument(model, recorder=recorder, backend="torch"):
+            loss(model, 0).backward()
+        assert set(rows(tmp_path / "runs")["quant_type"]) == {"hifp8"}
+        with Recorder() as recorder, instrument(model, "linear_mxfp8", recorder, backend="torch"):
+            loss(model, 0).backward()
+        assert set(rows(tmp_path / "runs")["recipe"]) == {"hifp8", "linear_mxfp8"}
+
+    @pytest.mark.parametrize("word", ["0", "false", "OFF"])
+    def test_switched_off_nothing_is_written_and_all_else_works(self, tmp_path, monkeypatch, word):
+        monkeypatch.setenv("TENSOR_SAVE_ENABLED", word)
+        model, recording = build(), build()
+        with Recorder(tmp_path) as recorder, instrument(recording, "mxfp8", recorder, backend="torch"):
+            off = train(recording, loss, after=recorder.step)
+        assert list_runs(tmp_path)[0] == [] and not os.listdir(tmp_path)
+        with instrument(model, "mxfp8", backend="torch"):
+            assert same(off, train(model, loss))
+
+    def test_a_word_that_is_neither_is_refused(self, monkeypatch):
+        monkeypatch.setenv("TENSOR_SAVE_ENABLED", "maybe")
+        with pytest.raises(ValueError, match="TENSOR_SAVE_ENABLED='maybe' is neither on nor off"):
+            Recorder()
+
+
+def test_skipped_and_captured_layers_are_chosen_by_site(tmp_path: Path):
+    model = build()
+    with Recorder(tmp_path) as recorder:
+        with instrument(model, "mxfp8", recorder, backend="torch", skip="first", capture="[.]core"):
+            loss(model, 0).backward()
+    found = rows(tmp_path)
+    assert set(found["module"]) == {"core"}
+    assert found.groupby("layer_index")["quant_type"].unique().map(list).to_dict() == {1: ["bf16"], 2: ["mxfp8"]}
+
+
+def test_two_branches_with_the_same_names_are_told_apart(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"left": nn.ModuleList([Block()]), "right": nn.ModuleList([Block()])})
+    model.forward = lambda x: model["left"][0](x) + model["right"][0](x)
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        model(torch.randn(2, 4, HIDDEN)).sum().backward()
+    found = rows(tmp_path)
+    assert {"left.attention.core", "right.attention.core", "left.up", "right.up"} <= set(found["module"])
+    assert set(found[found["module"].str.endswith("core")]["layer_type"]) == {"attention"}
+
+
+def test_a_copied_model_is_not_disturbed():
+    model = build()
+    twin = copy.deepcopy(model)
+    with instrument(model, "mxfp4", backend="torch"):
+        inside = loss(model, 0)
+        assert torch.equal(loss(twin, 0), loss(build(), 0))
+    assert not torch.equal(inside, loss(model, 0))
