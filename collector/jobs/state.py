@@ -131,21 +131,26 @@ def owners(root: Path) -> dict[tuple[int, float, str], Path]:
 
 def look(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
     """The job as it is now. known: `owners` of the root, if they have been read already."""
-    started = Started.read(root, job)
     end = read_json(place(root, job) / "end.json")
+    started = Started.read(root, job)
     asked_to_end = (place(root, job) / "cancel.json").exists()
     if started is None or started.process is None:
         if end:
             state = CANCELLED if end.get("cancelled") else FAILED
             return JobView(job, state, end.get("reason"), ended=end.get("at"))
         return JobView(job, STARTING if started else QUEUED)
+    lives = end is None and _lives(root, job, started)
+    # Once nobody writes any more, what is on disk is final: it is read after that was seen.
+    end = None if lives else read_json(place(root, job) / "end.json")
     run = run_of(root, started, known)
+    if run is None and not lives:
+        run = run_of(root, started)
     at = (run.config.get("started") if run else None) or started.at
-    ended = (run.status.finished if run else None) or (end or {}).get("at")
-    if _lives(root, job, started, end, run):
+    if lives and (started.host == host() or run is None or run.status.state == runs.RUNNING):
         state = CANCELLING if asked_to_end else RUNNING if run else STARTING
         return JobView(job, state, None, run, at)
     state, reason = _verdict(root, job, started, end, run, asked_to_end)
+    ended = (run.status.finished if run else None) or (end or {}).get("at")
     return JobView(job, state, reason, run, at, ended)
 
 
@@ -178,13 +183,12 @@ def attended(root: Path) -> bool:
         return False
 
 
-def _lives(root: Path, job: Job, started: Started, end: dict[str, Any] | None, run: RunInfo | None) -> bool:
-    """Until the runner has seen it end; ranks may outlive the process that started them for a moment."""
-    if end is not None:
-        return False
-    if started.host == host():
-        return started.alive or (started.here and (attended(root) or bool(marked(job.token))))
-    return run is None or run.status.state == runs.RUNNING
+def _lives(root: Path, job: Job, started: Started) -> bool:
+    """Until the runner has seen it end; ranks may outlive the process that started them for a moment. Of another
+    machine's only its run can tell."""
+    if started.host != host():
+        return True
+    return started.alive or (started.here and (attended(root) or bool(marked(job.token))))
 
 
 def _verdict(
