@@ -196,7 +196,7 @@ def _title(root: Path, view: JobView) -> None:
         else:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
     with st.container(horizontal=True, gap="small"):
-        if view.run and view.run.status.tensors:
+        if view.run and view.run.segments:
             where = Filter(run_id=[view.run.run_id])
             link("explore", "Open its tensors", where, ":material/query_stats:")
             link("worst", "Where it hurts", where, ":material/trending_down:")
@@ -287,8 +287,7 @@ def _progress(view: JobView) -> None:
         return
     status = view.run.status
     cells = st.columns(4)
-    of = "" if done.done >= done.total else f" / {done.total:,}"
-    cells[0].metric("Iterations", f"{done.done:,}{of}", border=True)
+    cells[0].metric("Iterations", f"{done.done:,}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
     cells[3].metric("Loss", "–" if status.loss_last is None else f"{status.loss_last:.4f}", border=True)
