@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.pages import explore, overview, recipes, runs, sql, tensor, worst
+from app.pages import collect, explore, jobs, overview, recipes, runs, sql, tensor, worst
+from data.access import read_only
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (
@@ -35,7 +36,11 @@ def navigate(default: str = "overview") -> None:
         "recipes": (recipes.page, "Recipes", ":material/balance:"),
         "runs": (runs.page, "Runs", ":material/science:"),
         "sql": (sql.page, "SQL", ":material/database:"),
+        "collect": (collect.page, "Collect", ":material/play_circle:"),
+        "jobs": (jobs.page, "Jobs", ":material/list_alt:"),
     }
+    if read_only():
+        pages = {name: page for name, page in pages.items() if name not in ("sql", "collect")}
     declared = {
         name: st.Page(page, title=title, icon=icon, url_path=None if name == default else name, default=name == default)
         for name, (page, title, icon) in pages.items()

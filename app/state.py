@@ -8,6 +8,7 @@ from typing import Any
 
 import streamlit as st
 
+from data.access import check_writable, read_only
 from data.catalog import Catalog
 from data.runs import RunError, read_losses, resolve_root
 from data.sandbox import Sandbox
@@ -52,7 +53,8 @@ def _sandbox(_opened: Catalog, root: str, state: tuple) -> Sandbox:
 
 
 def sandbox(opened: Catalog) -> Sandbox:
-    """A sandbox over the index as it is now."""
+    """A sandbox over the index as it is now. Raises ReadOnly."""
+    check_writable("SQL")
     runs = opened.runs()
     state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))
     return _sandbox(opened, str(opened.root), state)
@@ -85,7 +87,11 @@ def explain_refused(opened: Catalog) -> None:
 def explain_empty(opened: Catalog) -> None:
     """The page of a root without runs."""
     st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
-    st.markdown("Collect the smallest useful run, then reload this page:")
+    if not read_only() and "collect" in st.session_state.get("pages", {}):
+        st.page_link(st.session_state["pages"]["collect"], label="Collect some here", icon=":material/play_circle:")
+        st.markdown("or from a terminal, the smallest useful run:")
+    else:
+        st.markdown("Collect the smallest useful run, then reload this page:")
     st.code("python -m collector quick mxfp8", language="shell")
     st.markdown("or one run of each format, to compare them:")
     st.code("python -m collector batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")

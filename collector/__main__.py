@@ -1,9 +1,10 @@
-"""python -m collector: run, batch, quick, compare, list, import.
+"""python -m collector: run, batch, quick, jobs, compare, list, import.
 
 Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
@@ -24,6 +25,7 @@ from collector.selection import by_layer
 from collector.site import sites
 from collector.slurm_options import slurm_options
 from collector.words import one_line
+from data.access import ReadOnly
 from data.runs import RunError, resolve_root
 from data.store import write_atomic
 from quant.formats import FORMATS, UnknownFormat
@@ -272,6 +274,24 @@ def print_lists() -> None:
     print(f"tensors\n    {', '.join(TENSOR_NAMES)}")
 
 
+def manage_jobs(given: argparse.Namespace) -> int:
+    """The queue: python -m collector jobs. Leaving it ends no job."""
+    from collector.jobs import JobError
+    from collector.jobs.command import run_command
+
+    try:
+        return run_command(given)
+    except (*BAD_USAGE, JobError, ReadOnly) as error:
+        return _fail(error, 2)
+    except RunError as error:
+        return _fail(error, 1)
+    except OSError as error:
+        return _fail(RunError(f"the queue cannot be changed: {error.strerror or error}"), 1)
+    except KeyboardInterrupt:
+        print("collector: left; the jobs go on", file=sys.stderr)
+        return 130
+
+
 def _cancel(signum: int, frame: FrameType | None) -> NoReturn:
     for further in (signal.SIGTERM, signal.SIGINT):  # one is enough: let what was recorded be written down
         signal.signal(further, signal.SIG_IGN)
@@ -284,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.command == "list":
         print_lists()
         return 0
+    if given.command == "jobs":
+        return manage_jobs(given)
     for signum in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)

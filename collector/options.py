@@ -40,6 +40,10 @@ ABOUT_FORMATS = (
 )
 
 
+class BadUsage(ConfigError):
+    """The command line cannot be read. The message says why, and where help is."""
+
+
 class Parser(argparse.ArgumentParser):
     """Errors are one line, and options are written out: a typo is no abbreviation."""
 
@@ -47,8 +51,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        print(f"collector: {one_line(message)}; see python -m {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
+        raise BadUsage(f"{one_line(message)}; see python -m {self.prog} --help")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,6 +68,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read; bad usage ends the process with status 2 and one line."""
+    try:
+        return read(argv)
+    except BadUsage as error:
+        print(f"collector: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def read(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line read. Raises BadUsage."""
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
         old = _old_parser()
         given, rest = old.parse_known_args(argv)
@@ -97,7 +109,7 @@ def build_parser() -> Parser:
         parents=[_old_parser()],
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | batch | quick | compare | list | import"
+        dest="command", required=True, metavar="run | batch | quick | jobs | compare | list | import"
     )
     run = commands.add_parser("run", help="one run", formatter_class=Help)
     batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
@@ -116,9 +128,35 @@ def build_parser() -> Parser:
     compare.add_argument("root", nargs="?", metavar="ROOT", help="of the runs; else $TENSOR_SAVE_DIR, data/runs")
     compare.add_argument("--format", choices=("text", "csv", "markdown"), default="text", help="how it is written")
     compare.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to the terminal")
+    _add_jobs(commands.add_parser("jobs", help="the queue of runs: list, add, follow, cancel and more"))
     commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
     _add_import(commands.add_parser("import", help="index tensor logs that other tools wrote", formatter_class=Help))
     return parser
+
+
+def _add_jobs(parser: Parser) -> None:
+    root = Parser(add_help=False)
+    for each, default in ((parser, None), (root, argparse.SUPPRESS)):
+        where = "root of the runs; else $TENSOR_SAVE_DIR, data/runs"
+        each.add_argument("--tensor-save-dir", metavar="DIR", default=default, help=where)
+    parser.set_defaults(all=False)
+    actions = parser.add_subparsers(dest="action", metavar="list | add | follow | cancel | retry | delete | at-once")
+    listed = actions.add_parser("list", parents=[root], help="the jobs and their states (also done without a word)")
+    listed.add_argument("--all", action="store_true", help="all that have ended, not the latest only")
+    added = actions.add_parser("add", parents=[root], help="queue runs: a command line of run, batch or quick")
+    added.add_argument("line", nargs=argparse.REMAINDER, metavar="run|batch|quick ...", help="a job for each run of it")
+    for name, what in (("follow", "print a job's log until it ends"), ("retry", "queue the same again")):
+        actions.add_parser(name, parents=[root], help=what).add_argument("id", type=int, help="number of the job")
+    for name, what in (
+        ("cancel", "end jobs, and keep what they recorded"),
+        ("delete", "forget jobs that have ended; their runs stay"),
+    ):
+        command = actions.add_parser(name, parents=[root], help=what)
+        command.add_argument("ids", type=int, nargs="+", metavar="id", help="numbers of jobs")
+    command.add_argument("--with-run", action="store_true", help="and delete their runs with all tensors")
+    many = actions.add_parser("at-once", parents=[root], help="how many jobs may run at the same time")
+    many.add_argument("count", type=int, metavar="N")
+    actions.add_parser("serve", parents=[root], help="work through the queue until it is empty (started by the others)")
 
 
 def _add_import(parser: Parser) -> None:

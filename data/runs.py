@@ -26,6 +26,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from data.access import check_writable
 from data.segment import segment_names
 from data.store import write_atomic
 
@@ -278,6 +279,18 @@ def _is_gone(status: Status) -> bool:
         return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
     except (TypeError, ValueError):
         return True
+
+
+def delete_run(directory: Path) -> None:
+    """Remove a run with all that it recorded. It is gone at once; what it held is removed after that. Raises RunError
+    for what is no run or still runs, ReadOnly, and OSError."""
+    check_writable("deleting a run")
+    run = read_run(directory)
+    if run.status.state == RUNNING:
+        raise RunError(f"{run.run_id} is still running: cancel it first")
+    aside = directory.with_name(f".{run.run_id}.gone")
+    directory.rename(aside)
+    shutil.rmtree(aside)
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:

@@ -7,6 +7,8 @@ import pandas as pd
 
 from app import style
 
+MOST_POINTS = 300  # that are marked, beside the line through them
+
 
 def losses(table: pd.DataFrame) -> alt.LayerChart:
     """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0."""
@@ -18,7 +20,7 @@ def losses(table: pd.DataFrame) -> alt.LayerChart:
     ]
     lines = (
         alt.Chart(table)
-        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=18))
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=18) if len(table) <= MOST_POINTS else False)
         .encode(
             x=alt.X(
                 "iteration:Q",

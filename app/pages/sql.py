@@ -6,6 +6,7 @@ import streamlit as st
 
 from app.address import plain
 from app.state import catalog, explain_empty, explain_refused, sandbox
+from data.access import read_only
 from data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
@@ -20,6 +21,9 @@ LONGEST = 4000  # letters of a statement that the address can hold
 def page() -> None:
     opened = catalog()
     st.title("SQL", anchor=False)
+    if read_only():
+        st.info("There is no SQL here: the app was started read-only.", icon=":material/lock:")
+        return
     explain_refused(opened)
     if not opened.totals().tensors:
         explain_empty(opened)

@@ -24,6 +24,8 @@ PAGES = {
     "recipes-gradients": "/recipes?view=gradients",
     "runs": "/runs",
     "sql": "/sql",
+    "collect": "/collect",
+    "jobs": "/jobs",
 }
 WIDTHS = (1280, 1920)
 SCHEMES = ("light", "dark")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -53,3 +54,19 @@ def collect(command, tmp_path: Path) -> Callable[..., RunInfo]:
         return made
 
     return call
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A tmpfs of the size that the test asks for."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)

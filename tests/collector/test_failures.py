@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,22 +90,6 @@ def test_a_refused_first_write_leaves_no_run(tmp_path):
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1 and error.startswith("collector: cannot write to ") and error.count("\n") == 1
     assert list(root.iterdir()) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A tmpfs of the size that the test asks for."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(place)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize("small_disk", ["1m", "3m", "9m"], indirect=True)

@@ -1,0 +1,213 @@
+"""The Collect and Jobs pages: what a form makes of what is chosen, and what is shown of each end of a job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from app import collecting, state
+from collector import jobs
+from collector.config import RunConfig
+from collector.jobs import processes, store
+from data.access import ReadOnly
+from data.catalog import Catalog
+from data.runs import list_runs
+from tests.app import roots
+from tests.app.test_pages import metrics, rerun, words
+from tests.collector.test_jobs import SHORT, end_all, until
+
+Visit = Callable[..., AppTest]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "runs"
+    yield place
+    end_all(place)
+
+
+def chosen(at: AppTest) -> list[RunConfig]:
+    """The runs of the command that the page shows, as the collector reads it."""
+    return jobs.asked(shlex.split(at.code[0].value.replace("\\\n", " "))[3:])
+
+
+def press(at: AppTest, key: str) -> AppTest:
+    at.button(key=key).click()
+    return rerun(at)
+
+
+class TestForm:
+    @pytest.mark.parametrize("name", ["quick", "ten", "sweep"])
+    def test_presets_make_what_the_page_then_shows(self, name):
+        preset = collecting.presets()[name]
+        values = collecting.widgets_of(preset.config)
+        runs = collecting.runs_of(values, list(preset.recipes), preset.config)
+        assert [run.recipe for run in runs] == list(preset.recipes)
+        assert collecting.kept_beside(preset.config) == []
+        if name == "quick":
+            assert runs == jobs.asked(["quick", "mxfp8"])
+        if name == "sweep":
+            assert {run.skip_layers for run in runs} == {"^(?!layer1[.]fc1$)"} and len(runs) == 12
+
+    def test_what_has_no_field_is_kept(self):
+        base = jobs.asked(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
+        (again,) = collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)
+        assert again == base
+        assert collecting.kept_beside(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
+
+    def test_a_wrapped_command_is_the_same_command(self):
+        odd = ["--skip-layers", "^(?!a --b)x|layer1"]
+        line = jobs.command_line(jobs.asked(["batch", "--seed", "7", "--layers", "1", *odd]))
+        broken = collecting.wrapped(line, 30)
+        assert broken.count("\n") >= 2 and shlex.split(broken.replace("\\\n", "")) == shlex.split(line)
+
+
+class TestCollect:
+    def test_starts_with_the_smallest_useful_run(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        assert chosen(at) == jobs.asked(["quick", "mxfp8"])
+        assert "No run like it yet" in words(at) and metrics(at)["Tensors"] == "68"
+        assert not root.exists()  # looking changes nothing
+
+    def test_presets_and_fields_change_the_command(self, visit: Visit, root: Path):
+        at = press(visit(root, "collect"), "preset_ten")
+        assert [run.recipe for run in chosen(at)] == list(jobs.TEN_RECIPES)
+        at.selectbox(key="collect_model").set_value("deepseek2_lite")
+        at.multiselect(key="collect_recipes").set_value(["FA_nvfp4"])
+        rerun(at)
+        at.multiselect(key="collect_modules").set_value(["kv_up"])
+        at.number_input(key="collect_layers").set_value(1)
+        rerun(at)
+        (run,) = chosen(at)
+        assert (run.model, run.recipe, run.modules, run.layers) == ("deepseek2_lite", "FA_nvfp4", ("kv_up",), 1)
+
+    def test_what_cannot_run_is_named_and_not_launched(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.text_input(key="collect_skip_layers").set_value("layer7")
+        rerun(at)
+        assert at.error[0].value.startswith("\\-\\-skip\\-layers") and at.button(key="launch_refused").disabled
+        at.text_input(key="collect_skip_layers").set_value("")
+        at.selectbox(key="collect_model").set_value("llama31-8b")
+        at.selectbox(key="collect_size").set_value("full")
+        rerun(at)
+        assert "for weights, gradients and optimizer" in at.error[0].value and at.button(key="launch").disabled
+
+    def test_launch_queues_what_is_shown(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.number_input(key="collect_layers").set_value(1)
+        at.multiselect(key="collect_recipes").set_value(["bf16", "mxfp4"])
+        at.text_input(key="collect_title").set_value("mine")
+        at.text_input(key="collect_tags").set_value("a, b")
+        rerun(at)
+        wanted = chosen(at)
+        at.button(key="launch").click().run()
+        first, second = store.read_jobs(root)
+        assert [job.title for job in (first, second)] == ["mine · bf16", "mine · mxfp4"]
+        assert first.tags == second.tags == ("a", "b")
+        assert [jobs.asked(job.arguments)[0] for job in (first, second)] == wanted
+        jobs.cancel(root, second.id)
+        jobs.cancel(root, first.id)
+        until(lambda: not any(view.active for view in jobs.listing(root)), "the jobs to end")
+
+    def test_clones_a_job(self, visit: Visit, root: Path):
+        (job,) = jobs.add(root, [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"], title="an old one")
+        jobs.cancel(root, job.id)
+        at = visit(root, "collect", **{"from": str(job.id)})
+        assert chosen(at) == jobs.asked(job.arguments)
+        assert at.text_input(key="collect_title").value == "an old one"
+        assert "--operand-quant qk.forward.key=mxfp4" in words(at)
+
+
+def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
+    """A job whose process is gone, as the runner leaves it."""
+    (job,) = jobs.add(root, SHORT)
+    note = {"pid": 1 << 22, "pid_started": 1.0, "host": processes.host(), "boot": boot or processes.boot()}
+    store.write_json(store.place(root, job) / "process.json", note | {"at": job.created, "oom_kills": 0})
+    end = {"exit_status": exit_status, "cancelled": False, "out_of_memory": False, "at": job.created}
+    store.write_json(store.place(root, job) / "end.json", end)
+    (store.place(root, job) / "log.txt").write_text(log)
+    return job
+
+
+class TestJobs:
+    def test_empty(self, visit: Visit, root: Path):
+        assert "No jobs yet." in words(visit(root, "jobs"))
+
+    @pytest.mark.parametrize(
+        ("exit_status", "log", "boot", "state_shown", "said"),
+        [
+            (1, "collector: the run failed: No space left on device\n", None, "disk full", "Free space"),
+            (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "out of memory", "fewer layers"),
+            (-9, "iteration 3\n", None, "killed", "SIGKILL"),
+            (-11, "", None, "crashed", "SIGSEGV"),
+            (2, "collector: dataset 'x' is unknown: y\n", None, "failed", "dataset 'x' is unknown"),
+            (None, "", "another", "machine restarted", "Retry"),
+        ],
+        ids=["disk", "memory", "killed", "crashed", "failed", "restarted"],
+    )
+    def test_each_end_is_shown_as_what_it_is(self, visit: Visit, root: Path, exit_status, log, boot, state_shown, said):
+        job = make_ended(root, exit_status, log, boot)
+        at = visit(root, "jobs")
+        assert f" {state_shown}]" in words(at) and said in words(at)
+        assert log.strip() in words(at) and "--sequence-length 64" in words(at)
+        assert {button.key for button in at.button} >= {f"retry_{job.id}", f"clone_{job.id}", f"delete_{job.id}"}
+        assert f"cancel_{job.id}" not in {button.key for button in at.button}
+
+    def test_rename_tag_and_cancel_in_the_queue(self, visit: Visit, root: Path):
+        (job,) = jobs.add(root, SHORT)
+        me = processes.Process.of(os.getpid())
+        note = {"pid": me.pid, "pid_started": me.started, "host": processes.host(), "boot": processes.boot()}
+        store.write_json(store.folder(root) / "runner.json", note)  # the page need not wake one: it stays queued
+        at = visit(root, "jobs")
+        assert "waits for its turn" in words(at)
+        at.text_input(key=f"title_{job.id}").set_value("better")
+        at.text_input(key=f"tags_{job.id}").set_value("x, y")
+        press(at, f"save_{job.id}")
+        assert jobs.find(root, job.id).title == "better" and jobs.find(root, job.id).tags == ("x", "y")
+        press(at, f"cancel_{job.id}")
+        assert jobs.look(root, job).state == "cancelled" and "cancelled before it began" in words(at)
+        (store.folder(root) / "runner.json").unlink()
+
+    def test_delete_says_what_goes_and_takes_the_run(self, visit: Visit, root: Path, collected: Path):
+        roots.copy(collected, root)
+        run = list_runs(root)[0][0]
+        job = make_ended(root, 0)
+        note = {"pid": run.status.pid, "pid_started": run.status.pid_started, "host": run.status.host, "oom_kills": 0}
+        started = str(run.config["started"])
+        end = store.place(root, job) / "process.json"
+        store.write_json(end, note | {"boot": processes.boot(), "at": started})
+        known = {(run.status.pid, run.status.pid_started, run.status.host)}
+        for other in list_runs(root)[0]:  # a batch is one process: only the first is this job's
+            if other.run_id != run.run_id and (other.status.pid, other.status.pid_started, other.status.host) in known:
+                roots.change_status(other.directory, pid=1 << 22)
+        at = visit(root, "jobs", job=str(job.id))
+        assert f"{run.status.tensors:,} tensors" in words(at) and run.run_id in words(at)
+        at.checkbox(key=f"with_run_{job.id}").check()
+        rerun(at)
+        at.button(key=f"delete_{job.id}").click().run()
+        assert not run.directory.exists() and store.read_jobs(root) == []
+        assert len(list_runs(root)[0]) == len(list_runs(collected)[0]) - 1
+
+
+class TestReadOnly:
+    def test_no_launch_no_delete_no_sql(self, visit: Visit, root: Path, monkeypatch):
+        job = make_ended(root, 1)
+        monkeypatch.setenv("BINADE_READ_ONLY", "1")
+        at = visit(root, "jobs")
+        assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
+        at.run()
+        assert set(at.session_state["pages"]) == {
+            "overview", "explore", "worst", "tensor", "recipes", "runs", "jobs",
+        }  # fmt: skip
+        for page in ("collect", "sql"):
+            alone = AppTest.from_string(f"from app.pages import {page}\n{page}.page()", default_timeout=60)
+            alone.run()
+            assert not alone.exception and "read-only" in words(alone) and not alone.button and not alone.code
+        with Catalog.open(root) as catalog, pytest.raises(ReadOnly, match="SQL"):
+            state.sandbox(catalog)
+        monkeypatch.delenv("BINADE_READ_ONLY")

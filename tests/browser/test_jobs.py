@@ -1,0 +1,91 @@
+"""Launching, watching and cancelling in a real browser; several browsers, and an app that is started anew meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from collector import jobs
+from collector.jobs import processes
+from tests.browser.driver import serving, settle
+from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch, until
+
+pytestmark = pytest.mark.browser
+Visit = Callable[..., Page]
+PATIENCE = 90_000  # milliseconds
+CALM = (*ENDLESS, "--capture-every", "100")  # records little of its iterations
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    place = tmp_path / "runs"
+    place.mkdir()
+    yield place
+    end_all(place)
+
+
+def enter(visit: Visit, app: str, title: str) -> Page:
+    """A page, through the front door: opened at once, Streamlit first asks in vain beneath that page's own path."""
+    page = visit(base=app)
+    page.get_by_test_id("stTopNavLink").filter(has_text=title).click()
+    page.get_by_role("heading", name=title, exact=True).wait_for()
+    settle(page)
+    return page
+
+
+def badge(page: Page, state: str):
+    """The state beside the title of the job that is shown."""
+    return page.locator(".st-key-jobtitle .stMarkdownBadge").filter(has_text=state)
+
+
+def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, root: Path):
+    with serving(root) as app:
+        page, other = enter(visit, app, "Collect"), enter(visit, app, "Jobs")
+        expect(other.get_by_text("No jobs yet.")).to_be_visible()
+        page.get_by_role("button", name="Quick").click()
+        settle(page)
+        layers = page.get_by_label("Layers", exact=True)
+        layers.fill("1")
+        layers.press("Enter")
+        expect(page.get_by_test_id("stCode").filter(has_text="--layers 1")).to_be_visible()
+        page.get_by_role("button", name="Launch").click()
+        expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+        expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
+        (view,) = jobs.listing(root)
+        assert view.state == "done"
+        assert jobs.asked(view.job.arguments) == jobs.asked(["quick", "mxfp8", "--layers", "1"])
+        expect(page.get_by_text("Lowest SQNR in mxfp4")).to_be_visible()
+        expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
+        page.get_by_role("link", name="Open its tensors").click()
+        expect(page.get_by_role("heading", name="Explore")).to_be_visible()
+        settle(page)
+        shown = page.get_by_test_id("stMetric").filter(has_text="Tensors").first
+        assert f"{view.run.status.tensors:,}" in shown.inner_text()
+        assert page.complaints == [] and other.complaints == []
+
+
+def test_two_browsers_and_an_app_started_anew(visit: Visit, root: Path):
+    job = launch(root, CALM)
+    after_iteration(root, job, 0)
+    with serving(root) as app:
+        expect(badge(enter(visit, app, "Jobs"), "running")).to_be_visible(timeout=PATIENCE)
+    before = jobs.look(root, job)
+    assert before.state == "running"  # the app is gone, the job is not
+    with serving(root) as app:
+        one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs")
+        for page in (one, two):
+            expect(badge(page, "running")).to_be_visible(timeout=PATIENCE)
+        done = one.get_by_test_id("stMetric").filter(has_text="Iterations")
+        first = done.inner_text()
+        expect(done).not_to_have_text(first, timeout=PATIENCE)  # it moves without a click
+        one.get_by_role("button", name="Cancel").click()
+        one.get_by_role("button", name="Cancel the job").click()
+        for page in (one, two):
+            expect(badge(page, "cancelled")).to_be_visible(timeout=PATIENCE)
+        until(lambda: not jobs.look(root, job).active, "the job to end")
+        assert jobs.look(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
+        assert one.complaints == [] and two.complaints == []

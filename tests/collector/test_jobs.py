@@ -1,0 +1,442 @@
+"""Jobs with real processes: the queue, its runner, cancelling, and every way in which a job may end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from collector import jobs
+from collector.config import ConfigError, RunConfig
+from collector.jobs import processes, runner, state, store
+from collector.jobs.estimate import estimate, planned
+from data.access import ReadOnly
+from data.catalog import Catalog
+from data.runs import list_runs
+from tests.collector.test_failures import check_rows
+from tests.conftest import PROJECT, run_collector
+
+SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
+SHORT = ("run", *SMALL, "--quantization", "mxfp8")
+ENDLESS = (*SHORT, "--control-iter", "1000000")
+TWO_RANKS = (*ENDLESS, "--dp", "2", "--micro-batch-size", "1", "--sequence-length", "32")
+PATIENCE = 120  # seconds
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A root for jobs; whatever still runs at the end is ended, and nothing of it may be left."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    place = tmp_path / "runs"
+    yield place
+    end_all(place)
+
+
+def end_all(place: Path) -> None:
+    for view in jobs.listing(place):
+        for process in processes.marked(view.job.token):
+            process.send(signal.SIGKILL)
+        if view.active and view.state != state.CANCELLING:
+            jobs.cancel(place, view.job.id)
+    until(lambda: not jobs.attended(place), "the runner to leave")
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.1)
+
+
+def launch(root: Path, line: tuple[str, ...]) -> jobs.Job:
+    (job,) = jobs.add(root, line)
+    jobs.wake(root)
+    return job
+
+
+def now(root: Path, job: jobs.Job) -> jobs.JobView:
+    return jobs.look(root, jobs.find(root, job.id))
+
+
+def after_iteration(root: Path, job: jobs.Job, number: int) -> jobs.JobView:
+    """Wait until an iteration is recorded."""
+
+    def there() -> bool:
+        view = now(root, job)
+        assert view.active, (view.state, view.reason, jobs.log_tail(root, job))
+        return view.run is not None and view.run.status.iteration >= number
+
+    until(there, f"iteration {number}")
+    return now(root, job)
+
+
+def ended(root: Path, job: jobs.Job) -> jobs.JobView:
+    until(lambda: not now(root, job).active, f"job {job.id} to end")
+    return now(root, job)
+
+
+def runner_of(root: Path) -> processes.Process:
+    """The process that works through the queue, by its command line."""
+    wanted = ["jobs", "serve", "--tensor-save-dir", str(root)]
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                words = (entry / "cmdline").read_text().split("\0")[:-1]
+            except OSError:
+                continue
+            if words[-4:] == wanted and (found := processes.Process.of(int(entry.name))):
+                return found
+    raise AssertionError("no runner lives")
+
+
+def first_process(root: Path, job: jobs.Job) -> processes.Process:
+    started = state.Started.read(root, job)
+    assert started and started.process
+    return started.process
+
+
+class TestAsking:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "run",
+            "quick mxfp8",
+            "run --model deepseek2_lite --quantization linear_mxfp4 --router-quant bf16 --modules fc1,fc2 --tp 2",
+            "run --collect-micro-batches 0 --micro-batches 3 --no-raw --max-bytes 500M --scores= --seed 7",
+            "run --capture-layers first,^layer2[.]core$ --skip-layers last --operand-quant qk.forward.key=mxfp4",
+            "run --tp 2 --sequence-parallel --dp 2 --ranks 0,3 --no-save-tensors --learning-rate 3e-05",
+            "batch --training-config fast --warmup-iterations 2",
+        ],
+    )
+    def test_arguments_are_the_configuration_again(self, line):
+        runs = jobs.asked(line.split())
+        assert [jobs.asked(jobs.arguments_of(config)) for config in runs] == [[config] for config in runs]
+
+    def test_a_shown_command_asks_for_the_same_runs(self):
+        runs = jobs.asked(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
+        import shlex
+
+        words = shlex.split(jobs.command_line(runs))
+        assert words[:4] == ["python", "-m", "collector", "batch"] and jobs.asked(words[3:]) == runs
+
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            ([], "a job is a command line of run"),
+            (["list"], "a job is a command line of run"),
+            (["run", "--dry-run"], "--dry-run runs nothing"),
+            (["run", "--launcher", "slurm"], "queue of its own"),
+            (["run", "--layerz", "1"], "--layerz"),
+            (["run", "--dataset", "wikipdia"], "wikipdia"),
+            (["run", "--layers", "9"], "has 1 to 2"),
+        ],
+    )
+    def test_what_cannot_run_is_not_queued(self, tmp_path, line, expected):
+        with pytest.raises(ConfigError, match=expected):
+            jobs.add(tmp_path, line)
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestEstimate:
+    def test_disk_and_tensors_are_those_of_the_real_run(self, collected):
+        """The disk's own count of the files that were written."""
+        runs, _ = list_runs(collected)
+        config = jobs.asked(
+            ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
+        )[0]  # fmt: skip
+        plan = planned(config)
+        for run in runs:
+            written = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
+            assert plan.tensors == run.status.tensors
+            assert plan.files == pytest.approx(run.status.bytes, rel=0.01)
+            assert plan.disk == pytest.approx(written, rel=0.02)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            ["--model", "deepseek2_lite"],
+            ["--tp", "2", "--modules", "qkv,proj,fc2"],
+            ["--tp", "2", "--dp", "2", "--ranks", "1,2", "--tensors", "input,query,grad_value"],
+        ],
+        ids=lambda line: " ".join(line),
+    )
+    def test_disk_of_other_shapes(self, tmp_path, line):
+        size = ("--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
+        done = run_collector("run", *size, *line, root=tmp_path, env={"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        (run,), _ = list_runs(tmp_path)
+        plan = planned(jobs.asked(["run", *size, *line])[0])
+        assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
+        assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
+
+    def test_time_comes_from_former_runs(self, collected, tmp_path):
+        line = ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
+        config = jobs.asked([*line, "--quantization", "mxfp8"])[0]
+        unknown, known = estimate([config], tmp_path), estimate([config], collected)
+        assert not unknown.measured and unknown.basis.startswith("No run like it yet")
+        assert known.measured and known.basis == "Measured: 1 former run of this model and recipe."
+        (run,) = [run for run in list_runs(collected)[0] if run.config["recipe"] == "mxfp8"]
+        took = sum(record["seconds"] for record in jobs.state.losses_of(run))
+        assert 0.3 * took < known.seconds - 8.0 < 3 * took
+        longer = estimate([replace(config, train_iters=10, control_iter=10)], collected)
+        assert longer.seconds > known.seconds
+        other = jobs.asked([*line, "--quantization", "linear_mxfp4"])[0]
+        assert estimate([other], collected).basis.startswith("No run of this recipe yet: measured on ")
+
+    def test_what_cannot_fit_is_refused(self, tmp_path):
+        large = jobs.asked(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
+        found = estimate([replace(large, control_iter=100_000)], tmp_path)
+        memory, disk = found.refusals
+        assert "for weights, gradients and optimizer" in memory and disk.startswith("It would write")
+
+
+class TestQueue:
+    def test_two_writers_lose_nothing(self, root):
+        code = (
+            "import sys; from pathlib import Path; from collector import jobs\n"
+            "for i in range(20): jobs.add(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
+        )
+        writers = [
+            subprocess.Popen([sys.executable, "-c", code, str(root), name], cwd=PROJECT) for name in ("one", "two")
+        ]
+        assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
+        found = store.read_jobs(root)
+        assert [job.id for job in found] == list(range(1, 41)) and len({job.token for job in found}) == 40
+        for name in ("one", "two"):
+            seeds = [jobs.asked(job.arguments)[0].seed for job in found if job.title == name]
+            assert seeds == list(range(20))
+        for job in found:
+            jobs.cancel(root, job.id)
+
+    def test_one_at_a_time_in_order_after_the_app_is_gone(self, root):
+        """Queued by a process that ends at once; nobody else touches the queue."""
+        added = run_collector("jobs", "add", "--", "batch", "--quantization", "mxfp8,bf16", *SMALL, root=root)
+        assert added.returncode == 0, added.stderr
+        assert [line.split(":")[0] for line in added.stdout.splitlines()] == ["job 1 queued", "job 2 queued"]
+        most = 0
+        while any(view.active for view in jobs.listing(root)):
+            most = max(most, sum(view.state in (state.STARTING, state.RUNNING) for view in jobs.listing(root)))
+            time.sleep(0.05)
+        first, second = jobs.listing(root)
+        assert most == 1 and first.state == second.state == "done"
+        assert [view.run.config["recipe"] for view in (first, second)] == ["mxfp8", "bf16"]
+        assert first.run.status.finished < second.run.config["started"]
+        until(lambda: not jobs.attended(root), "the runner to leave an empty queue")
+        followed = run_collector("jobs", "follow", "1", root=root)
+        assert followed.returncode == 0 and "iteration 0 (mxfp8): loss" in followed.stdout
+        assert followed.stdout.endswith("job 1 done\n")
+        listed = run_collector("jobs", root=root).stdout
+        assert [line.split()[:2] for line in listed.splitlines()[1:3]] == [["1", "done"], ["2", "done"]]
+
+    def test_more_at_once_by_choice(self, root):
+        jobs.set_at_once(root, 2)
+        both = [launch(root, ENDLESS), launch(root, ENDLESS)]
+        until(lambda: all(now(root, job).state == state.RUNNING for job in both), "both to run")
+
+    def test_rename_tag_retry_and_delete(self, root):
+        job = launch(root, SHORT)
+        assert job.title == "mxfp8 · llama32-1b tiny"
+        jobs.change(root, job.id, title=" a\nnew  name ", tags=["one", "two, three", "one", ""])
+        changed = jobs.find(root, job.id)
+        assert changed.title == "a new name" and changed.tags == ("one", "two three")
+        with pytest.raises(jobs.JobError, match="cancel it first"):
+            jobs.delete(root, job.id, with_run=True)
+        done = ended(root, job)
+        again = jobs.retry(root, job.id)
+        assert (again.arguments, again.title, again.retry_of) == (job.arguments, "a new name", job.id)
+        jobs.cancel(root, again.id)
+        with Catalog.open(root) as catalog:
+            assert done.run.run_id in set(catalog.runs()["run_id"])
+            jobs.delete(root, job.id, with_run=True)
+            catalog.sync()
+            assert done.run.run_id not in set(catalog.runs()["run_id"]) and not done.run.directory.exists()
+        with pytest.raises(jobs.JobError, match="no job 1"):
+            jobs.find(root, job.id)
+        ended(root, again)
+        assert jobs.add(root, SHORT)[0].id == 3  # numbers are not given twice
+        jobs.cancel(root, 3)
+
+
+class TestProgress:
+    def test_time_left_counts_each_kind_of_iteration(self):
+        """Against a plain walk over the iterations that RunConfig says are recorded."""
+        config = jobs.asked(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
+        seconds = {"warm-up": 1.0, "recorded": 100.0, "plain": 10.0}
+
+        def kind(iteration: int) -> str:
+            return "warm-up" if iteration < 0 else "recorded" if config.records(iteration) else "plain"
+
+        everything = range(-4, config.iterations)
+        for done in range(6, len(everything) + 1):
+            losses = [
+                {"iteration": i, "seconds": seconds[kind(i)], "recorded": kind(i) == "recorded"}
+                for i in everything[:done]
+            ]
+            wanted = sum(seconds[kind(i)] for i in everything[done:])
+            assert state._seconds_left(config.to_dict(), losses) == wanted
+        assert state._seconds_left(config.to_dict(), losses[:3]) is None
+
+    def test_an_endless_run_is_told_at_once(self):
+        config = jobs.asked(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0].to_dict()
+        start = time.monotonic()
+        assert state._seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
+        assert time.monotonic() - start < 1
+
+
+class TestEnds:
+    def test_survives_its_runner_and_is_cancelled_by_the_next(self, root):
+        job = launch(root, ENDLESS)
+        view = after_iteration(root, job, 1)
+        runner_of(root).send(signal.SIGKILL)
+        until(lambda: not jobs.attended(root), "the runner to be gone")
+        after_iteration(root, job, view.run.status.iteration + 1)
+        done = run_collector("jobs", "cancel", str(job.id), root=root)
+        assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
+        view = ended(root, job)
+        assert view.state == "cancelled" and view.run.status.state == "cancelled" and view.reason is None
+        assert processes.marked(job.token) == set() and not first_process(root, job).alive
+        assert check_rows(root) == view.run.status.tensors >= 2 * 34
+
+    def test_cancel_of_two_ranks_leaves_no_process(self, root):
+        job = launch(root, TWO_RANKS)
+        after_iteration(root, job, 0)
+        carriers = processes.marked(job.token)
+        assert len(carriers) >= 3  # who starts the ranks, and two of them
+        jobs.cancel(root, job.id)
+        view = ended(root, job)
+        assert view.state == "cancelled" and view.run.status.state == "cancelled"
+        assert processes.living(carriers) == set() and processes.marked(job.token) == set()
+        assert check_rows(root) == view.run.status.tensors > 0
+
+    def test_a_job_that_does_not_listen_is_ended(self, root, monkeypatch):
+        """All its processes are stopped, so that none can obey: they are ended by force, and the run is settled."""
+        monkeypatch.setattr(runner, "ASK_ALL", 0.5)
+        monkeypatch.setattr(runner, "END_ALL", 1.0)
+        (job,) = jobs.add(root, ENDLESS)
+        worker = runner.Runner(root)
+        until(lambda: worker.turn() and (run := now(root, job).run) and run.status.iteration >= 0, "an iteration")
+        first_process(root, job).send(signal.SIGSTOP)
+        store.write_json(store.place(root, job) / "cancel.json", {"at": ""})
+        assert now(root, job).state == "cancelling"
+        until(lambda: not worker.turn(), "it to be ended")
+        view = now(root, job)
+        assert view.state == "cancelled" and view.run.status.state == "cancelled"
+        assert processes.marked(job.token) == set()
+
+    def test_killed(self, root):
+        job = launch(root, ENDLESS)
+        after_iteration(root, job, 1)
+        first_process(root, job).send(signal.SIGKILL)
+        view = ended(root, job)
+        assert view.state == "killed" and "SIGKILL" in view.reason and view.advice.startswith("Somebody")
+        assert view.run.status.state == "crashed" and view.run.status.iteration >= 1
+        assert any(line.startswith("iteration 1 ") for line in jobs.log_tail(root, job))
+
+    def test_a_rank_is_killed(self, root):
+        job = launch(root, TWO_RANKS)
+        view = after_iteration(root, job, 0)
+        rank = json.loads((view.run.directory / "ranks" / "rank01.json").read_text())
+        processes.Process(rank["pid"], rank["pid_started"]).send(signal.SIGKILL)
+        view = ended(root, job)
+        assert view.state == "killed" and view.reason == "rank 1 was killed by SIGKILL"
+        assert processes.marked(job.token) == set()
+
+    @pytest.mark.parametrize("small_disk", ["6m"], indirect=True)
+    def test_disk_full(self, small_disk, monkeypatch):
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        job = launch(small_disk, ENDLESS)
+        view = ended(small_disk, job)
+        assert view.state == "disk full" and "no space left on device" in view.reason.lower()
+        assert view.advice.startswith("Free space")
+        end_all(small_disk)
+
+    def test_failed_says_why(self, root, tmp_path):
+        """Its data vanish while it waits in the queue."""
+        data = tmp_path / "few.jsonl"
+        data.write_text(json.dumps({"text": "a text of some words " * 40}) + "\n")
+        (job,) = jobs.add(root, [*SHORT, "--dataset", str(data)])
+        data.unlink()
+        jobs.wake(root)
+        view = ended(root, job)
+        assert view.state == "failed" and view.run is None and "few.jsonl" in view.reason
+
+    def test_machine_restarted(self, root):
+        """What a job of another boot looks like: no process of this one is taken for it."""
+        (job,) = jobs.add(root, SHORT)
+        mine = processes.Process.of(os.getpid())
+        note = {"pid": mine.pid, "pid_started": mine.started, "host": processes.host(), "oom_kills": 0}
+        store.write_json(store.place(root, job) / "process.json", note | {"boot": "another", "at": "2026-01-01"})
+        assert now(root, job).state == "machine restarted"
+        runner.Runner(root).turn()
+        assert now(root, job).state == "machine restarted" and now(root, job).advice.endswith("Retry.")
+
+    def test_never_signals_a_process_that_only_has_the_number(self, root):
+        with subprocess.Popen(["sleep", "600"]) as stranger:
+            try:
+                (job,) = jobs.add(root, SHORT)
+                theirs = processes.Process.of(stranger.pid)
+                note = {"pid": theirs.pid, "pid_started": theirs.started - 1, "host": processes.host()}
+                note |= {"boot": processes.boot(), "at": "2026-01-01", "oom_kills": 0}
+                store.write_json(store.place(root, job) / "process.json", note)
+                store.write_json(store.place(root, job) / "cancel.json", {"at": ""})
+                for _ in range(3):
+                    runner.Runner(root).turn()
+                assert stranger.poll() is None and now(root, job).state == "cancelled"
+            finally:
+                stranger.kill()
+
+
+class TestReadOnly:
+    def test_nothing_can_be_done(self, root, monkeypatch):
+        (job,) = jobs.add(root, SHORT)
+        jobs.cancel(root, job.id)
+        before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+        monkeypatch.setenv("BINADE_READ_ONLY", "1")
+        for act in (
+            lambda: jobs.add(root, SHORT),
+            lambda: jobs.cancel(root, job.id),
+            lambda: jobs.retry(root, job.id),
+            lambda: jobs.delete(root, job.id),
+            lambda: jobs.change(root, job.id, title="other"),
+            lambda: jobs.set_at_once(root, 2),
+            lambda: jobs.wake(root),
+        ):
+            with pytest.raises(ReadOnly, match="BINADE_READ_ONLY"):
+                act()
+        assert jobs.listing(root)[0].state == "cancelled"
+        assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
+        monkeypatch.delenv("BINADE_READ_ONLY")
+
+    def test_the_command_line_refuses_in_one_line(self, root):
+        done = run_collector("jobs", "add", *SHORT, root=root, env={"BINADE_READ_ONLY": "1"})
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "BINADE_READ_ONLY" in done.stderr
+        assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["cancel", "9"], "there is no job 9"),
+        (["add"], "jobs add needs a command line"),
+        (["add", "run", "--layers", "0"], "has 1 to 2"),
+        (["at-once", "0"], "it must be 1 to"),
+        (["frobnicate"], "frobnicate"),
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_is_one_line(root, arguments, expected):
+    done = run_collector("jobs", *arguments, root=root)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
+
+
+def test_every_field_of_a_run_can_be_asked_for():
+    """A choice that the arguments dropped would be lost between the form and the run."""
+    assert jobs.asked(jobs.arguments_of(RunConfig())) == [RunConfig()]
