@@ -27,7 +27,7 @@ from collector.site import Site, sites
 from data.runs import DONE, read_losses
 
 # Without a run to go by. FLOP a second of a training step, seconds for each element that is quantized, by backend, and
-# for each value and format of what is recorded; measured on two CPU cores and (cuda) one H100, rounded.
+# for each value and format of what is recorded: orders of magnitude, not measurements. A first run replaces them.
 FLOPS = {"cpu": 5e10, "cuda": 5e13}
 QUANTIZE = {("cpu", "triton"): 1e-7, ("cpu", "torch"): 2e-8, ("cuda", "triton"): 5e-11, ("cuda", "torch"): 1e-9}
 RECORD = {"cpu": 1e-8, "cuda": 1e-10}
