@@ -5,9 +5,11 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import charts, show, style
-from app.state import bytes_text, catalog, explain_empty, explain_refused, losses_of
-from data.catalog import Catalog
+from app import show
+from app.figures import runs as figures
+from app.roots import bytes_text
+from app.state import catalog, explain_empty, explain_refused
+from data.filter import Filter
 
 STATES = {
     "done": "✓ done",
@@ -29,7 +31,11 @@ def page() -> None:
         return
     _totals(runs)
     _table(runs)
-    _losses(opened, runs)
+    losses = figures.drawn(opened, Filter(), {}, [])
+    for note in losses.problems:
+        st.caption(note)
+    for figure in losses.figures:
+        show.draw(figure)
 
 
 def _totals(runs: pd.DataFrame) -> None:
@@ -80,22 +86,3 @@ def _table(runs: pd.DataFrame) -> None:
             "run_id": text("Run", width=330),
         },
     )
-
-
-def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
-    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
-    again = latest["recipe"].duplicated(keep=False)
-    labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
-    found = losses_of(opened, latest["run_id"].tolist())
-    losses = [
-        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run_id, label in zip(latest["run_id"], labels, strict=True)
-        for record in found[run_id]
-    ]
-    if losses:
-        if len(runs) > len(latest):
-            st.caption(f"Losses of the {len(latest)} newest of {len(runs)} runs.")
-        table = pd.DataFrame(losses)
-        height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
-        words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token."
-        show.figure(charts.losses(table), "losses", table, words, height=height)
