@@ -39,7 +39,7 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
         chart = draw.codebook(table, zones, look.format, edges, f"{look.label} · {found.note or 'all values'}")
         words = f"{about_format(look.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
         figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
-    for figure, problem in ((_channels(look), "No channels to draw."), (_tokens(look), "No tokens to draw.")):
+    for figure, problem in ((_channels(look), "No channels to draw."), (tokens(look), "No tokens to draw.")):
         if figure:
             figures.append(figure)
         else:
@@ -68,7 +68,8 @@ def _channels(look: Look) -> Figure | None:
     return Figure("channels", chart, table, caption, note=note, height=330, group="axes")
 
 
-def _tokens(look: Look) -> Figure | None:
+def tokens(look: Look) -> Figure | None:
+    """Its magnitudes by token and channel; None where it has no values."""
     matrix = anatomy.rows_by_channels(look.x)
     if not matrix.numel():
         return None
