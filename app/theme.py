@@ -46,6 +46,7 @@ class Theme:
             "font": FONT,
             "padding": {"left": 12, "right": 14, "top": 12, "bottom": 10},
             "view": {"stroke": None, "continuousWidth": 560, "continuousHeight": 300},
+            "scale": {"bandPaddingInner": 0.2},
             "axis": axis,
             "axisX": {"grid": False},
             "legend": {

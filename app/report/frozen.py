@@ -22,6 +22,7 @@ from app.report.plates import Part, Plate, Report, Table, shown
 from app.theme import DARK, FONT, LIGHT, MONO, Theme
 
 HERE = Path(__file__).parent
+LONG = 12  # lines of a text that is folded away
 SHOWN_ROWS = 100  # of a chart's numbers; of a table all
 CSV_CELLS = 60_000  # a table with more is in the ZIP alone
 
@@ -118,9 +119,15 @@ def _part(part: Part) -> str:
         f'<section id="{escape(part.name)}"><h2>{escape(part.title)}</h2>{"".join(texts)}'
         + (f'<div class="figures">{figures}</div>' if figures else "")
         + "".join(_table(table) for table in part.tables)
-        + "".join(f"<h3>{escape(title)}</h3><pre>{escape(text)}</pre>" for title, text in part.texts)
+        + "".join(_text(title, text) for title, text in part.texts)
         + "</section>\n"
     )
+
+
+def _text(title: str, text: str) -> str:
+    if text.count("\n") < LONG:
+        return f"<h3>{escape(title)}</h3><pre>{escape(text)}</pre>"
+    return f'<details class="long-text"><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>'
 
 
 def _figure(plate: Plate) -> str:

@@ -13,7 +13,7 @@
         if (drawn.get(node)?.scheme === wanted) return drawn.get(node).view;
         const old = drawn.get(node);
         const spec = { ...plate(node).spec, config: themes[wanted].config };
-        const options = { mode: 'vega-lite', ast: true, actions: false, renderer: 'svg', tooltip: { theme: wanted } };
+        const options = { mode: 'vega-lite', ast: true, actions: false, renderer: 'svg', logLevel: 1, tooltip: { theme: wanted } };
         const view = (old ? old.view : Promise.resolve())
             .then(before => before && before.finalize())
             .then(() => vegaEmbed(node, spec, options))

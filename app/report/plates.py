@@ -41,8 +41,10 @@ class Plate:
     @property
     def note(self) -> str:
         """What a reader needs beside title and caption; without the app's "choose a bar"."""
-        text = _CHOOSE.sub("", self.figure.note).strip()
-        return "" if text in self.figure.caption else text
+        text = _CHOOSE.sub("", self.figure.note)
+        for line in self.figure.caption.splitlines():
+            text = text.replace(line, "")
+        return "" if text.strip() in self.figure.caption else text.strip()
 
     @property
     def csv(self) -> str:
@@ -105,7 +107,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 COLUMNS = {
     "group": "Group", "numel": "Values", "tensors": "Tensors", "finite": "Finite", "mean": "Mean", "rms": "RMS",
     "min": "Min", "max": "Max", "absmin": "Smallest |x| > 0", "zeros": "Zeros", "nans": "NaN", "infs": "Inf",
-    "run_id": "Run", "rank": "Rank", "place": "Tensor", "tensor_id": "Worst tensor", "gap": "Mean gap (nats)",
+    "state": "State", "started": "Started",
+    "loss_last": "Last loss (nats)", "run_id": "Run", "rank": "Rank", "place": "Tensor", "tensor_id": "Worst tensor", "gap": "Mean gap (nats)",
     "last": "Last gap (nats)", "label": "Run", "parts": "Rounded", "iterations": "Iterations",
 }  # fmt: skip
 
