@@ -39,15 +39,15 @@ def filter_of(given: argparse.Namespace) -> Filter:
 
 
 def _query(text: str) -> Filter:
-    query = urlsplit(text).query or text.lstrip("?")
-    given = parse_qs(query, keep_blank_values=True)
-    found, problems = Filter.from_query(given)
+    """Parameters that are no filter fields are a page's own, and left out."""
+    query = urlsplit(text).query if "://" in text else text.lstrip("?")
+    if "=" not in query and "://" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text[:80]!r} is no query: expected quant_type=mxfp8&layer_index=1 or the like, or an address of the app"
+        )
+    found, problems = Filter.from_query(parse_qs(query))
     if problems:
         raise argparse.ArgumentTypeError(problems[0])
-    if not given:
-        raise argparse.ArgumentTypeError(
-            f"{text[:80]!r} has no query: expected quant_type=mxfp8&layer_index=1 or the like"
-        )
     return found
 
 

@@ -107,9 +107,9 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 COLUMNS = {
     "group": "Group", "numel": "Values", "tensors": "Tensors", "finite": "Finite", "mean": "Mean", "rms": "RMS",
     "min": "Min", "max": "Max", "absmin": "Smallest |x| > 0", "zeros": "Zeros", "nans": "NaN", "infs": "Inf",
-    "state": "State", "started": "Started",
-    "loss_last": "Last loss (nats)", "run_id": "Run", "rank": "Rank", "place": "Tensor", "tensor_id": "Worst tensor", "gap": "Mean gap (nats)",
-    "last": "Last gap (nats)", "label": "Run", "parts": "Rounded", "iterations": "Iterations",
+    "state": "State", "started": "Started", "loss_last": "Last loss (nats)", "rank": "Rank", "place": "Place",
+    "tensor_id": "Worst tensor", "gap": "Mean gap (nats)", "last": "Last gap (nats)", "label": "Run’s recipe",
+    "parts": "Rounded", "iterations": "Iterations",
 }  # fmt: skip
 
 
