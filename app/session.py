@@ -25,8 +25,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, best_match
 
 from app.params import TITLES
-from app.pins import Pin
+from app.pins import Pin, runs_of
 from data.access import check_writable
+from data.catalog import Catalog
 from data.runs import RunError, fingerprint, now
 
 VERSION = 1
@@ -143,6 +144,12 @@ def new(name: str, view: View, **more: Any) -> Session:
     words = "-".join(re.findall(r"[a-z0-9]+", name.lower()))[:32].strip("-")
     time = now()
     return Session(f"{words}-{secrets.token_hex(3)}".lstrip("-"), name, time, time, view, **more)
+
+
+def copied(session: Session, name: str) -> Session:
+    """The same under another name and an id of its own."""
+    fresh = new(name, session.view)
+    return replace(session, id=fresh.id, name=name, created=fresh.created)
 
 
 # To and from JSON
@@ -310,6 +317,15 @@ def save(root: Path, session: Session) -> tuple[Session, int]:
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the most: save it as a new one.")
 
 
+def bring_in(root: Path, session: Session) -> int:
+    """Save a session that came from elsewhere: its version's number. Where a version says the same already, that one's;
+    where the id is taken, the next, so that nothing is lost. Raises as `save`."""
+    for version in history(root, session.id):
+        if version.session and replace(version.session, saved="") == replace(session, saved=""):
+            return version.number
+    return save(root, session)[1]
+
+
 def load(root: Path, session_id: str, number: int | None = None) -> Version:
     """A saved session: the newest version, or the one of that number. Raises SessionError if it is not there or cannot
     be read."""
@@ -385,6 +401,14 @@ def _read(directory: Path, number: int) -> Version:
 
 
 # What it says
+
+
+def marked(catalog: Catalog, session: Session) -> Session:
+    """The session with the runs it speaks of as they are now. Those it spoke of that are not here stay as they were."""
+    ids = runs_of(catalog, (Pin(session.view.page, session.view.params), *session.pins))
+    absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
+    marks = [RunMark(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
+    return replace(session, runs=(*marks, *absent))
 
 
 def missing_runs(root: Path, session: Session) -> list[str]:
