@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.pages import explore, overview, recipes, runs, sql, tensor, worst
+from app import draft, state
+from app.pages import explore, overview, recipes, runs, sessions, sql, tensor, worst
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (
@@ -34,6 +35,7 @@ def navigate(default: str = "overview") -> None:
         "tensor": (tensor.page, "Tensor", ":material/grid_on:"),
         "recipes": (recipes.page, "Recipes", ":material/balance:"),
         "runs": (runs.page, "Runs", ":material/science:"),
+        "sessions": (sessions.page, "Sessions", ":material/bookmarks:"),
         "sql": (sql.page, "SQL", ":material/database:"),
     }
     declared = {
@@ -41,7 +43,11 @@ def navigate(default: str = "overview") -> None:
         for name, (page, title, icon) in pages.items()
     }
     st.session_state["pages"] = declared
-    st.navigation(list(declared.values()), position="top").run()
+    chosen = st.navigation(list(declared.values()), position="top")
+    draft.follow_link()
+    draft.notices()
+    chosen.run()
+    draft.panel(state.catalog)
 
 
 if __name__ == "__main__":

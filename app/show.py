@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 import streamlit as st
 
+from app import draft
 from app.address import plain
 from app.figure import Drawn, Figure
 from app.style import CHOSEN
+from data.access import read_only
 
 # Runs in the page beside the chart: the picture is the very SVG that is shown, the caption added beneath it.
 EXPORT = """
-export default function ({ data, parentElement }) {
+export default function ({ data, parentElement, setTriggerValue }) {
     const root = parentElement.querySelector('.exports');
     const save = (url, ending) => {
         const link = document.createElement('a');
@@ -73,6 +75,9 @@ export default function ({ data, parentElement }) {
         };
         image.src = url(made);
     };
+    const pin = root.querySelector('.pin');
+    pin.hidden = !data.pin;
+    pin.onclick = () => setTriggerValue('pinned', true);
     root.querySelector('.csv').onclick = () => {
         save('data:text/csv;charset=utf-8,' + encodeURIComponent(data.csv), '.csv');
     };
@@ -80,6 +85,7 @@ export default function ({ data, parentElement }) {
 """
 EXPORT_HTML = (
     '<div class="exports" role="group" aria-label="Save as">'
+    '<button class="pin" type="button" title="Keep this chart in the session" hidden>Pin</button> '
     '<button class="png" type="button" title="Save as a picture">PNG</button> '
     '<button class="svg" type="button" title="Save as a drawing">SVG</button> '
     '<button class="csv" type="button" title="Save the numbers">CSV</button></div>'
@@ -98,8 +104,10 @@ def _exporter() -> Callable:
     return st.components.v2.component("binade_export", html=EXPORT_HTML, css=EXPORT_CSS, js=EXPORT)
 
 
-def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None) -> Any:
+def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
     """Draw a figure with its note beneath and its exports.
+
+    With pin it can be pinned to the session, where the page is a view that can be drawn again.
 
     Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
     it before the page is drawn anew.
@@ -123,10 +131,11 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None) -> Any:
         "chart": f"chart_{name}",
         "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption,
+        "pin": pin and draft.shown_view() is not None and not read_only(),
         "csv": comments + figure.table.head(MAX_CSV_ROWS).to_csv(index=False),
     }
     with place:
-        _exporter()(key=f"export_{name}", data=data)
+        _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
     if not choose:
         return None
     return _picked(event, choose)

@@ -24,6 +24,7 @@ def page() -> None:
     opened = catalog()
     st.title("Runs", anchor=False)
     st.session_state["page"] = "runs"
+    st.session_state["shown"] = {}
     explain_refused(opened)
     runs = opened.runs()
     if runs.empty:
