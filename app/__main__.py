@@ -79,16 +79,17 @@ def report(given: argparse.Namespace, argv: list[str]) -> int:
             signal.signal(signum, _cancel)
     try:
         from app.report import headless
+        from data.filter import FilterError
         from data.runs import RunError, resolve_root
 
         command = headless.command_of(argv)
-        where = options.filter_of(given)
-        wanted = headless.Wanted(given.output, where, given.zip, given.theme, given.jobs, command)
         try:
+            where = options.filter_of(given)
+            wanted = headless.Wanted(given.output, where, given.zip, given.theme, given.jobs, command, given.session)
             return headless.run(resolve_root(given.tensor_save_dir), wanted)
-        except headless.UsageError as error:
+        except (headless.UsageError, FilterError) as error:
             return _fail(str(error), 2)
-        except (headless.ReportError, headless.PaintError, RunError) as error:
+        except (headless.ReportError, headless.PaintError, headless.SessionError, RunError) as error:
             return _fail(str(error), 1)
         except OSError as error:
             return _fail(headless.no_room(error), 1)

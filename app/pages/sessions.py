@@ -16,12 +16,14 @@ from app.draft import Draft
 from app.figure import Drawn
 from app.params import One
 from app.pins import Pin
+from app.report import headless
 from app.roots import bytes_text
 from app.session import Session, SessionError, Version, View
 from app.state import catalog, explain_refused
 from data.access import ReadOnly, read_only
 from data.bundle import BundleError
 from data.catalog import Catalog
+from data.filter import Filter
 
 PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
 A_PAGE = 12  # sessions listed at once
@@ -115,8 +117,31 @@ def _share(opened: Catalog, one: Session) -> None:
         format_func=lambda name: bundles.VALUES[name],
         help="The runs’ rows, sketches and scores always go along",
     )
+    if st.button(
+        "Make the report", key=f"report_{one.id}", help="Its charts, numbers and notes, for whoever has no app"
+    ):
+        _report(opened, one)
     if st.button("Make the bundle", key=f"bundle_{one.id}"):
         _bundle(opened, one, values or "charts")
+
+
+def _report(opened: Catalog, one: Session) -> None:
+    """The frozen report of the newest saved version, and the same as a ZIP of pictures and numbers."""
+    with tempfile.TemporaryDirectory() as folder, show.progress(20, "Drawing") as done:
+        output, archive = Path(folder) / "report", Path(folder) / "report.zip"
+        command = f"python -m app report --session {one.id}"
+        wanted = headless.Wanted(output, Filter(), archive, command=command, session=one.id)
+        try:
+            headless.make(opened, wanted, lambda count, of, name: done(20 * count // max(of, 1)))
+        except (headless.ReportError, headless.PaintError, SessionError, OSError) as error:
+            st.error(plain(str(error)), icon=":material/error:")
+            return
+        page, pictures = (output / "index.html").read_bytes(), archive.read_bytes()
+    for title, content, name, kind in (
+        ("Save the report (HTML)", page, f"{one.id}.html", "text/html"),
+        ("Save pictures and numbers (ZIP)", pictures, f"{one.id}-report.zip", "application/zip"),
+    ):
+        st.download_button(title, content, name, kind, on_click="ignore", key=f"save_{name}")
 
 
 def _bundle(opened: Catalog, one: Session, values: str) -> None:

@@ -52,7 +52,7 @@ def parts(opened: Catalog, where: Filter, command: str) -> Iterator[Part]:
     yield _statistics(opened, where, scored, lying)
     yield _hifp8(opened, where, scored)
     yield _attention(opened, where)
-    yield run_tables.part(opened, where)
+    yield run_tables.part(opened, run_tables.selected(opened, where))
     yield run_tables.definitions()
     yield run_tables.made_with(command)
 

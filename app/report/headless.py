@@ -6,6 +6,8 @@
     draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
     draw/report.json           what was drawn from what, and the list of these files
 
+Of a session: pins/ and view/ in place of the folders above.
+
 Everything is made aside and then moved into place, index.html last. A folder that is there keeps what is in it: files
 that an earlier report wrote (its report.json names them) are replaced or removed, and a file that none wrote is never
 touched: it is an error that names it, before anything is drawn.
@@ -22,22 +24,25 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 
 from altair.utils.schemapi import disable_debug_mode
 
+from app import session as sessions
 from app.report import contents, frozen, stats
+from app.report import sessions as session_parts
 from app.report.archive import Archive
 from app.report.painting import Painted, PaintError, Painters
 from app.report.plates import Part, Plate, Report
 from app.roots import big, bytes_text
+from app.session import Session, SessionError
 from app.theme import THEMES
 from data.catalog import Catalog
 from data.filter import Filter
 
-__all__ = ["PaintError", "ReportError", "UsageError", "Wanted", "command_of", "no_room", "run"]
+__all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
 
 MANIFEST = "report.json"
 FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
@@ -54,7 +59,8 @@ class UsageError(ReportError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked for. archive: a ZIP of the report as well; command: how it was asked for."""
+    """What is asked for. archive: a ZIP of the report as well; command: how it was asked for; session: the id of a
+    saved session, whose view, pins and notes are then drawn in place of the filter's charts."""
 
     output: Path
     where: Filter
@@ -62,14 +68,18 @@ class Wanted:
     theme: str = "light"
     jobs: int | None = None
     command: str = ""
+    session: str | None = None
 
 
 def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
     """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
     _check(opened, wanted)
+    session = sessions.load(opened.root, wanted.session).session if wanted.session else None
+    if session:
+        wanted = replace(wanted, where=session_parts.filter_of(opened, session))
     before = _written_before(wanted.output)
     with Aside(wanted.output) as aside:
-        drawn = _draw(opened, wanted, aside, progress)
+        drawn = _draw(opened, wanted, session, aside, progress)
         aside.publish(before)
     return drawn
 
@@ -142,8 +152,13 @@ class Aside:
             os.replace(self.folder / name, self.output / name)
 
 
-def _draw(opened: Catalog, wanted: Wanted, aside: Aside, progress: Progress) -> int:
+def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside, progress: Progress) -> int:
     where, theme = wanted.where, THEMES[wanted.theme]
+    if session:
+        parts = session_parts.parts(opened, session, wanted.command)
+        title, notes = session.name, session_parts.notes_html(session)
+    else:
+        parts, title, notes = contents.parts(opened, where, wanted.command), "", ""
     archive = Archive(wanted.archive) if wanted.archive else None
     try:
         with Painters(wanted.jobs) as painters:
@@ -160,7 +175,7 @@ def _draw(opened: Catalog, wanted: Wanted, aside: Aside, progress: Progress) -> 
                     done += 1
                     progress(done, total, plate.path)
 
-            for part in contents.parts(opened, where, wanted.command):
+            for part in parts:
                 found.append(part)
                 quick = contents.quick(part) if part.name == "overview" else None
                 drawn = [*([Plate("quick_analysis", quick)] if quick else []), *part.plates]
@@ -169,7 +184,7 @@ def _draw(opened: Catalog, wanted: Wanted, aside: Aside, progress: Progress) -> 
                     waiting.append((plate, painters.paint(plate.figure, plate.spec, theme)))
                     collect(4 * painters.jobs)
             collect(0)
-            report = describe(opened, where, tuple(found))
+            report = describe(opened, where, tuple(found), title, notes)
             html = frozen.page(report, bundle.result())
         numbers = stats.tensor_stats(opened, where)
         texts = {

@@ -6,12 +6,13 @@ import argparse
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter
+from data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter, FilterError
 
 
 def add_to(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", type=Path, default=Path("draw"), metavar="DIR", help="the folder that is written")
     command.add_argument("--tensor-save-dir", metavar="ROOT", help="the runs: else TENSOR_SAVE_DIR, else data/runs")
+    command.add_argument("--session", metavar="ID", help="the report of a saved session: its notes, pins and view")
     command.add_argument("--zip", type=Path, metavar="FILE", help="also a ZIP of PNG, SVG, CSV and JSON")
     command.add_argument("--theme", choices=("light", "dark"), default="light", help="of the pictures")
     command.add_argument("--jobs", type=_jobs, metavar="N", help="processes that draw: one a core")
@@ -33,9 +34,12 @@ def add_to(command: argparse.ArgumentParser) -> None:
 
 
 def filter_of(given: argparse.Namespace) -> Filter:
-    """The query's filter with the options', which win where both name a field."""
+    """The query's filter with the options', which win where both name a field. Raises FilterError beside --session."""
     named = {name: getattr(given, name) for name in FIELDS if getattr(given, name) is not None}
-    return Filter.from_dict(given.query.to_dict() | named)
+    found = Filter.from_dict(given.query.to_dict() | named)
+    if given.session and found.items():
+        raise FilterError("a session has its own filter: give --session without others")
+    return found
 
 
 def _query(text: str) -> Filter:

@@ -29,8 +29,8 @@ def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
     return runs[runs["run_id"].isin(set(counted))]
 
 
-def part(opened: Catalog, where: Filter) -> Part:
-    runs = selected(opened, where)
+def part(opened: Catalog, runs: pd.DataFrame) -> Part:
+    """Some rows of `Catalog.runs` as a table, with their configurations and commands."""
     table = runs[list(COLUMNS)].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
     texts = []
     for row in runs.head(MAX_CONFIGS).itertuples():

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,11 @@ import pandas as pd
 import pytest
 import torch
 
+from app import session as sessions
 from app.__main__ import main
 from app.analysis import hifp8
 from app.figure import Figure
+from app.pins import Pin
 from app.report import contents, headless, runs
 from app.report.headless import Wanted
 from app.report.painting import PaintError, Painters, sized, spec_of
@@ -327,6 +330,37 @@ def test_the_report_tells_how_it_was_made(drawn):
     assert "python -m app report --tensor-save-dir" in text and "10·log₁₀" in text
 
 
+# A session
+
+
+def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, signals):
+    notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
+    pins = (
+        Pin("worst", {"view": ["board"], "metric": ["absmax"]}, "ranking", "The worst\nof all"),
+        Pin("worst", {}, "no_such_chart", ""),
+    )
+    view = sessions.View("explore", {"quant_type": ["mxfp8"]})
+    with Catalog.open(root) as opened:
+        kept = sessions.marked(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
+        saved, _ = sessions.save(root, kept)
+    output = tmp_path / "draw"
+    try:
+        assert main(["report", "--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id]) == 0
+    finally:
+        shutil.rmtree(sessions.folder(root))
+    files = everything(output)
+    assert "pins/01_ranking.png" in files and "view/histogram.png" in files and "index.html" in files
+    assert not any(name.startswith(FOLDERS) for name in files)
+    text = (output / "index.html").read_text()
+    tags = Tags(text)
+    assert "<h1>Found</h1>" in text and "<strong>fc1</strong>" in text and "The worst of all" in text
+    assert "Pin 2: The view has no chart" in text and kept.runs[0].hash in text
+    assert not [tag for tag, _ in tags.tags if tag in ("img", "b")]
+    assert not [a for _, attributes in tags.tags for a in attributes if a.startswith("on")]
+    assert not [a["href"] for tag, a in tags.tags if tag == "a" and not a["href"].startswith("#")]
+    assert json.loads((output / "tensor_stats.json").read_text())["filter"] == {"quant_type": ["mxfp8"]}
+
+
 # What goes wrong
 
 
@@ -353,6 +387,9 @@ def signals() -> Iterator[None]:
         (["--query", "layer_index=one"], 2, "which is no number"),
         (["--query", "mxfp8"], 2, "is no query"),
         (["--jobs", "0"], 2, "no number of processes"),
+        (["--session", "absent"], 1, "There is no session 'absent'"),
+        (["--session", "../x"], 1, "is no session's id"),
+        (["--session", "absent", "--rank", "0"], 2, "a session has its own filter"),
         (["--colour", "red"], 2, "unrecognized arguments"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
