@@ -175,9 +175,10 @@ def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Pa
     for fmt in formats:
         for metric in ("sqnr_db", "flush_to_zero"):
             drawn = worst.directions(opened, where, fmt, MEASURES[metric])
-            found += [
-                Plate(f"comparisons/{f.name.removeprefix('direction_')}_{metric}_{fmt}", f) for f in drawn.figures
-            ]
+            for figure in drawn.figures:
+                operation = figure.name.removeprefix("direction_")
+                titled = _titled(figure, f"{MEASURES[metric].label} in {fmt}, {operation}")
+                found.append(Plate(f"comparisons/{operation}_{metric}_{fmt}", titled))
     runs = recipes.overview(recipe_figures.runs_of(opened, where), opened.parts())
     verdict = ""
     if recipe_figures.has_reference(runs):
@@ -198,6 +199,13 @@ def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Pa
         "backward; and each recipe’s loss and gradients against the bf16 run of the same data."
     )
     return Part("comparisons", "Comparisons", tuple(found), tuple(tables), text, verdict, tuple(problems))
+
+
+def _titled(figure: Figure, text: str) -> Figure:
+    """The figure under a title that tells what it is where it stands alone."""
+    title = figure.chart.title.copy()
+    title.text = text
+    return replace(figure, chart=figure.chart.properties(title=title))
 
 
 def _gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
