@@ -144,7 +144,7 @@ def link_to(session_id: str) -> str:
 def notices() -> None:
     """What is to be said of the open session or the link, above the page, until it is put away."""
     if found := st.session_state.get("notices"):
-        left, right = st.columns([12, 1], vertical_alignment="top")
+        left, right = st.container(key="notices").columns([12, 1], vertical_alignment="top")
         text = "\n\n".join(map(plain, found[:6]))
         more = f"\n\nand {len(found) - 6} more." if len(found) > 6 else ""
         left.warning(text + more, icon=":material/link_off:")

@@ -22,7 +22,7 @@ class Figure:
     caption  goes into every export: the data, the filter, the metric's definition; a sentence a line
     note     what a reader needs beside the title
     height   pixels, where the chart does not say it itself
-    choose   the field of a mark that can be clicked
+    choose   the field of a mark that can be clicked; hint: what that does
     group    figures of one group stand beside each other
     """
 
@@ -34,6 +34,7 @@ class Figure:
     height: int | None = None
     choose: str | None = None
     group: str = ""
+    hint: str = ""
 
     @property
     def title(self) -> str:

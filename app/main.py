@@ -20,6 +20,7 @@ CSS = (
     "[data-testid=stMetric]{padding:.55rem .9rem}"
     "[data-testid=stMetricValue]{font-size:1.4rem}"
     "[data-testid=stSidebarHeader]{height:2.6rem}"
+    ".st-key-notices{padding-top:1.1rem}"
     "</style>"
 )
 

@@ -93,6 +93,7 @@ EXPORT_HTML = (
 EXPORT_CSS = (
     ".exports{font-size:.78rem;color:var(--st-text-color);opacity:.72;text-align:right;white-space:nowrap;font-family:var(--st-font)}"
     ".exports button{all:unset;cursor:pointer;color:var(--st-primary-color);padding:0 .15rem}"
+    ".exports button[hidden]{display:none}"
     ".exports button:hover,.exports button:focus-visible{text-decoration:underline}"
     ".exports button:focus-visible{outline:2px solid var(--st-primary-color)}"
 )
@@ -123,9 +124,9 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     with st.container(key=f"chart_{name}"):
         event = st.altair_chart(figure.chart, key=f"figure_{name}", alt=_alt(figure), **options)
     place = st.container()
-    if figure.note:
-        left, place = st.columns([4, 1.3], vertical_alignment="top")
-        left.caption(figure.note)
+    if note := f"{figure.note} {figure.hint if choose else ''}".strip():
+        left, place = st.columns([4, 1.7], vertical_alignment="top")
+        left.caption(note)
     comments = "".join(f"# {line}\n" for line in figure.caption.splitlines())
     data = {
         "chart": f"chart_{name}",

@@ -106,12 +106,11 @@ def heads(look: Look, maps: Maps) -> Drawn:
         )
         first = maps.source("attention_probs")
         caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
-        note = (
-            "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries. "
-            "Choose a head to see its map."
-        )
+        note = "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries."
         chart = draw.entropy(entropy, maps.words)
-        figures.append(Figure("entropy", chart, entropy, caption, note, 330, choose="head", group="probs"))
+        figures.append(
+            Figure("entropy", chart, entropy, caption, note, 330, "head", "probs", "Choose a head to see its map.")
+        )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
         chart = draw.flushed_by_head(flushed, look.format, maps.words)
         figures.append(Figure("flushed", chart, flushed, f"{first}\n{held}", held, 330, group="probs"))

@@ -70,7 +70,7 @@ def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
         ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together"),
         table,
         source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
-        note="Choose a bar to look into its worst tensor.",
+        hint="Choose a bar to look into its worst tensor.",
         height=ranking_height(table),
         choose="tensor_id",
     )

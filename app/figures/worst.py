@@ -51,7 +51,8 @@ def board(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
         draw.ranking(table, measure, title, subtitle),
         table,
         _caption(where, fmt, measure, f"{len(table):,} places (layer, module, operation, tensor)"),
-        note=f"{definition(fmt, measure)} Choose a bar to look into its worst tensor.",
+        note=definition(fmt, measure),
+        hint="Choose a bar to look into its worst tensor.",
         height=draw.ranking_height(table),
         choose="tensor_id",
     )
@@ -67,7 +68,8 @@ def depth(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
         draw.depth(table, measure, _title(fmt, measure, " by layer and tensor"), POOLED),
         table,
         _caption(where, fmt, measure, f"{len(table):,} cells of layer and tensor"),
-        note=f"{definition(fmt, measure)} Bright is bad. Choose a cell to look into its worst tensor.",
+        note=f"{definition(fmt, measure)} Bright is bad.",
+        hint="Choose a cell to look into its worst tensor.",
         height=draw.depth_height(table),
         choose="tensor_id",
     )
@@ -93,7 +95,8 @@ def training(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Draw
         draw.training(table, measure, _title(fmt, measure, " by iteration"), "all tensors of a layer together"),
         table,
         _caption(where, fmt, measure, f"{len(table):,} points of iteration and layer"),
-        note=f"{definition(fmt, measure)} Choose a point to look into its worst tensor.",
+        note=definition(fmt, measure),
+        hint="Choose a point to look into its worst tensor.",
         height=420,
         choose="tensor_id",
     )

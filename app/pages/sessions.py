@@ -37,7 +37,7 @@ def page() -> None:
     params = {"part": One(tuple(PARTS))}
     follow(opened, "sessions", params)
     part = st.segmented_control(
-        "Part", PARTS, key="part", required=True, format_func=PARTS.get, label_visibility="collapsed"
+        "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed"
     )
     write(chosen_filter(), params)
     if read_only():
@@ -77,14 +77,14 @@ def _entry(opened: Catalog, version: Version, one: Session) -> None:
     is_open = (now := draft.current()) is not None and now.session.id == one.id
     with st.container(border=True):
         left, right = st.columns([3, 2], vertical_alignment="center")
-        left.markdown(f"**{plain(one.name)}**" + (" · open" if is_open else ""))
         count = len(one.pins)
-        left.caption(
+        facts = (
             f"{one.view.page.capitalize()} · {count} pin{'s' * (count != 1)} · version {version.number} · saved "
-            f"{one.saved[:16].replace('T', ' ')} UTC · `{one.id}`"
+            f"{one.saved[:16].replace('T', ' ')} UTC · {one.id}"
         )
+        left.markdown(f"**{plain(one.name)}**{' · open' * is_open}  \n:small[:gray[{plain(facts)}]]")
         cells = right.columns([1, 1, 1, 1])
-        if cells[0].button("Open", key=f"open_{one.id}", type="primary", width="stretch"):
+        if cells[0].button("Open", key=f"open_{one.id}", width="stretch"):
             draft.open_version(version)
             draft.show(one.view)
         cells[1].button("Read", key=f"read_{one.id}", on_click=_read, args=(version,), width="stretch")
@@ -374,7 +374,7 @@ def _import(opened: Catalog) -> None:
         st.error(plain(str(error)), icon=":material/error:")
         return
     opened.sync()
-    st.success(words, icon=":material/check:")
+    st.success(plain(words), icon=":material/check:")
     if session:
         for problem in sessions.missing_runs(opened.root, session):
             st.warning(plain(problem), icon=":material/link_off:")

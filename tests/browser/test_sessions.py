@@ -132,6 +132,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     for name, words in (("bad.json", "version is 9"), ("good.json", "is here as version 1")):
         page.locator("input[type=file]").set_input_files(tmp_path / name)
         page.get_by_text(name).first.wait_for()
+        page.get_by_text("version is 9").wait_for(state="hidden")  # the page has taken notice of the file
         settle(page)
         page.get_by_role("button", name="Import", exact=True).last.click()
         page.get_by_text(words).first.wait_for()
