@@ -7,16 +7,26 @@ import io
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.browser.driver import PROJECT
+from app import session as sessions
+from app.pins import Pin, draw
+from data.catalog import Catalog
+from tests.app import roots
+from tests.browser.driver import PROJECT, serving
+from tests.browser.test_sessions import turn_to
 
 CHART = "binade-distributions-histogram-layer-index"
 ENTRY = "distributions/histogram_layer_index.csv"
+SHARES = (  # the rows that a histogram is drawn from
+    "name => binade.view(name).then(view => { const state = view.getState({data: () => true}).data;"
+    " return Object.values(state).flat().filter(row => row && row.share > 0)"
+    ".map(row => [row.group, row.low, row.high, row.share]); })"
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +75,7 @@ def test_every_chart_is_drawn_from_the_file_alone(page):
 
 @pytest.mark.browser
 def test_a_charts_data_are_those_of_the_zip(page, exported):
-    shown = page.evaluate(
-        "name => binade.view(name).then(view => { const state = view.getState({data: () => true}).data;"
-        " return Object.values(state).flat().filter(row => row && row.share > 0)"
-        ".map(row => [row.group, row.low, row.high, row.share]); })",
-        CHART,
-    )
+    shown = page.evaluate(SHARES, CHART)
     with zipfile.ZipFile(exported.with_suffix(".zip")) as archive:
         lines = [line for line in archive.read(ENTRY).decode().splitlines() if not line.startswith("#")]
     rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
@@ -111,3 +116,35 @@ def test_light_and_dark(page):
     assert page.evaluate("() => document.documentElement.dataset.scheme") == "dark"
     text = f"""() => document.querySelector('.chart[data-name="{CHART}"] .role-title-text text').getAttribute('fill')"""
     assert page.evaluate(text) == "#e4e7ef"
+
+
+@pytest.mark.browser
+def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
+    """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
+    root = roots.copy(collected, tmp_path / "root")
+    pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
+    with Catalog.open(root) as opened:
+        kept = sessions.new("It travels", sessions.View("worst", {"view": ["board"]}), notes="**Look** here", pins=pins)
+        sessions.save(root, sessions.marked(opened, kept))
+        table = draw(opened, pins[0]).figures[0].table
+    with serving(root) as address:
+        page = visit("/", base=address)
+        turn_to(page, "Sessions")
+        page.get_by_role("button", name="Share").first.click()
+        page.get_by_role("button", name="Make the report").click()
+        page.get_by_role("button", name="Save the report (HTML)").wait_for(timeout=120_000)
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Save the report (HTML)").click()
+        saved.value.save_as(tmp_path / "it.html")
+        assert not page.complaints
+    context = browser.new_context(offline=True)
+    alone = context.new_page()
+    complaints: list[str] = []
+    alone.on("console", lambda message: complaints.append(message.text))
+    alone.goto((tmp_path / "it.html").as_uri())
+    shown = set(map(tuple, alone.evaluate(SHARES, "binade-pins-01-histogram")))
+    expected = table[table["share"] > 0]
+    assert shown == set(zip(expected["group"], expected["low"], expected["high"], expected["share"], strict=True))
+    assert alone.locator("h1").inner_text() == "It travels" and alone.locator("strong").inner_text() == "Look"
+    assert alone.get_by_text("Layer **by** layer").count() and not complaints
+    context.close()
