@@ -10,7 +10,7 @@ Of a session: pins/ and view/ in place of the folders above.
 
 Everything is made aside and then moved into place, index.html last. A folder that is there keeps what is in it: files
 that an earlier report wrote (its report.json names them) are replaced or removed, and a file that none wrote is never
-touched: it is an error that names it, before anything is drawn.
+touched: it is an error that names it, before anything is moved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -45,7 +45,7 @@ from data.filter import Filter
 __all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
 
 MANIFEST = "report.json"
-FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
+ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
 Progress = Callable[[int, int, str], None]
 
 
@@ -78,6 +78,7 @@ def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
     if session:
         wanted = replace(wanted, where=session_parts.filter_of(opened, session))
     before = _written_before(wanted.output)
+    _refuse_foreign(wanted.output, ALWAYS, before)  # the usual case is told before the work
     with Aside(wanted.output) as aside:
         drawn = _draw(opened, wanted, session, aside, progress)
         aside.publish(before)
@@ -113,6 +114,15 @@ def _written_before(output: Path) -> set[str]:
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
 
 
+def _refuse_foreign(output: Path, files: Iterable[str], before: set[str]) -> None:
+    """Raise UsageError if one of the files is there and not from an earlier report."""
+    foreign = sorted(name for name in files if name not in before and (output / name).exists())
+    if foreign:
+        raise UsageError(
+            f"{output / foreign[0]} is there and no report wrote it: give --output another folder, or move it"
+        )
+
+
 class Aside:
     """A folder beside the output, filled and then moved into it; gone afterwards, whatever happened."""
 
@@ -137,11 +147,7 @@ class Aside:
     def publish(self, before: set[str]) -> None:
         """Move everything into place. Raises UsageError, before anything is moved, where that would replace a file
         that no report wrote."""
-        foreign = sorted(name for name in self.files if name not in before and (self.output / name).exists())
-        if foreign:
-            raise UsageError(
-                f"{self.output / foreign[0]} is there and no report wrote it: give --output another folder, or move it"
-            )
+        _refuse_foreign(self.output, self.files, before)
         if not self.output.exists():
             os.replace(self.folder, self.output)
             return
