@@ -1,6 +1,7 @@
 # Binade. `make help` lists the targets.
 PYTHON ?= python3
 PORT ?= 8501
+OUTPUT ?= draw
 VENV := .venv
 PY := $(VENV)/bin/python
 SHELL := /bin/sh
@@ -12,7 +13,7 @@ FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warm
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-tests lint format bench clean
+.PHONY: help run test install install-tests lint format bench report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,9 +59,14 @@ format: install-tests ## put the style right
 bench: install-tests ## measure, each figure as a ratio to something measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
 	@$(PY) -m tests.bench.bench_recipes
+	@$(PY) -m tests.bench.bench_step
 	@$(PY) -m tests.bench.bench_explore
 	@$(PY) -m tests.bench.bench_instrument
 	@$(PY) -m tests.bench.bench_import
+	@$(PY) -m tests.bench.bench_report
+
+report: install ## draw every chart of the runs into a folder, with one HTML of them all (OUTPUT=draw)
+	@$(PY) -m app report --output "$(OUTPUT)" $(ARGS)
 
 clean: ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -1,13 +1,21 @@
-"""python -m app serve: the app on 127.0.0.1. Exit status: 0 done, 1 failed, 2 bad usage."""
+"""python -m app serve: the app on 127.0.0.1. python -m app report: every chart as files, without a browser.
+python -m app bundle: sessions with their runs from root to root.
+
+Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
+
+from app.report import options
 
 HOST = "127.0.0.1"
 
@@ -64,13 +72,75 @@ def serve(port: int) -> int:
     os._exit(status)
 
 
+def report(given: argparse.Namespace, argv: list[str]) -> int:
+    """Write the report; a failure is one line on stderr."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _cancel)
+    try:
+        from app.report import headless
+        from data.filter import FilterError
+        from data.runs import RunError, resolve_root
+
+        command = headless.command_of(argv)
+        try:
+            where = options.filter_of(given)
+            wanted = headless.Wanted(given.output, where, given.zip, given.theme, given.jobs, command, given.session)
+            return headless.run(resolve_root(given.tensor_save_dir), wanted)
+        except (headless.UsageError, FilterError) as error:
+            return _fail(str(error), 2)
+        except (headless.ReportError, headless.PaintError, headless.SessionError, RunError) as error:
+            return _fail(str(error), 1)
+        except OSError as error:
+            return _fail(headless.no_room(error), 1)
+    except KeyboardInterrupt:
+        return _fail("cancelled: nothing of the report was kept", 130)
+
+
+def _cancel(signum: int, frame: FrameType | None) -> NoReturn:
+    for further in (signal.SIGTERM, signal.SIGINT):  # one is enough: let what is half-made be removed
+        signal.signal(further, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"app: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _add_bundle(commands: argparse._SubParsersAction) -> None:
+    command = commands.add_parser("bundle", help="carry a session with its runs to another root")
+    verbs = command.add_subparsers(dest="verb", required=True, metavar="export | import | list")
+    out = verbs.add_parser("export", help="write a saved session and its runs as one .zip")
+    out.add_argument("session", help="the session's id, as its link has it")
+    out.add_argument("--output", type=Path, required=True, metavar="FILE.zip")
+    out.add_argument(
+        "--values",
+        choices=("charts", "all", "none"),
+        default="charts",
+        help="whose values go along: of the tensors that its charts read (the default), of all of its runs, of none",
+    )
+    into = verbs.add_parser("import", help="take a bundle into a root")
+    into.add_argument("file", type=Path)
+    listed = verbs.add_parser("list", help="the saved sessions")
+    for each in (out, into, listed):
+        each.add_argument("--tensor-save-dir", metavar="ROOT", help="default: TENSOR_SAVE_DIR, else data/runs")
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(prog="app", description="Explore recorded tensors in the browser.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve")
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog="app", description="Explore recorded tensors in the browser, or draw them into files.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | report | bundle")
     command = commands.add_parser("serve", help="open the app on 127.0.0.1")
     command.add_argument("--port", type=_port, default=8501)
+    options.add_to(commands.add_parser("report", help="write every chart into a folder, with one HTML of them all"))
+    _add_bundle(commands)
     given = parser.parse_args(argv)
-    return serve(given.port)
+    if given.command == "bundle":
+        from app import bundles  # who only asks for help does not wait for torch
+
+        return bundles.command(given)
+    return report(given, argv) if given.command == "report" else serve(given.port)
 
 
 if __name__ == "__main__":

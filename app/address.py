@@ -8,107 +8,14 @@ parameter at its default is left out. Who comes back to a page finds it as it wa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import streamlit as st
 
+from app.params import Param, read, read_filter, texts
 from data.catalog import Catalog
 from data.filter import FIELDS, Filter
-
-TITLES = {
-    "run_id": "Run",
-    "model": "Model",
-    "size": "Size",
-    "dataset": "Dataset",
-    "recipe": "Recipe",
-    "quant_type": "Quant type",
-    "layer_type": "Layer type",
-    "layer_index": "Layer",
-    "module": "Module",
-    "component": "Component",
-    "operation": "Operation",
-    "phase": "Phase",
-    "tensor_name": "Tensor",
-    "iteration": "Iteration",
-    "micro_batch": "Micro-batch",
-    "rank": "Rank",
-    "expert": "Expert",
-    "stage": "Stage",
-}
-
-
-@dataclass(frozen=True)
-class One:
-    """One of these; the first is the default."""
-
-    allowed: tuple[str, ...]
-
-    @property
-    def default(self) -> str | None:
-        return self.allowed[0] if self.allowed else None
-
-    def read(self, texts: list[str]) -> tuple[str | None, list[str]]:
-        """(the value, texts that make no sense)."""
-        bad = [text for text in texts if text not in self.allowed]
-        good = [text for text in texts if text in self.allowed]
-        return (good[0] if good else self.default), bad
-
-    def texts(self, value: str | None) -> list[str]:
-        return [] if value is None or value == self.default else [value]
-
-
-@dataclass(frozen=True)
-class Many:
-    """Any of these."""
-
-    allowed: tuple[str, ...]
-    default: tuple[str, ...] = ()
-
-    def read(self, texts: list[str]) -> tuple[list[str], list[str]]:
-        bad = [text for text in texts if text not in self.allowed]
-        good = [text for text in dict.fromkeys(texts) if text in self.allowed]
-        return (good or list(self.default)), bad
-
-    def texts(self, value: list[str]) -> list[str]:
-        return [] if tuple(value) == self.default else list(value)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A whole number from low to high; without a default it may be None."""
-
-    low: int
-    high: int
-    default: int | None = None
-
-    def read(self, texts: list[str]) -> tuple[int | None, list[str]]:
-        for text in texts:
-            if text.isdecimal() and len(text) < 12 and self.low <= int(text) <= self.high:
-                return int(text), []
-        return self.default, texts
-
-    def texts(self, value: int) -> list[str]:
-        return [] if value == self.default else [str(value)]
-
-
-@dataclass(frozen=True)
-class Known:
-    """A name that `known` knows; None by default."""
-
-    known: Callable[[str], bool]
-
-    def read(self, texts: list[str]) -> tuple[str | None, list[str]]:
-        bad = [text for text in texts if not self.known(text)]
-        good = [text for text in texts if text not in bad]
-        return (good[0] if good else None), bad
-
-    def texts(self, value: str | None) -> list[str]:
-        return [] if value is None else [value]
-
-
-Param = One | Many | Whole | Known
 
 
 def key(field: str) -> str:
@@ -130,10 +37,13 @@ def follow(catalog: Catalog, page: str, params: Mapping[str, Param]) -> None:
         return
     if not here and not st.query_params and "left" in state:
         st.query_params.from_dict(state["left"].get(page, {}) | state["filter"])
-    problems = _read_filter(catalog.facets())
-    for name, param in params.items():
-        state[name], bad = param.read(st.query_params.get_all(name))
-        problems += [f"The address asks for {name} {text[:40]!r}, which is not known." for text in bad]
+    query = _address()
+    where, problems = read_filter(catalog.facets(), query)
+    for name in FIELDS:
+        state[key(name)] = list(getattr(where, name))
+    values, bad = read(params, query)
+    state.update(values)
+    problems += bad
     wanted = [] if "tensor" in params else st.query_params.get_all("tensor")
     known = set(catalog.rows_of(wanted)["tensor_id"]) if wanted else set()
     problems += [
@@ -168,6 +78,7 @@ def write(where: Filter, params: Mapping[str, Param], **more: list[str]) -> None
     if _address() != wanted:
         st.query_params.from_dict(wanted)
     state["address"], state["filter"] = wanted, where.to_query()
+    state["shown"] = wanted | texts(params, state) | {name: given for name, given in more.items() if given}
     state.setdefault("left", {})[state["page"]] = own
 
 
@@ -187,20 +98,6 @@ def clear_filter() -> None:
     for name in FIELDS:
         st.session_state[key(name)] = []
     st.session_state["filter_problems"] = []
-
-
-def _read_filter(everything: dict[str, list]) -> list[str]:
-    """Fill the filter's widgets from the address; returns what made no sense there."""
-    query = {name: st.query_params.get_all(name) for name in FIELDS}
-    wanted, problems = Filter.from_query(query)
-    for name in FIELDS:
-        values = getattr(wanted, name)
-        known = [value for value in values if value in everything.get(name, [])]
-        for value in values:
-            if value not in known:
-                problems.append(f"The address asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not here.")
-        st.session_state[key(name)] = known
-    return problems
 
 
 def _address() -> dict[str, list[str]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.address import TITLES, chosen_filter, clear_filter, key, plain
+from app.address import chosen_filter, clear_filter, key, plain
+from app.params import TITLES
 from data.catalog import Catalog
 from data.filter import Filter
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.pages import collect, explore, jobs, overview, recipes, runs, sql, tensor, worst
+from app import draft, state
+from app.pages import collect, explore, jobs, overview, recipes, runs, sessions, sql, tensor, worst
 from data.access import read_only
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
@@ -20,6 +21,7 @@ CSS = (
     "[data-testid=stMetric]{padding:.55rem .9rem}"
     "[data-testid=stMetricValue]{font-size:1.4rem}"
     "[data-testid=stSidebarHeader]{height:2.6rem}"
+    ".st-key-notices{padding-top:1.1rem}"
     "</style>"
 )
 
@@ -35,6 +37,7 @@ def navigate(default: str = "overview") -> None:
         "tensor": (tensor.page, "Tensor", ":material/grid_on:"),
         "recipes": (recipes.page, "Recipes", ":material/balance:"),
         "runs": (runs.page, "Runs", ":material/science:"),
+        "sessions": (sessions.page, "Sessions", ":material/bookmarks:"),
         "sql": (sql.page, "SQL", ":material/database:"),
         "collect": (collect.page, "Collect", ":material/play_circle:"),
         "jobs": (jobs.page, "Jobs", ":material/list_alt:"),
@@ -46,7 +49,11 @@ def navigate(default: str = "overview") -> None:
         for name, (page, title, icon) in pages.items()
     }
     st.session_state["pages"] = declared
-    st.navigation(list(declared.values()), position="top").run()
+    chosen = st.navigation(list(declared.values()), position="top")
+    draft.follow_link()
+    draft.notices()
+    chosen.run()
+    draft.panel(state.catalog)
 
 
 if __name__ == "__main__":

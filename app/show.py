@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
-import altair as alt
-import numpy as np
-import pandas as pd
 import streamlit as st
 
+from app import draft
 from app.address import plain
+from app.figure import Drawn, Figure
 from app.style import CHOSEN
-from data.filter import Filter
+from data.access import read_only
 
 # Runs in the page beside the chart: the picture is the very SVG that is shown, the caption added beneath it.
 EXPORT = """
-export default function ({ data, parentElement }) {
+export default function ({ data, parentElement, setTriggerValue }) {
     const root = parentElement.querySelector('.exports');
     const save = (url, ending) => {
         const link = document.createElement('a');
@@ -76,6 +75,9 @@ export default function ({ data, parentElement }) {
         };
         image.src = url(made);
     };
+    const pin = root.querySelector('.pin');
+    pin.hidden = !data.pin;
+    pin.onclick = () => setTriggerValue('pinned', true);
     root.querySelector('.csv').onclick = () => {
         save('data:text/csv;charset=utf-8,' + encodeURIComponent(data.csv), '.csv');
     };
@@ -83,6 +85,7 @@ export default function ({ data, parentElement }) {
 """
 EXPORT_HTML = (
     '<div class="exports" role="group" aria-label="Save as">'
+    '<button class="pin" type="button" title="Keep this chart in the session" hidden>Pin</button> '
     '<button class="png" type="button" title="Save as a picture">PNG</button> '
     '<button class="svg" type="button" title="Save as a drawing">SVG</button> '
     '<button class="csv" type="button" title="Save the numbers">CSV</button></div>'
@@ -90,6 +93,7 @@ EXPORT_HTML = (
 EXPORT_CSS = (
     ".exports{font-size:.78rem;color:var(--st-text-color);opacity:.72;text-align:right;white-space:nowrap;font-family:var(--st-font)}"
     ".exports button{all:unset;cursor:pointer;color:var(--st-primary-color);padding:0 .15rem}"
+    ".exports button[hidden]{display:none}"
     ".exports button:hover,.exports button:focus-visible{text-decoration:underline}"
     ".exports button:focus-visible{outline:2px solid var(--st-primary-color)}"
 )
@@ -101,53 +105,38 @@ def _exporter() -> Callable:
     return st.components.v2.component("binade_export", html=EXPORT_HTML, css=EXPORT_CSS, js=EXPORT)
 
 
-def source(where: Filter, what: str) -> str:
-    """The first line of a caption: what the data are, and the filter they were chosen with."""
-    return f"Data: {what}. Filter: {where.sentence()}."
+def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
+    """Draw a figure with its note beneath and its exports.
 
+    With pin it can be pinned to the session, where the page is a view that can be drawn again.
 
-def figure(
-    chart: alt.TopLevelMixin,
-    name: str,
-    table: pd.DataFrame,
-    caption: str,
-    *,
-    note: str = "",
-    height: int | None = None,
-    choose: str | None = None,
-    on_choose: Callable[[Any], None] | None = None,
-) -> Any:
-    """Draw a chart with its note beneath and its exports.
-
-    name       of the chart on this page, and of the files
-    table      what it was drawn from, for the CSV
-    caption    goes into every export: the data, the filter, the metric's definition
-    note       what a reader of the page needs beside the title
-    choose     marks can be clicked: the field of the one that was is returned, None while none is
-    on_choose  called with it before the page is drawn anew
+    Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
+    it before the page is drawn anew.
     """
+    name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
     if choose:
         options = {"on_select": "rerun", "selection_mode": [CHOSEN]}
     if choose and on_choose:
         options["on_select"] = lambda: _tell(on_choose, name, choose)
-    if height:
-        options["height"] = height
+    if figure.height:
+        options["height"] = figure.height
     with st.container(key=f"chart_{name}"):
-        event = st.altair_chart(chart, key=f"figure_{name}", alt=_alt(chart, caption), **options)
+        event = st.altair_chart(figure.chart, key=f"figure_{name}", alt=_alt(figure), **options)
     place = st.container()
-    if note:
-        left, place = st.columns([4, 1.3], vertical_alignment="top")
+    if note := f"{figure.note} {figure.hint if choose else ''}".strip():
+        left, place = st.columns([4, 1.7], vertical_alignment="top")
         left.caption(note)
-    comments = "".join(f"# {line}\n" for line in caption.splitlines())
+    comments = "".join(f"# {line}\n" for line in figure.caption.splitlines())
     data = {
         "chart": f"chart_{name}",
         "name": f"binade-{name.replace('_', '-')}",
-        "caption": caption,
-        "csv": comments + table.head(MAX_CSV_ROWS).to_csv(index=False),
+        "caption": figure.caption,
+        "pin": pin and draft.shown_view() is not None and not read_only(),
+        "csv": comments + figure.table.head(MAX_CSV_ROWS).to_csv(index=False),
     }
     with place:
-        _exporter()(key=f"export_{name}", data=data)
+        _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
     if not choose:
         return None
     return _picked(event, choose)
@@ -164,17 +153,22 @@ def _tell(on_choose: Callable[[Any], None], name: str, field: str) -> None:
         on_choose(value)
 
 
-def _alt(chart: alt.TopLevelMixin, caption: str) -> str:
+def _alt(figure: Figure) -> str:
     """What a screen reader says of a chart."""
-    text = chart.title.text if isinstance(chart.title, alt.TitleParams) else ""
-    return f"{text}. {caption}".strip(". ")
+    return f"{figure.title}. {figure.caption}".strip(". ")
 
 
-def panels(panels: list[alt.LayerChart], name: str, table: pd.DataFrame, caption: str, height: int) -> None:
-    """Small charts beside each other, each with its exports."""
-    for index, (cell, panel) in enumerate(zip(st.columns(len(panels)), panels, strict=True)):
+def side_by_side(figures: Sequence[Figure], gap: Literal["small", "large"] = "small") -> None:
+    """Charts beside each other, each with its exports."""
+    for cell, figure in zip(st.columns(len(figures), gap=gap), figures, strict=True):
         with cell:
-            figure(panel, f"{name}_{index}", table, caption, height=height)
+            draw(figure)
+
+
+def problems(drawn: Drawn) -> None:
+    """Say what cannot be drawn."""
+    for problem in drawn.problems:
+        st.info(plain(problem), icon=":material/block:")
 
 
 @contextmanager
@@ -189,11 +183,6 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
         yield lambda count: bar.progress(min(count / total, 1.0), text=f"{what}: {count:,} of {total:,}")
     finally:
         bar.empty()
-
-
-def grid(values: np.ndarray) -> pd.DataFrame:
-    """A heatmap's cells as a table for its CSV: rows as drawn, a column each."""
-    return pd.DataFrame(values, columns=[f"column {index}" for index in range(values.shape[1])])
 
 
 def verdict(text: str) -> None:

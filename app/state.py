@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import time
-from typing import Any
 
 import streamlit as st
 
 from data.access import check_writable, read_only
 from data.catalog import Catalog
-from data.runs import RunError, read_losses, resolve_root
+from data.runs import RunError, resolve_root
 from data.sandbox import Sandbox
-from quant.formats import FORMATS
 
 SYNC_SECONDS = 2.0
 
@@ -42,11 +40,6 @@ def _up_to_date() -> Catalog:
     return opened
 
 
-def first_formats(opened: Catalog) -> tuple[str, ...]:
-    """The formats that tensors were scored with: the coarsest first, where most is to be seen."""
-    return tuple(sorted(opened.scored_formats(), key=lambda name: (FORMATS[name].bits_per_value, name)))
-
-
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
 def _sandbox(_opened: Catalog, root: str, state: tuple) -> Sandbox:
     return Sandbox(_opened)
@@ -58,18 +51,6 @@ def sandbox(opened: Catalog) -> Sandbox:
     runs = opened.runs()
     state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))
     return _sandbox(opened, str(opened.root), state)
-
-
-def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The losses of runs; what is no loss, or a file that cannot be read, is left out."""
-    found = {}
-    for run_id in run_ids:
-        try:
-            records = read_losses(opened.root / run_id)
-        except (OSError, ValueError):
-            records = []
-        found[run_id] = [r for r in records if isinstance(r, dict) and {"iteration", "loss"} <= set(r)]
-    return found
 
 
 def explain_refused(opened: Catalog) -> None:
@@ -95,19 +76,3 @@ def explain_empty(opened: Catalog) -> None:
     st.code("python -m collector quick mxfp8", language="shell")
     st.markdown("or one run of each format, to compare them:")
     st.code("python -m collector batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")
-
-
-def big(number: float) -> str:
-    """1234567 as "1.2 M"."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(number) >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:,.0f}"
-
-
-def bytes_text(number: float) -> str:
-    """Bytes in decimal units: "76.3 MB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"

@@ -14,6 +14,7 @@ gone has crashed.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from data.access import check_writable
-from data.segment import segment_names
+from data.segment import segment_digest, segment_names
 from data.store import write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
@@ -306,6 +307,20 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
             refused.append(str(error))
     runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name tells seconds only
     return runs, refused
+
+
+def fingerprint(directory: Path) -> str:
+    """What a run holds, as 64 hexadecimal digits: SHA-256 over run.json and, segment by segment, the rows, sketches and
+    scores. Where the tensor files lie, or whether their values are still there, does not count: the same run bundled
+    without its values is the same run. Raises RunError if a file is missing or damaged."""
+    total = hashlib.sha256()
+    try:
+        total.update(hashlib.sha256((directory / "run.json").read_bytes()).digest())
+        for name in segment_names(directory):
+            total.update(name.encode() + b"\0" + segment_digest(directory / "segments" / name))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{directory.name} cannot be read: {error}") from error
+    return total.hexdigest()
 
 
 def read_losses(directory: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,8 @@ segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -279,3 +281,17 @@ def segment_names(run_directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def segment_digest(directory: Path) -> bytes:
+    """SHA-256 of a segment's content: sketches and scores to the byte, rows by their values but for `path`. Raises
+    OSError, and ValueError (pyarrow's too) for a file that is no Parquet."""
+    total = hashlib.sha256()
+    for name in ("sketch.parquet", "score.parquet"):
+        total.update(hashlib.sha256((directory / name).read_bytes()).digest())
+    with pq.ParquetFile(directory / "tensor.parquet") as file:
+        names = [name for name in file.schema_arrow.names if name != "path"]
+        for group in range(file.num_row_groups):
+            for row in file.read_row_group(group, columns=names).to_pylist():
+                total.update(json.dumps(row, default=str).encode())
+    return total.digest()

@@ -147,7 +147,8 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
     legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
     choice = style.choice("tensor_id")
-    y_scale = alt.Scale(zero=False, type=_scale_type(shown, measure))
+    kind = _scale_type(shown, measure)
+    y_scale = alt.Scale(type="log") if kind == "log" else alt.Scale(zero=False)
     x_axis = alt.Axis(tickMinStep=1, format="d")
     return (
         alt.Chart(shown)

@@ -288,7 +288,9 @@ def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str])
         alt.Tooltip("percent:Q", title="flushed (% of the nonzero)", format=".3~g"),
         alt.Tooltip("mass_percent:Q", title="probability they held (%)", format=".3~g"),
     ]
-    y = alt.Y("percent:Q", title="flushed (% of the nonzero)")
+    top = float(shown["percent"].max())
+    scale = alt.Scale(domain=[0, 1]) if not top > 0 else alt.Undefined
+    y = alt.Y("percent:Q", title="flushed (% of the nonzero)", scale=scale)
     bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[fmt.name])
     title = style.title(f"How much of P flushes in {fmt.name}", subtitle)
     return bars.encode(x=_by_head(table), y=y, tooltip=tooltip).properties(title=title)

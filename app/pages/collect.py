@@ -9,7 +9,7 @@ import streamlit as st
 from app import collecting
 from app.address import plain
 from app.collecting import duration_text, wrapped
-from app.state import bytes_text
+from app.roots import bytes_text
 from collector import jobs
 from collector.config import BACKENDS, DATASETS, DEVICES, MODELS, SIZES, TENSOR_NAMES, ConfigError, RunConfig
 from collector.jobs import JobError

@@ -14,7 +14,8 @@ from app.address import go, link, plain
 from app.analysis import jobs as told
 from app.charts.boards import ranking, ranking_height
 from app.collecting import duration_text, wrapped
-from app.state import bytes_text, catalog
+from app.roots import bytes_text
+from app.state import catalog
 from collector import jobs
 from collector.jobs import JobError, JobView
 from data.access import ReadOnly, read_only

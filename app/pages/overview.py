@@ -8,26 +8,15 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import analysis, charts, show, style
-from app.address import One, follow, go, link, plain, write
-from app.analysis import boards
-from app.charts.boards import ranking, ranking_height
+from app import show
+from app.address import follow, go, link, plain, write
+from app.figures import overview
 from app.filters import sidebar
 from app.questions import QUESTIONS
-from app.state import big, bytes_text, catalog, explain_empty, explain_refused, first_formats
-from app.style import MEASURES
+from app.roots import big, bytes_text
+from app.state import catalog, explain_empty, explain_refused
 from data.catalog import Catalog, Totals
 from data.filter import Filter
-
-PANELS = (
-    ("all", "All values"),
-    ("quant_type", "By quant type"),
-    ("layer_type", "By layer type"),
-    ("operation", "By operation"),
-)
-MOST_GROUPS = 6
-WORST = 8
-PANEL = 330  # pixels, without the legend
 
 
 def page() -> None:
@@ -37,8 +26,8 @@ def page() -> None:
     if not opened.totals().tensors:
         explain_empty(opened)
         return
-    formats = first_formats(opened)
-    params = {"format": One(formats)}
+    params = overview.params(opened)
+    formats = params["format"].allowed
     follow(opened, "overview", params)
     where = sidebar(opened)
     write(where, params)
@@ -101,33 +90,19 @@ def _questions(where: Filter) -> None:
 
 def _panels(opened: Catalog, where: Filter) -> None:
     cells = [*st.columns(2, gap="large"), *st.columns(2, gap="large")]
-    each = analysis.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
-    for cell, (by, title) in zip(cells, PANELS, strict=True):
-        found = each[by]
-        found = sorted(found, key=lambda d: -d.total)[:MOST_GROUPS] if len(found) > MOST_GROUPS else found
-        table = analysis.log2_histogram(found)
+    found = {figure.name: figure for figure in overview.panels(opened, where)}
+    for cell, (by, _) in zip(cells, overview.PANELS, strict=True):
         with cell:
-            if table.empty:
+            if figure := found.get(f"panel_{by}"):
+                show.draw(figure)
+            else:
                 st.info("Nothing to draw: no nonzero value is finite.", icon=":material/block:")
-                continue
-            subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
-            name = f"panel_{by}"
-            caption = show.source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude")
-            chart = charts.log2_histogram(table, subtitle, title.removeprefix("By "))
-            show.figure(chart, name, table, caption, height=PANEL + style.legend_height([d.group for d in found]))
 
 
 def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:
     fmt = st.segmented_control("Worst tensors, if they were rounded to", formats, key="format", required=True)
-    fmt = fmt or formats[0]
-    measure = MEASURES["sqnr_db"]
-    table = boards.ranking(opened, where, fmt, "sqnr_db").head(WORST)
-    if table.empty:
+    figure = overview.worst(opened, where, fmt or formats[0])
+    if figure is None:
         st.caption("Only the operands of a GEMM are scored, and the filter selects none.")
-        return
-    caption = show.source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}."
-    chart = ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together")
-    note = "Choose a bar to look into its worst tensor."
-    chosen = show.figure(chart, "worst", table, caption, note=note, height=ranking_height(table), choose="tensor_id")
-    if chosen:
-        go("tensor", where, tensor=chosen, format=fmt)
+    elif chosen := show.draw(figure):
+        go("tensor", where, tensor=chosen, format=fmt or formats[0])

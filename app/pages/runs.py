@@ -7,9 +7,11 @@ import json
 import pandas as pd
 import streamlit as st
 
-from app import charts, show, style
-from app.state import bytes_text, catalog, explain_empty, explain_refused, losses_of
-from data.catalog import Catalog
+from app import show
+from app.figures import runs as figures
+from app.roots import bytes_text
+from app.state import catalog, explain_empty, explain_refused
+from data.filter import Filter
 from data.runs import IMPORT
 
 STATES = {
@@ -25,6 +27,7 @@ def page() -> None:
     opened = catalog()
     st.title("Runs", anchor=False)
     st.session_state["page"] = "runs"
+    st.session_state["shown"] = {}
     explain_refused(opened)
     runs = opened.runs()
     if runs.empty:
@@ -32,7 +35,11 @@ def page() -> None:
         return
     _totals(runs)
     _table(runs)
-    _losses(opened, runs)
+    losses = figures.drawn(opened, Filter(), {}, [])
+    for note in losses.problems:
+        st.caption(note)
+    for figure in losses.figures:
+        show.draw(figure)
 
 
 def _totals(runs: pd.DataFrame) -> None:
@@ -94,23 +101,3 @@ def _source(config: str) -> str | None:
     """The directory that an import is of."""
     read = json.loads(config)
     return str(read.get("source")) if read.get("kind") == IMPORT else None
-
-
-def _losses(opened: Catalog, runs: pd.DataFrame) -> None:
-    runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
-    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
-    again = latest["recipe"].duplicated(keep=False)
-    labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
-    found = losses_of(opened, latest["run_id"].tolist())
-    losses = [
-        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run_id, label in zip(latest["run_id"], labels, strict=True)
-        for record in found[run_id]
-    ]
-    if losses:
-        if len(runs) > len(latest):
-            st.caption(f"Losses of the {len(latest)} newest of {len(runs)} runs.")
-        table = pd.DataFrame(losses)
-        height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
-        words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token."
-        show.figure(charts.losses(table), "losses", table, words, height=height)

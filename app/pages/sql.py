@@ -39,6 +39,7 @@ def page() -> None:
     with st.form("query", border=False):
         sql = st.text_area("Statement", key="statement", height=190, max_chars=LONGEST)
         st.form_submit_button("Run", type="primary", icon=":material/play_arrow:")
+    st.session_state["shown"] = {"q": [sql]} if sql else {}
     if sql and sql != EXAMPLE:
         st.query_params.from_dict({"q": sql})
     box = sandbox(opened)

@@ -50,7 +50,8 @@ def choose(page: Page, title: str, value: str) -> None:
     page.keyboard.press("Escape")
     box.get_by_text(value, exact=True).first.wait_for()
     page.wait_for_function(
-        "text => document.querySelector('[data-testid=stCaptionContainer]').innerText.includes(text)", arg=value
+        "([where, text]) => document.querySelector(where).innerText.includes(text)",
+        arg=["[data-testid=stMain] [data-testid=stCaptionContainer]", value],
     )
     settle(page)
 

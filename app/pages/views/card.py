@@ -10,7 +10,8 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app.address import TITLES, one_line
+from app.address import one_line
+from app.params import TITLES
 from data.filter import INTEGER_FIELDS
 from data.notes import notes
 from data.segment import Identity

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pandas as pd
 from torch import Tensor
 
-from app import show
 from app.analysis import anatomy
+from app.figure import source
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.formats import FORMATS, Format
@@ -37,9 +37,7 @@ class Look:
 
     def source(self, note: str = "exact") -> str:
         """The first line of a caption."""
-        return show.source(
-            Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})"
-        )
+        return source(Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
 
     def subject(self, **options: object) -> anatomy.Subject:
         return anatomy.subject(self.x, self.format.name, self.dim, **options)

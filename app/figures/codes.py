@@ -1,0 +1,36 @@
+"""What is the format really using? Its codes, their precision, and their entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.analysis import anatomy
+from app.charts import tensor as draw
+from app.figure import Drawn, Figure
+from app.figures.look import Look, about_format
+from quant.blocks import DENORMAL, ZERO
+from quant.metrics import METRICS
+
+
+def drawn(look: Look, values: dict[str, Any]) -> Drawn:
+    found = look.subject()
+    table = anatomy.codes(found)
+    if not table["count"].sum():
+        return Drawn(problems=("No value is coded: none is finite, or the tensor is empty.",))
+    element = look.format.element
+    used, entropy = int((table["count"] > 0).sum()), anatomy.entropy_bits(table)
+    share = table.groupby("tier")["share"].sum()
+    verdict = (
+        f"{used:,} of {1 << element.bits:,} codes are used; their entropy is {entropy:.2f} of {element.bits} bits. "
+        f"Zero: {share.get(ZERO, 0):.1%}, denormal: {share.get(DENORMAL, 0):.1%} of the values."
+    )
+    caption = (
+        f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. "
+        f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
+    )
+    counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
+    note = f"{about_format(look.format)}. Codes that never occur have no bar."
+    bars = Figure("codes", draw.codes(table, look.format, counted), table, caption, note=note, height=400)
+    tiers = anatomy.tiers(table)
+    parts = Figure("tiers", draw.tiers(tiers, counted), tiers, caption, height=120 + 40 * len(tiers))
+    return Drawn((bars, parts), verdict)

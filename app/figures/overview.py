@@ -1,0 +1,76 @@
+"""Overview: how the selection's magnitudes lie, and what a format would do worst to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app import analysis, charts, style
+from app.analysis import boards
+from app.charts.boards import ranking, ranking_height
+from app.figure import Drawn, Figure, source
+from app.params import One, Param
+from app.roots import big, first_formats
+from app.style import MEASURES
+from data.catalog import Catalog
+from data.filter import Filter
+
+PANELS = (
+    ("all", "All values"),
+    ("quant_type", "By quant type"),
+    ("layer_type", "By layer type"),
+    ("operation", "By operation"),
+)
+MOST_GROUPS = 6
+WORST = 8
+PANEL = 330  # pixels, without the legend
+
+
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"format": One(first_formats(opened))}
+
+
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    found = panels(opened, where)
+    low = worst(opened, where, values["format"]) if values["format"] else None
+    problems = () if found else ("Nothing to draw: no nonzero value is finite.",)
+    return Drawn((*found, *((low,) if low else ())), problems=problems)
+
+
+def panels(opened: Catalog, where: Filter) -> list[Figure]:
+    """One of PANELS each; those with nothing to draw are left out."""
+    each = analysis.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
+    figures = []
+    for by, title in PANELS:
+        found = each[by]
+        found = sorted(found, key=lambda d: -d.total)[:MOST_GROUPS] if len(found) > MOST_GROUPS else found
+        table = analysis.log2_histogram(found)
+        if table.empty:
+            continue
+        subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
+        figure = Figure(
+            f"panel_{by}",
+            charts.log2_histogram(table, subtitle, title.removeprefix("By ")),
+            table,
+            source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude"),
+            height=PANEL + style.legend_height([d.group for d in found]),
+            group="panels",
+        )
+        figures.append(figure)
+    return figures
+
+
+def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
+    """The places with the lowest SQNR; None where no operand is scored."""
+    measure = MEASURES["sqnr_db"]
+    table = boards.ranking(opened, where, fmt, "sqnr_db").head(WORST)
+    if table.empty:
+        return None
+    return Figure(
+        "worst",
+        ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together"),
+        table,
+        source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
+        hint="Choose a bar to look into its worst tensor.",
+        height=ranking_height(table),
+        choose="tensor_id",
+    )

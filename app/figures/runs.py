@@ -1,0 +1,40 @@
+"""Runs: the loss of the newest runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from app import charts, style
+from app.figure import Drawn, Figure
+from app.params import Param
+from app.roots import losses_of
+from data.catalog import Catalog
+from data.filter import Filter
+
+
+def params(opened: Catalog) -> dict[str, Param]:
+    return {}
+
+
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    """All runs, whatever the filter."""
+    runs = opened.runs()
+    runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
+    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
+    again = latest["recipe"].duplicated(keep=False)
+    labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
+    found = losses_of(opened, latest["run_id"].tolist())
+    losses = [
+        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
+        for run_id, label in zip(latest["run_id"], labels, strict=True)
+        for record in found[run_id]
+    ]
+    if not losses:
+        return Drawn()
+    note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
+    table = pd.DataFrame(losses)
+    height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
+    words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token."
+    return Drawn((Figure("losses", charts.losses(table), table, words, height=height),), problems=(note,) * bool(note))

@@ -1,0 +1,94 @@
+"""One tensor: why it suffers, what would fix it, whether it is normal or has drifted, its blocks, heads and codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from app.analysis import boards
+from app.analysis.labels import full_labels
+from app.figure import Drawn
+from app.figures import attention, blocks, codes, drift, law, whatif, why
+from app.figures.look import Look, formats_first
+from app.params import Known, Many, One, Param, Whole
+from app.roots import first_formats
+from data.catalog import Catalog, CatalogError
+from data.filter import Filter
+from data.store import TensorFileError
+from quant.formats import FORMATS
+
+VIEWS = {
+    "why": "Why",
+    "whatif": "What if",
+    "law": "Is it normal",
+    "drift": "Rounding or drift",
+    "blocks": "Blocks",
+    "attention": "Attention",
+    "codes": "Codes",
+}
+MAX_LISTED = 5000
+DRAW = {
+    "why": why.drawn,
+    "whatif": whatif.drawn,
+    "law": law.drawn,
+    "drift": drift.drawn,
+    "blocks": blocks.drawn,
+    "attention": attention.drawn,
+    "codes": codes.drawn,
+}
+
+
+def params(opened: Catalog) -> dict[str, Param]:
+    formats = first_formats(opened)
+    return {
+        "tensor": Known(lambda name: not opened.rows_of([name]).empty),
+        "view": One(tuple(VIEWS)),
+        "format": One(formats_first(formats[0] if formats else "mxfp4")),
+        "law": One(law.AGAINST),
+        "other": Known(lambda name: not opened.rows_of([name]).empty),
+        "formats": Many(tuple(FORMATS), whatif.DEFAULT),
+        "over": One(whatif.OVER),
+        "against": Known(lambda name: name in set(opened.runs()["run_id"])),
+        "block_metric": One(tuple(blocks.METRIC_TITLES)),
+        "block": Whole(0, 10**9),
+        "map": One(tuple(attention.NAMES)),
+        "head": Whole(1, 10**6, 1),
+        "sequence": Whole(1, 10**6, 1),
+        **{name: One(allowed) for name, allowed in whatif.CHOICES.items()},
+    }
+
+
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    if not opened.totals(where).tensors:
+        return Drawn(problems=(f"No tensor matches: {where.sentence()}.",))
+    tensor_id = in_filter(opened, where, values["tensor"], values["format"])
+    rows = listed(opened, where, tensor_id)
+    try:
+        x = opened.load(tensor_id)
+    except (CatalogError, TensorFileError) as error:
+        return Drawn(problems=(f"The values of the tensor are not to be had: {error}.",))
+    row = rows[rows["tensor_id"] == tensor_id].iloc[0]
+    look = Look(opened, where, row, x, FORMATS[values["format"]], full_labels(rows)[tensor_id])
+    return DRAW[values["view"]](look, values)
+
+
+def listed(opened: Catalog, where: Filter, tensor_id: str) -> pd.DataFrame:
+    """The filter's tensors, as many as can be listed, and the one that is looked at."""
+    found = opened.tensors(where, limit=MAX_LISTED)
+    if tensor_id in set(found["tensor_id"]):
+        return found
+    return pd.concat([opened.rows_of([tensor_id]), found], ignore_index=True)
+
+
+def in_filter(opened: Catalog, where: Filter, wanted: str | None, fmt: str) -> str:
+    """The tensor that is wanted if it is one of the filter's: else the filter's worst, or its first if none is
+    scored. The filter selects at least one."""
+    if wanted and not opened.moments(where, "tensor_id", [wanted]).empty:
+        return wanted
+    scored = opened.scored_formats(where)
+    if scored:
+        table = boards.ranking(opened, where, fmt if fmt in scored else scored[0], "sqnr_db")
+        if not table.empty:
+            return table.iloc[0]["tensor_id"]
+    return opened.tensors(where, limit=1).iloc[0]["tensor_id"]

@@ -1,0 +1,82 @@
+"""Why does it suffer? Magnitudes over the codebook, channels, tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from app.analysis import anatomy
+from app.charts import tensor as draw
+from app.figure import Drawn, Figure, grid
+from app.figures.look import Look, about_format
+from app.style import MEASURES, short
+
+
+def drawn(look: Look, values: dict[str, Any]) -> Drawn:
+    found = look.subject()
+    zones = anatomy.zones(found)
+    share = zones.set_index("zone")["share"]
+    sums = found.blocks.sums
+    sqnr = MEASURES["sqnr_db"].text(_sqnr(sums.signal, sums.noise))
+    unit = " dB" if sqnr[0].isdigit() or sqnr[0] == "-" else ""
+    lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
+    flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
+    verdict = (
+        f"In {look.format.name}: SQNR {sqnr}{unit}, {flushed:.2%} of the nonzero values flushed to zero, "
+        f"{share['saturated']:.2%} of all saturated{lost}."
+    )
+    table = anatomy.codebook_histogram(found)
+    caption = (
+        f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. Flushed: nonzero values below half the "
+        "smallest code. Saturated: above the largest. Shares are of all values."
+    )
+    figures, problems = [], []
+    if table.empty:
+        problems.append("No magnitudes to draw: no value is finite and nonzero.")
+    else:
+        edges = anatomy.zone_edges(look.format.element, look.format.rounding)
+        zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
+        chart = draw.codebook(table, zones, look.format, edges, f"{look.label} · {found.note or 'all values'}")
+        words = f"{about_format(look.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
+        figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
+    for figure, problem in ((_channels(look), "No channels to draw."), (tokens(look), "No tokens to draw.")):
+        if figure:
+            figures.append(figure)
+        else:
+            problems.append(problem)
+    return Drawn(tuple(figures), verdict, tuple(problems))
+
+
+def _sqnr(signal: float, noise: float) -> float:
+    if not signal > 0 or math.isnan(noise):
+        return math.nan
+    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
+
+
+def _channels(look: Look) -> Figure | None:
+    table = anatomy.channels(look.x)
+    if table.empty or not look.x.dim():
+        return None
+    count = look.x.shape[-1]
+    run = int(table["last"].iloc[0] - table["channel"].iloc[0]) + 1
+    taken = f" · each bar the largest of {run} channels" if run > 1 else ""
+    finite = table["absmax"].dropna()
+    middle = float(finite.median()) if len(finite) else math.nan
+    note = f"The largest channel is {short(finite.max() / middle)} times the median one." if middle > 0 else ""
+    caption = f"{look.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
+    chart = draw.channels(table, f"{count:,} channels{taken}")
+    return Figure("channels", chart, table, caption, note=note, height=330, group="axes")
+
+
+def tokens(look: Look) -> Figure | None:
+    """Its magnitudes by token and channel; None where it has no values."""
+    matrix = anatomy.rows_by_channels(look.x)
+    if not matrix.numel():
+        return None
+    values = anatomy.pooled(look.x)
+    cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
+    taken = f"each cell the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "each cell a value"
+    chart = draw.tokens_by_channels(values, tuple(matrix.shape), taken)
+    caption = f"{look.source()}\nlog2 of the largest magnitude of each cell ({taken}); grey: zero or not finite."
+    note = "Bright columns are outlier channels."
+    return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")

@@ -1,0 +1,297 @@
+"""python -m app report: every chart of a root or a filter as files, without a browser.
+
+    draw/index.html            the frozen report
+    draw/quick_analysis.png    all values, by quant type, layer type and operation
+    draw/tensor_stats.txt, tensor_stats.json
+    draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
+    draw/report.json           what was drawn from what, and the list of these files
+
+Of a session: pins/ and view/ in place of the folders above.
+
+Everything is made aside and then moved into place, index.html last. A folder that is there keeps what is in it: files
+that an earlier report wrote (its report.json names them) are replaced or removed, and a file that none wrote is never
+touched: it is an error that names it, before anything is moved.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+
+from altair.utils.schemapi import disable_debug_mode
+
+from app import session as sessions
+from app.report import contents, frozen, stats
+from app.report import sessions as session_parts
+from app.report.archive import Archive
+from app.report.painting import Painted, PaintError, Painters
+from app.report.plates import Part, Plate, Report
+from app.roots import big, bytes_text
+from app.session import Session, SessionError
+from app.theme import THEMES
+from data.catalog import Catalog
+from data.filter import Filter
+
+__all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
+
+MANIFEST = "report.json"
+ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
+Progress = Callable[[int, int, str], None]
+
+
+class ReportError(RuntimeError):
+    """The report cannot be made. The message says why and what to do."""
+
+
+class UsageError(ReportError):
+    """What was asked for makes no sense."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked for. archive: a ZIP of the report as well; command: how it was asked for; session: the id of a
+    saved session, whose view, pins and notes are then drawn in place of the filter's charts."""
+
+    output: Path
+    where: Filter
+    archive: Path | None = None
+    theme: str = "light"
+    jobs: int | None = None
+    command: str = ""
+    session: str | None = None
+
+
+def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
+    """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
+    _check(opened, wanted)
+    session = sessions.load(opened.root, wanted.session).session if wanted.session else None
+    if session:
+        wanted = replace(wanted, where=session_parts.filter_of(opened, session))
+    before = _written_before(wanted.output)
+    _refuse_foreign(wanted.output, ALWAYS, before)  # the usual case is told before the work
+    with Aside(wanted.output) as aside:
+        drawn = _draw(opened, wanted, session, aside, progress)
+        aside.publish(before)
+    return drawn
+
+
+def _check(opened: Catalog, wanted: Wanted) -> None:
+    if not opened.totals().tensors:
+        found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
+        advice = (
+            "name the root of some runs with --tensor-save-dir, or collect one with python -m collector quick mxfp8"
+        )
+        raise ReportError(f"{opened.root} {found}: {advice}")
+    if not opened.totals(wanted.where).tensors:
+        raise ReportError(f"no tensor matches: {wanted.where.sentence()}; take something out of the filter")
+    if wanted.output.exists() and not wanted.output.is_dir():
+        raise UsageError(f"{wanted.output} is a file: give --output a folder, new or of an earlier report")
+    if wanted.archive is not None and wanted.archive.is_dir():
+        raise UsageError(f"{wanted.archive} is a folder: give --zip a file's name")
+
+
+def _written_before(output: Path) -> set[str]:
+    """The files that an earlier report wrote into the folder. Raises UsageError for a manifest that is none."""
+    manifest = output / MANIFEST
+    if not manifest.exists():
+        return set()
+    try:
+        files = json.loads(manifest.read_bytes())["files"]
+        names = {name for name in files if isinstance(name, str)}
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{manifest} is no report's: give --output another folder, or move that file away") from None
+    inside = (PurePosixPath(name) for name in names)
+    return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
+
+
+def _refuse_foreign(output: Path, files: Iterable[str], before: set[str]) -> None:
+    """Raise UsageError if one of the files is there and not from an earlier report."""
+    foreign = sorted(name for name in files if name not in before and (output / name).exists())
+    if foreign:
+        raise UsageError(
+            f"{output / foreign[0]} is there and no report wrote it: give --output another folder, or move it"
+        )
+
+
+class Aside:
+    """A folder beside the output, filled and then moved into it; gone afterwards, whatever happened."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.folder = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.part")
+        self.files: list[str] = []
+
+    def __enter__(self) -> Aside:
+        self.folder.mkdir(parents=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, name: str, content: bytes | str) -> None:
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        self.files.append(name)
+
+    def publish(self, before: set[str]) -> None:
+        """Move everything into place. Raises UsageError, before anything is moved, where that would replace a file
+        that no report wrote."""
+        _refuse_foreign(self.output, self.files, before)
+        if not self.output.exists():
+            os.replace(self.folder, self.output)
+            return
+        for name in before - set(self.files):
+            (self.output / name).unlink(missing_ok=True)
+        for name in sorted(self.files, key=lambda name: (name == "index.html", name == MANIFEST)):
+            (self.output / name).parent.mkdir(exist_ok=True)
+            os.replace(self.folder / name, self.output / name)
+
+
+def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside, progress: Progress) -> int:
+    where, theme = wanted.where, THEMES[wanted.theme]
+    if session:
+        parts = session_parts.parts(opened, session, wanted.command)
+        title, notes = session.name, session_parts.notes_html(session)
+    else:
+        parts, title, notes = contents.parts(opened, where, wanted.command), "", ""
+    archive = Archive(wanted.archive) if wanted.archive else None
+    try:
+        with Painters(wanted.jobs) as painters:
+            bundle = painters.bundle()
+            found: list[Part] = []
+            waiting: list[tuple[Plate, Future[Painted]]] = []
+            done = total = 0
+
+            def collect(most: int) -> None:
+                nonlocal done
+                while len(waiting) > most:
+                    plate, future = waiting.pop(0)
+                    _keep(aside, archive, plate, future.result())
+                    done += 1
+                    progress(done, total, plate.path)
+
+            for part in parts:
+                found.append(part)
+                quick = contents.quick(part) if part.name == "overview" else None
+                drawn = [*([Plate("quick_analysis", quick)] if quick else []), *part.plates]
+                total += len(drawn)
+                for plate in drawn:
+                    waiting.append((plate, painters.paint(plate.figure, plate.spec, theme)))
+                    collect(4 * painters.jobs)
+            collect(0)
+            report = describe(opened, where, tuple(found), title, notes)
+            html = frozen.page(report, bundle.result())
+        numbers = stats.tensor_stats(opened, where)
+        texts = {
+            "tensor_stats.json": stats.strict_json(numbers),
+            "tensor_stats.txt": stats.as_text(numbers, where.sentence()),
+            "index.html": html,
+        }
+        for name, text in texts.items():
+            aside.write(name, text)
+            if archive:
+                archive.add(name, text)
+        for table in [table for part in found for table in part.tables] if archive else []:
+            archive.table(table)
+        aside.write(MANIFEST, _manifest(opened, wanted, aside.files))
+    except BaseException:
+        if archive:
+            archive.__exit__(*sys.exc_info())
+        raise
+    if archive:
+        archive.__exit__(None)
+    return total
+
+
+def _keep(aside: Aside, archive: Archive | None, plate: Plate, painted: Painted) -> None:
+    if plate.path.partition("/")[0] != "overview":  # quick_analysis.png holds these
+        aside.write(f"{plate.path}.png", painted.png)
+    if archive:
+        archive.plate(plate, painted)
+
+
+def describe(opened: Catalog, where: Filter, parts: tuple[Part, ...], title: str = "", notes: str = "") -> Report:
+    """The report of these parts. notes: HTML that was made safe."""
+    totals = opened.totals(where)
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    facts = (
+        ("Tensors", f"{totals.tensors:,}"),
+        ("Values", big(totals.elements)),
+        ("With values on disk", f"{totals.with_values:,}"),
+        ("Size", bytes_text(totals.nbytes)),
+        ("Runs", f"{totals.runs:,}"),
+    )
+    subtitle = f"Made {made} from {opened.root.name}. Shown: {where.sentence()}."
+    return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes)
+
+
+def _manifest(opened: Catalog, wanted: Wanted, files: list[str]) -> str:
+    content = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "root": opened.root.name,
+        "filter": wanted.where.to_dict(),
+        "command": wanted.command,
+        "files": sorted([*files, MANIFEST]),
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def run(root: Path, wanted: Wanted) -> int:
+    """As `make`, told on stderr; returns the exit status but for KeyboardInterrupt. Raises ReportError, OSError."""
+    disable_debug_mode()  # the tests hold every chart to Vega-Lite's schema
+    start = time.monotonic()
+    with Catalog.open(root) as opened:
+        for reason in opened.refused:
+            print(f"app: passed over: {reason}", file=sys.stderr)
+        with Line() as line:
+            charts = make(opened, wanted, line.show)
+    seconds = time.monotonic() - start
+    print(f"{wanted.output / 'index.html'}: {charts} charts in {seconds:.1f} s")
+    if wanted.archive:
+        print(wanted.archive)
+    return 0
+
+
+class Line:
+    """A line of progress on stderr: rewritten in place on a terminal, else one line a folder."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._last = ""
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live and self._last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def show(self, done: int, total: int, name: str) -> None:
+        folder = name.partition("/")[0]
+        if self._live:
+            print(f"\r\x1b[K{done} of {total} charts so far · {name}"[:100], end="", file=sys.stderr, flush=True)
+        elif folder != self._last:
+            print(f"{done} of {total} charts so far · {folder}", file=sys.stderr, flush=True)
+        self._last = folder
+
+
+def no_room(error: OSError) -> str:
+    """An OSError as a sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full: nothing of the report was kept; free some space or give another --output"
+    return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"
+
+
+def command_of(argv: list[str]) -> str:
+    return shlex.join(["python", "-m", "app", *argv])

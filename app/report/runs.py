@@ -1,0 +1,94 @@
+"""The parts of a report that are words and tables: which runs, how each is made again, what a metric is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from typing import Any
+
+import pandas as pd
+
+from app.figures.look import about_format
+from app.report.plates import Part, Table
+from app.style import MEASURES
+from data.catalog import Catalog
+from data.filter import Filter
+from quant.formats import FORMATS
+
+PACKAGES = ("torch", "triton", "numpy", "pandas", "duckdb", "altair", "vl-convert-python")
+COLUMNS = ("run_id", "state", "model", "size", "dataset", "recipe", "started", "iterations", "tensors", "loss_last")
+MAX_CONFIGS = 60
+
+
+def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
+    """The rows of `Catalog.runs` that have a tensor in the selection."""
+    runs = opened.runs()
+    counted = opened.moments(where, "run_id")["group"]
+    return runs[runs["run_id"].isin(set(counted))]
+
+
+def part(opened: Catalog, runs: pd.DataFrame) -> Part:
+    """Some rows of `Catalog.runs` as a table, with their configurations and commands."""
+    table = runs[list(COLUMNS)].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
+    texts = []
+    for row in runs.head(MAX_CONFIGS).itertuples():
+        config = json.loads(row.config)
+        texts.append((f"{row.run_id}: made again by", again(config)))
+        texts.append((f"{row.run_id}: configuration", json.dumps(config, indent=1, ensure_ascii=False)))
+    problems = []
+    if len(runs) > MAX_CONFIGS:
+        problems.append(f"{len(runs)} runs are selected: the configurations of the {MAX_CONFIGS} newest are shown.")
+    problems += [f"Passed over when the index was made: {reason}" for reason in opened.refused]
+    text = "The runs whose tensors are in the report, their configurations, and the commands that make them again."
+    tables = (Table("runs", "Runs", table),)
+    return Part("runs", "Runs", tables=tables, text=text, problems=tuple(problems), texts=tuple(texts))
+
+
+def again(config: dict[str, Any]) -> str:
+    """The command that makes one run again: a batch's asks for this run's recipe alone. Where runs go is left out, and
+    so up to who calls it."""
+    command = config.get("command")
+    if not isinstance(command, str):
+        return "not recorded"
+    try:
+        words = _without(shlex.split(command), "--tensor-save-dir")
+    except ValueError:  # quotes that do not close: not written by the collector
+        return command
+    if "batch" in words:
+        words = _without(_without(words, "--quantization"), "--quant-type")
+        at = words.index("batch")
+        words[at : at + 1] = ["run", "--quantization", str(config.get("recipe"))]
+    return shlex.join(words)
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    kept, skip = [], False
+    for word in words:
+        if not skip and word.partition("=")[0] != option:
+            kept.append(word)
+        skip = word == option and not skip
+    return kept
+
+
+def definitions() -> Part:
+    metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in MEASURES.values()])
+    formats = pd.DataFrame([{"Format": name, "What it is": about_format(fmt)} for name, fmt in FORMATS.items()])
+    tables = (Table("metrics", "Metrics", metrics), Table("formats_known", "Formats", formats))
+    text = (
+        "x is the tensor before, q the tensor after rounding. NaN and Inf are counted apart and left out of the sums."
+    )
+    return Part("definitions", "Definitions", tables=tables, text=text)
+
+
+def made_with(command: str) -> Part:
+    rows = [("Python", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    table = Table("versions", "Versions", pd.DataFrame(rows, columns=["Package", "Version"]))
+    texts = (("This report was made by", command),)
+    return Part("made", "How it was made", tables=(table,), texts=texts)

@@ -1,0 +1,502 @@
+"""A bundle: runs (rows, sketches, scores, losses) with chosen raw tensors, and files beside them, as one .zip.
+
+    bundle.json              version, the runs with their fingerprints, every file with its size and SHA-256
+    session.json             what else was put in
+    runs/<run_id>/...        run directories as they are on disk; a tensor left out has no path in its row
+
+A bundle is someone else's input. It is read whole into a directory aside, under limits, checked against its own list
+and by indexing it, and only then its runs are renamed into the root. Whatever is wrong with it: one sentence, and
+nothing has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import struct
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data.access import check_writable
+from data.catalog import Catalog
+from data.runs import RUNNING, RunError, RunInfo, fingerprint, now, read_run
+from data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+
+VERSION = 1
+LIST = "bundle.json"
+LONGEST_LIST = 64 << 20  # bytes of bundle.json
+LONGEST_TEXT = 256 << 20  # bytes of a run's JSON, losses and log, and of what stands beside the runs
+MOST_FILES = 500_000
+MOST_ROWS = 5_000_000  # of one Parquet file
+LARGEST_TABLE = 4 << 30  # its bytes, unpacked
+LARGEST = 1 << 40  # bytes of all files together
+MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20, bombs 1000
+CHUNK = 1 << 20
+# What a damaged archive trips zipfile and zlib over.
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
+RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt")
+TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+_NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
+_RUN_FILE = re.compile(
+    rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
+    rf"|segments/{_NAME}/(?:{'|'.join(TABLES)})\.parquet|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
+)
+_HASH = "[0-9a-f]{64}"
+_BESIDE = re.compile(r"[a-z]{1,40}\.json")
+
+
+class BundleError(ValueError):
+    """A bundle cannot be written or taken in. One sentence: what is wrong, and what to do where something can be."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What went into a bundle: runs, tensors by row, those with their values, chosen ones whose values are not in
+    their run's directory and were left out, and the archive's bytes."""
+
+    runs: int
+    tensors: int
+    with_values: int
+    left_out: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What an import did: run ids that are new here, those that were here already, and the files beside the runs."""
+
+    added: tuple[str, ...]
+    kept: tuple[str, ...]
+    beside: dict[str, bytes]
+
+
+def _is_raw(path: str) -> bool:
+    """Whether a row's path is that of a tensor file within its run's directory."""
+    match = _RUN_FILE.fullmatch(f"runs/x/{path}")
+    return match is not None and match["raw"] is not None
+
+
+# Writing
+
+
+def write(
+    root: Path,
+    target: Path,
+    run_ids: Collection[str],
+    tensor_ids: Collection[str] | None,
+    beside: dict[str, bytes] | None = None,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Written:
+    """Write runs of a root as a bundle; target appears whole or not at all.
+
+    tensor_ids: whose values go along, as the catalog names them ("<run_id>/..."); None for all. beside: files by name,
+    put beside the runs. done is told the files written and their number. Raises BundleError.
+    """
+    runs = [_bundled(root, run_id) for run_id in dict.fromkeys(run_ids)]
+    wanted = None if tensor_ids is None else set(tensor_ids)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(aside, "w", zipfile.ZIP_STORED) as archive:
+            writer = _Writer(archive, Path(folder))
+            plans = [writer.plan(run, wanted) for run in runs]
+            files = [file for plan in plans for file in plan.files]
+            for index, (name, path) in enumerate(files):
+                writer.add(name, path)
+                done(index + 1, len(files))
+            for name, content in (beside or {}).items():
+                writer.add_bytes(name, content)
+            listed = {
+                "binade_bundle": VERSION,
+                "created": now(),
+                "runs": [{"run_id": run.run_id, "hash": fingerprint(run.directory)} for run in runs],
+                "files": writer.listed,
+            }
+            archive.writestr(_entry(LIST), json.dumps(listed, indent=1), zipfile.ZIP_DEFLATED)
+        os.replace(aside, target)
+    except (RunError, OSError, pa.ArrowException) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+    counts = [sum(getattr(plan, name) for plan in plans) for name in ("tensors", "with_values", "left_out")]
+    return Written(len(runs), *counts, target.stat().st_size)
+
+
+def _bundled(root: Path, run_id: str) -> RunInfo:
+    if not re.fullmatch(_NAME, run_id):
+        raise BundleError(
+            f"The run {run_id[:80]!a} cannot be bundled: its name may have letters, digits and _+=@,.~- alone."
+        )
+    try:
+        run = read_run(root / run_id)
+    except RunError as error:
+        raise BundleError(f"The run cannot be bundled: {error}.") from error
+    if run.status.state == RUNNING:
+        raise BundleError(f"The run {run_id} is still running: wait until it is done, or cancel it.")
+    return run
+
+
+@dataclass(frozen=True)
+class _Plan:
+    files: list[tuple[str, Path]]
+    tensors: int
+    with_values: int
+    left_out: int
+
+
+class _Writer:
+    def __init__(self, archive: zipfile.ZipFile, folder: Path) -> None:
+        self.archive = archive
+        self.folder = folder
+        self.listed: dict[str, dict[str, Any]] = {}
+
+    def plan(self, run: RunInfo, wanted: set[str] | None) -> _Plan:
+        """The files of a run; rows are written anew where values are left out, and the status tells so."""
+        prefix = f"runs/{run.run_id}"
+        files, raw, left_out, tensors, nbytes = [], [], 0, 0, 0
+        for segment in run.segments:
+            directory = run.directory / "segments" / segment
+            table = pq.read_table(directory / "tensor.parquet")
+            paths = []
+            for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
+                chosen = path is not None and (wanted is None or f"{run.run_id}/{name}" in wanted)
+                inside = chosen and _is_raw(path) and (run.directory / path).is_file()
+                left_out += chosen and not inside
+                paths.append(path if inside else None)
+            kept = [path for path in paths if path is not None]
+            raw += kept
+            tensors += len(paths)
+            place, field = table.schema.get_field_index("path"), table.schema.field("path")
+            rows = self._aside(f"{run.run_id}-{segment}")
+            pq.write_table(table.set_column(place, field, pa.array(paths, field.type)), rows)
+            files.append((f"{prefix}/segments/{segment}/tensor.parquet", rows))
+            for name in ("sketch.parquet", "score.parquet"):
+                files.append((f"{prefix}/segments/{segment}/{name}", directory / name))
+        for path in dict.fromkeys(raw):
+            files.append((f"{prefix}/{path}", run.directory / path))
+            nbytes += (run.directory / path).stat().st_size
+        status = replace(run.status, tensors=tensors, tensors_without_raw=tensors - len(raw), bytes=nbytes)
+        told = self._aside(f"status-{run.run_id}")
+        told.write_text(json.dumps(asdict(status)))
+        files.append((f"{prefix}/status.json", told))
+        for name in ("run.json", "loss.jsonl", "log.txt"):
+            if (run.directory / name).is_file():
+                files.append((f"{prefix}/{name}", run.directory / name))
+        return _Plan(files, tensors, len(raw), left_out)
+
+    def _aside(self, name: str) -> Path:
+        return self.folder / f"{len(list(self.folder.iterdir()))}-{name}"[:200]
+
+    def add(self, name: str, path: Path) -> None:
+        packed = zipfile.ZIP_DEFLATED if name.endswith((".json", ".jsonl", ".txt")) else zipfile.ZIP_STORED
+        digest, size = hashlib.sha256(), 0
+        entry = _entry(name)
+        entry.compress_type = packed
+        with open(path, "rb") as source, self.archive.open(entry, "w", force_zip64=True) as sink:
+            while block := source.read(CHUNK):
+                digest.update(block)
+                size += len(block)
+                sink.write(block)
+        self.listed[name] = {"bytes": size, "sha256": digest.hexdigest()}
+
+    def add_bytes(self, name: str, content: bytes) -> None:
+        self.archive.writestr(_entry(name), content, zipfile.ZIP_DEFLATED)
+        self.listed[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _entry(name: str) -> zipfile.ZipInfo:
+    entry = zipfile.ZipInfo(name)
+    entry.external_attr = 0o644 << 16
+    return entry
+
+
+# Reading
+
+
+def take_in(
+    root: Path,
+    source: Path,
+    check: Callable[[dict[str, bytes]], None] = lambda beside: None,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Taken:
+    """Take a bundle into a root, made if it does not exist. check may refuse what stands beside the runs by raising;
+    done is told the files read and their number.
+
+    Raises BundleError (ReadOnly where nothing may be changed), and then the root is as it was.
+    """
+    check_writable("Importing a bundle")
+    try:
+        new = not root.exists()
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BundleError(f"The bundle cannot be taken in: {root}: {error.strerror or error}.") from error
+    try:
+        with _aside(root) as aside:
+            hashes, beside = _extract(source, aside, done)
+            check(beside)
+            _check_runs(aside / "runs", hashes)
+            added, kept = _sort_out(root, hashes)
+            _publish(aside / "runs", root, added)
+            new = False
+            return Taken(tuple(added), tuple(kept), beside)
+    except OSError as error:
+        raise BundleError(f"The bundle cannot be taken in: {error.strerror or error}.") from error
+    finally:
+        if new:
+            with suppress(OSError):
+                root.rmdir()
+
+
+@contextmanager
+def _aside(root: Path) -> Iterator[Path]:
+    """A directory on the root's disk that the catalog does not look at; gone afterwards."""
+    aside = root / f".bundle.{secrets.token_hex(8)}.part"
+    aside.mkdir()
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise BundleError(f"This bundle is refused: {reason}.")
+
+
+def _extract(source: Path, aside: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Unpack into aside: (the runs' fingerprints, what stands beside them). Only what the list names, no more of it
+    than it says, every name of a form that a bundle has."""
+    beside = {}
+    with _opened(source) as archive:
+        entries = _entries(archive)
+        hashes, files = _read_list(archive, entries)
+        if set(files) != set(entries) - {LIST}:
+            _refuse("its files are not those that its list names")
+        total = sum(file["bytes"] for file in files.values())
+        if total > shutil.disk_usage(aside).free:
+            _refuse(f"its {total:,} bytes do not fit on the disk")
+        for index, (name, file) in enumerate(files.items()):
+            if _BESIDE.fullmatch(name):
+                beside[name] = _read(archive, entries[name], file)
+            else:
+                _unpack(archive, entries[name], file, aside / name)
+            done(index + 1, len(files))
+    return hashes, beside
+
+
+def _opened(source: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(source)
+    except DAMAGED:
+        _refuse("it is no ZIP archive, or a damaged one")
+
+
+def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """The archive's entries by name, each a plain file under a name that a bundle may have."""
+    infos = archive.infolist()
+    if len(infos) > MOST_FILES:
+        _refuse(f"it has more than {MOST_FILES:,} files")
+    entries: dict[str, zipfile.ZipInfo] = {}
+    folded = set()
+    total = 0
+    for info in infos:
+        name = info.filename
+        if info.orig_filename != name or not (name == LIST or _BESIDE.fullmatch(name) or _RUN_FILE.fullmatch(name)):
+            _refuse(f"{name[:80]!a} is no name that a bundle may hold")
+        if name.casefold() in folded:
+            _refuse(f"{name[:80]!a} is in it twice")
+        kind = stat.S_IFMT(info.external_attr >> 16)
+        if kind not in (0, stat.S_IFREG):
+            _refuse(f"{name[:80]!a} is a link or no plain file")
+        if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            _refuse(f"{name[:80]!a} is encrypted or packed in a way that is not known")
+        limit = LONGEST_LIST if name == LIST else LARGEST if name.endswith((".pt", ".parquet")) else LONGEST_TEXT
+        total += info.file_size
+        if info.file_size > limit or total > LARGEST:
+            _refuse(f"{name[:80]!a} is too large")
+        if info.file_size > CHUNK and info.file_size > MOST_PACKED * info.compress_size:
+            _refuse(f"{name[:80]!a} unpacks to more than {MOST_PACKED} times its size")
+        folded.add(name.casefold())
+        entries[name] = info
+    return entries
+
+
+def _read_list(
+    archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """bundle.json: (the runs' fingerprints, every file's size and hash)."""
+    if LIST not in entries:
+        _refuse(f"it has no {LIST}: it is some other archive")
+    content = _content(archive, entries[LIST], entries[LIST].file_size)
+    try:
+        listed = json.loads(content)
+    except (ValueError, RecursionError):
+        _refuse(f"{LIST} is not JSON")
+    if not isinstance(listed, dict) or type(listed.get("binade_bundle")) is not int:
+        _refuse(f"{LIST} does not say which version it is")
+    if listed["binade_bundle"] != VERSION:
+        _refuse(f"its version is {str(listed['binade_bundle'])[:20]}, and version {VERSION} is read here")
+    runs, files = listed.get("runs"), listed.get("files")
+    if not isinstance(runs, list) or not isinstance(files, dict):
+        _refuse(f"{LIST} names no runs or no files")
+    hashes = {}
+    for run in runs:
+        if not isinstance(run, dict) or not _is_text(run.get("run_id"), _NAME) or not _is_text(run.get("hash"), _HASH):
+            _refuse(f"{LIST} names a run without a name or a hash")
+        if run["run_id"].startswith("index.duckdb"):
+            _refuse(f"{run['run_id']} is no name for a run")
+        hashes[run["run_id"]] = run["hash"]
+    for file in files.values():
+        if (
+            not isinstance(file, dict)
+            or type(file.get("bytes")) is not int
+            or file["bytes"] < 0
+            or not _is_text(file.get("sha256"), _HASH)
+        ):
+            _refuse(f"{LIST} names a file without a size or a hash")
+    found = {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))}
+    if found != set(hashes):
+        _refuse("its runs are not those that its list names")
+    return hashes, files
+
+
+def _is_text(value: object, pattern: str) -> bool:
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iterator[bytes]:
+    """An entry's content, refused where it is longer than it may be or its checksum is wrong."""
+    size = 0
+    try:
+        with archive.open(entry) as source:
+            while block := source.read(CHUNK):
+                size += len(block)
+                if size > most:
+                    _refuse(f"{entry.filename!a} is longer than it says")
+                yield block
+    except BundleError:
+        raise
+    except (*DAMAGED, OSError):
+        _refuse(f"{entry.filename!a} is damaged")
+
+
+def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> bytes:
+    return b"".join(_blocks(archive, entry, most))
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: dict[str, Any]) -> bytes:
+    content = _content(archive, entry, listed["bytes"])
+    if len(content) != listed["bytes"] or hashlib.sha256(content).hexdigest() != listed["sha256"]:
+        _refuse(f"{entry.filename!a} is not what the list says")
+    return content
+
+
+def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: dict[str, Any], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, size = hashlib.sha256(), 0
+    with open(target, "xb") as sink:
+        for block in _blocks(archive, entry, listed["bytes"]):
+            digest.update(block)
+            size += len(block)
+            sink.write(block)
+        sink.flush()
+        os.fsync(sink.fileno())
+    if size != listed["bytes"] or digest.hexdigest() != listed["sha256"]:
+        _refuse(f"{entry.filename!a} is not what the list says")
+
+
+# What was unpacked
+
+
+def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
+    """That each is a whole run whose rows the catalog takes and whose fingerprint is the one that is named."""
+    for run_id, wanted in hashes.items():
+        directory = runs / run_id
+        (directory / "tensors").mkdir(exist_ok=True)
+        (directory / "segments").mkdir(exist_ok=True)
+        try:
+            state = read_run(directory).status.state
+            _check_rows(directory)
+            found = fingerprint(directory)
+        except (RunError, OSError, ValueError, pa.ArrowException) as error:
+            if isinstance(error, BundleError):
+                raise
+            _refuse(f"the run {run_id} cannot be read: {str(error).splitlines()[0][:200]}")
+        if state == RUNNING:
+            _refuse(f"the run {run_id} says that it is still running")
+        if found != wanted:
+            _refuse(f"the run {run_id} is not what the list says")
+    if not hashes:
+        return
+    with Catalog.open(runs) as catalog:
+        if catalog.refused:
+            _refuse(f"it cannot be indexed: {catalog.refused[0][:200]}")
+
+
+def _check_rows(directory: Path) -> None:
+    """Columns, how many rows, and that a path is that of a tensor file which came along."""
+    for segment in sorted((directory / "segments").iterdir()):
+        for name, schema in TABLES.items():
+            with pq.ParquetFile(segment / f"{name}.parquet") as file:
+                groups = range(file.metadata.num_row_groups)
+                size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
+                if file.metadata.num_rows > MOST_ROWS or size > LARGEST_TABLE:
+                    _refuse(f"{segment.name}/{name}.parquet has more than {MOST_ROWS:,} rows, or too long ones")
+                found = {field.name: field.type for field in file.schema_arrow}
+                for field in schema:
+                    if field.name in ADDED_LATER and field.name not in found:
+                        continue
+                    if not found.get(field.name, pa.null()).equals(field.type):
+                        _refuse(f"{segment.name}/{name}.parquet has no column {field.name} of type {field.type}")
+        with pq.ParquetFile(segment / "tensor.parquet") as file:
+            paths = file.read(columns=["path"])["path"].to_pylist()
+        for path in paths:
+            if path is None:
+                continue
+            if not _is_raw(path) or not (directory / path).is_file():
+                _refuse(f"a row of {segment.name} names a tensor file that did not come along")
+
+
+def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]:
+    """(runs that are new here, runs that are here with the same content)."""
+    added, kept = [], []
+    for run_id, wanted in hashes.items():
+        if not os.path.lexists(root / run_id):
+            added.append(run_id)
+            continue
+        try:
+            same = fingerprint(root / run_id) == wanted
+        except RunError:
+            same = False
+        if not same:
+            _refuse(f"the run {run_id} is here already, with other content: move or delete it first")
+        kept.append(run_id)
+    return added, kept
+
+
+def _publish(runs: Path, root: Path, run_ids: list[str]) -> None:
+    """Rename the runs into the root: all of them, or none."""
+    moved: list[str] = []
+    try:
+        for run_id in run_ids:
+            os.rename(runs / run_id, root / run_id)
+            moved.append(run_id)
+    except BaseException:
+        for run_id in moved:
+            os.rename(root / run_id, runs / run_id)
+        raise

@@ -1,0 +1,136 @@
+"""Every view drawn again from its page and parameters: the same as the page shows, and a word for what is missing."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from streamlit.testing.v1 import AppTest
+
+from app import pins, session
+from app.figure import Figure
+from app.figures.tensor import VIEWS
+from app.pins import Pin
+from data.catalog import Catalog
+from data.filter import FIELDS
+from tests.app.test_pages import first
+
+Visit = Callable[..., AppTest]
+VIEWS_OF = {
+    "overview": [{}],
+    "explore": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
+    "worst": [{"view": view} for view in ("board", "depth", "training", "directions")],
+    "tensor": [{"view": view, "format": "mxfp8", "recipe": "mxfp4"} for view in VIEWS],
+    "recipes": [{"view": "cost"}, {"view": "gradients", "gradient": "grad_input"}],
+    "runs": [{}],
+}
+CASES = [(page, view) for page, views in VIEWS_OF.items() for view in views]
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path):
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+DRESS = {"config", "$schema", "datasets", "width", "height", "autosize", "padding", "usermeta", "name", "views"}
+
+
+def bare(spec: Any) -> Any:
+    """A chart's marks, encodings and titles, without the names and sizes that Altair and the page give."""
+    if isinstance(spec, dict):
+        return {key: bare(value) for key, value in spec.items() if key not in DRESS and not _named(key, value)}
+    return [bare(each) for each in spec] if isinstance(spec, list) else spec
+
+
+def _named(key: str, value: Any) -> bool:
+    return key == "data" and isinstance(value, dict) and set(value) == {"name"}
+
+
+def rows(table: pd.DataFrame) -> str:
+    """A data set, whoever carried it: numbers to twelve digits."""
+
+    def text(value: Any) -> str:
+        if value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
+            return "null"
+        return f"{value:.12g}" if isinstance(value, numbers.Number) and not isinstance(value, bool) else str(value)
+
+    return json.dumps([{key: text(row[key]) for key in sorted(row)} for row in table.to_dict("records")])
+
+
+def shown_on(at: AppTest) -> list[tuple[str, list[str]]]:
+    """(the chart, its data) of every chart of a page, as they go to the browser."""
+    found = []
+    for element in at.get("vega_lite_chart"):
+        tables = [pa.ipc.open_stream(one.data.data).read_pandas() for one in element.proto.datasets]
+        if element.proto.data.data:
+            tables.append(pa.ipc.open_stream(element.proto.data.data).read_pandas())
+        found.append((json.dumps(bare(json.loads(element.proto.spec)), sort_keys=True), sorted(map(rows, tables))))
+    return sorted(found)
+
+
+def drawn_again(figures: Sequence[Figure]) -> list[tuple[str, list[str]]]:
+    found = []
+    for figure in figures:
+        spec = figure.chart.to_dict()
+        tables = [pd.DataFrame(one) for one in spec.get("datasets", {}).values()]
+        found.append((json.dumps(bare(spec), sort_keys=True), sorted(map(rows, tables))))
+    return sorted(found)
+
+
+def lists(view: dict[str, str]) -> dict[str, list[str]]:
+    return {name: [text] for name, text in view.items()}
+
+
+@pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
+def test_a_view_drawn_again_is_what_the_page_shows(
+    visit: Visit, collected: Path, catalog: Catalog, page: str, view: dict[str, str]
+):
+    at = visit(collected, page, **view)
+    saved = {name: list(texts) for name, texts in at.session_state["shown"].items()}
+    drawn = pins.draw(catalog, Pin(page, saved))
+    shown, again = shown_on(at), drawn_again(drawn.figures)
+    assert shown and [chart for chart, _ in again] == [chart for chart, _ in shown]
+    assert [data for _, data in again] == [data for _, data in shown]
+    one = pins.draw(catalog, Pin(page, saved, drawn.figures[-1].name))
+    assert [figure.name for figure in one.figures] == [drawn.figures[-1].name]
+    assert not [problem for problem in drawn.problems if "asks for" in problem]
+
+
+def test_chosen_tensors_are_drawn_from_their_values(catalog: Catalog, collected: Path):
+    tensor_id = first(collected, tensor_name=["weight"])
+    drawn = pins.draw(catalog, Pin("explore", {"tensor": [tensor_id, "gone/r00-000001"]}, "histogram"))
+    assert "exact" in drawn.figures[0].caption and "'gone/r00-000001' is not here" in drawn.problems[0]
+
+
+def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
+    runs = catalog.runs().set_index("recipe")["run_id"]
+    assert pins.runs_of(catalog, [Pin("worst", {"recipe": ["mxfp4"]})]) == [runs["mxfp4"]]
+    assert set(pins.runs_of(catalog, [Pin("recipes", {"recipe": ["mxfp4"]})])) == {runs["mxfp4"], runs["bf16"]}
+    assert set(pins.runs_of(catalog, [Pin("sql", {"q": ["SELECT 1"]})])) == set(runs)
+    assert pins.runs_of(catalog, []) == [] == pins.tensors_of(catalog, [Pin("worst", {}), Pin("explore", {})])
+    read = pins.tensors_of(catalog, [Pin("tensor", {"view": ["drift"], "recipe": ["mxfp4"]}, "three_way")])
+    assert {tensor_id.partition("/")[0] for tensor_id in read} == {runs["mxfp4"], runs["bf16"]}
+
+
+ODD = ("mxfp4", "1", "-1", "9" * 30, "grad_input", "sequence", "off")
+OWN = ("view", "metric", "format", "formats", "tensor", "other", "block", "head", "law", "over", "at", "hadamard")
+texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
+asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
+
+
+@settings(max_examples=250, deadline=None)
+@given(page=some.sampled_from(session.PAGES), params=asked, chart=some.sampled_from(["", "qq", "x"]))
+def test_whatever_a_pin_asks_is_drawn_or_said(catalog: Catalog, page: str, params: dict[str, list[str]], chart: str):
+    drawn = pins.draw(catalog, Pin(page, params, chart))
+    assert drawn.figures or drawn.problems
+    assert all("\n" not in problem and len(problem) < 400 for problem in drawn.problems)

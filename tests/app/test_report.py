@@ -1,0 +1,532 @@
+"""Reports: numbers against NumPy on the tensors themselves, nothing that reaches outside, hostile words, failures."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html.parser
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import altair as alt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from app import session as sessions
+from app.__main__ import main
+from app.analysis import hifp8
+from app.figure import Figure
+from app.pins import Pin
+from app.report import contents, headless, runs
+from app.report.headless import Wanted
+from app.report.painting import PaintError, Painters, sized, spec_of
+from app.report.plates import Plate, shown
+from app.theme import THEMES
+from data.catalog import Catalog
+from data.filter import Filter
+from tests.data.builder import make_run
+
+PROJECT = Path(__file__).parents[2]
+HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
+FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
+
+
+def tensors(seed: int) -> list[tuple[torch.Tensor, dict]]:
+    """Operands of two layers in both directions, zeros, NaN and Inf among them, and attention probabilities."""
+    random = torch.Generator().manual_seed(seed)
+    odd = torch.randn(48, 64, generator=random)
+    odd[0, 0], odd[1, 1], odd[2, :9] = torch.nan, torch.inf, 0.0
+    gradient = torch.randn(32, 64, generator=random) * 2.0**-20
+    probs = torch.randn(1, 4, 24, 24, generator=random).tril().softmax(-1).tril()
+    core = {"layer_type": "attention", "module": "core", "component": "FA"}
+    return [
+        (torch.randn(64, 96, generator=random).bfloat16() * 3, {"format": "mxfp8"}),
+        (odd, {"format": "mxfp8", "layer_index": 2, "module": HOSTILE}),
+        (gradient, {"format": "mxfp8", "operation": "backward", "tensor_name": "grad_output", "layer_index": 2}),
+        (torch.randn(16, 64, generator=random), {"quant_type": "mxfp4", "format": "mxfp4", "tensor_name": "weight"}),
+        (probs, {"format": "mxfp8", "tensor_name": "attention_probs", **core}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("report") / "root"
+    command = f"python -m collector batch --quantization bf16,mxfp8 --tensor-save-dir {made} --seed 7"
+    make_run(made, tensors(1), dataset=HOSTILE, recipe="mxfp8", command=command)
+    with Catalog.open(made):
+        pass
+    return made
+
+
+@pytest.fixture(scope="module")
+def drawn(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(the folder, the ZIP) as the command wrote them, in a process of its own."""
+    output = tmp_path_factory.mktemp("draw") / "new"
+    done = report(root, "--output", str(output), "--zip", str(output.with_suffix(".zip")))
+    assert done.returncode == 0, done.stderr
+    assert "charts" in done.stdout and "Traceback" not in done.stderr
+    return output, output.with_suffix(".zip")
+
+
+def report(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app", "report", "--tensor-save-dir", str(root), *arguments]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+
+
+def everything(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+class Tags(html.parser.HTMLParser):
+    """Every tag with its attributes, scripts by what they hold, and the tables that follow an id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self._at, self._cell, self._id = "", None, ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._at = tag
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+        if tag == "h3" and (dict(attrs).get("id") or "").startswith("table-"):
+            self._id = dict(attrs)["id"] or ""
+            self.tables[self._id] = []
+        if tag == "figure":
+            self._id = ""
+        if tag == "tr" and self._id:
+            self.tables[self._id].append([])
+        self._cell = "" if tag in ("td", "th") else self._cell
+
+    def handle_data(self, data: str) -> None:
+        if self._at == "script":
+            self.scripts[-1] = (self.scripts[-1][0], self.scripts[-1][1] + data)
+        if self._cell is not None:
+            self._cell += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th") and self._id:
+            self.tables[self._id][-1].append(self._cell or "")
+        self._cell = None if tag in ("td", "th") else self._cell
+        self._at = "" if tag == "script" else self._at
+
+
+@pytest.fixture(scope="module")
+def tags(drawn: tuple[Path, Path]) -> Tags:
+    return Tags((drawn[0] / "index.html").read_text())
+
+
+# What is written
+
+
+def test_the_folder_holds_what_was_asked_for(drawn):
+    output, _ = drawn
+    files = everything(output)
+    assert {"index.html", "quick_analysis.png", "tensor_stats.txt", "tensor_stats.json", "report.json"} <= files
+    for folder in FOLDERS:
+        assert any(name.startswith(f"{folder}/") and name.endswith(".png") for name in files), folder
+    assert set(json.loads((output / "report.json").read_text())["files"]) == files
+    assert not [path for path in output.parent.iterdir() if path.name.endswith(".part")]
+    for name in files:
+        if name.endswith(".png"):
+            content = (output / name).read_bytes()
+            assert content.startswith(b"\x89PNG\r\n\x1a\n") and len(content) > 3000, name
+
+
+def finite(quant_type: str) -> np.ndarray:
+    found = [x.double().reshape(-1) for x, words in tensors(1) if words.get("quant_type", "mxfp8") == quant_type]
+    values = torch.cat(found).numpy()
+    return values[np.isfinite(values)]
+
+
+def test_statistics_are_those_of_the_tensors(drawn):
+    stats = json.loads((drawn[0] / "tensor_stats.json").read_text())
+    assert stats["totals"]["tensors"] == 5 and stats["totals"]["values"] == sum(x.numel() for x, _ in tensors(1))
+    rows = {row["group"]: row for row in stats["statistics_by"]["quant_type"]}
+    for name in ("mxfp8", "mxfp4"):
+        values = finite(name)
+        for key, expected in (("mean", values.mean()), ("std", values.std()), ("min", values.min())):
+            assert rows[name][key] == pytest.approx(expected, rel=1e-9), (name, key)
+        assert rows[name]["max"] == values.max() and rows[name]["zeros"] == (values == 0).sum()
+    assert (rows["mxfp8"]["nans"], rows["mxfp8"]["infs"]) == (1, 1)
+    assert "mxfp4" in (drawn[0] / "tensor_stats.txt").read_text()
+
+
+def test_tables_of_the_html_hold_the_same_numbers(tags):
+    head, *rows = tags.tables["table-statistics_quant_type"]
+    column = {name: index for index, name in enumerate(head)}
+    for row in rows:
+        values = finite(row[0])
+        for name, expected in (("Mean", values.mean()), ("Standard deviation", values.std()), ("Max", values.max())):
+            assert float(row[column[name]]) == pytest.approx(expected, rel=2e-6), (row[0], name)
+        assert row[column["Zeros"]] == f"{int((values == 0).sum()):,}"
+    assert {row[0] for row in rows} == {"mxfp8", "mxfp4"}
+
+
+def test_shown_tables_lose_no_column(root):
+    with Catalog.open(root) as opened:
+        for part in contents.parts(opened, Filter(), "here"):
+            for frame in [*(t.frame for t in part.tables), *(p.figure.table for p in part.plates)]:
+                assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
+
+
+def test_hifp8_precisions_are_those_of_the_values(root):
+    with Catalog.open(root) as opened:
+        table = hifp8.precisions(opened, Filter(), "tensor_name").set_index(["group", "precision"])["count"]
+    for name in ("weight", "grad_output", "attention_probs"):
+        found = [x.double().reshape(-1) for x, words in tensors(1) if words.get("tensor_name", "input") == name]
+        values = torch.cat(found).abs().numpy()
+        exponent = np.floor(np.log2(np.where(values > 0, values, 1)))
+        zero = values == 0
+        expected = {
+            "zero": zero,
+            "flushed to zero": ~zero & (values < 2.0**-23),
+            "denormal": (values >= 2.0**-23) & (values < 2.0**-15),
+            "1 mantissa bit": ~zero & (np.abs(exponent) >= 8) & (exponent >= -15) & (exponent < 15),
+            "2 mantissa bits": ~zero & (np.abs(exponent) >= 4) & (np.abs(exponent) <= 7),
+            "3 mantissa bits": ~zero & (np.abs(exponent) <= 3),
+            "clipped": values >= 2.0**15,
+        }
+        got = {precision: int(table[name, precision]) for precision in expected}
+        assert got == {precision: int(mask.sum()) for precision, mask in expected.items()}, name
+    assert sum(got.values()) == len(values)
+
+
+# Nothing reaches outside, nothing gets in
+
+
+def test_the_html_refers_to_nothing_outside(tags):
+    for tag, attributes in tags.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "img", "audio", "video"), tag
+        for name in ("src", "srcset", "action", "poster", "background", "data"):
+            assert name not in attributes, (tag, name)
+        assert attributes.get("href", "#").startswith("#"), attributes
+    style = (PROJECT / "app" / "report" / "page.css").read_text()
+    assert "url(" not in style and "@import" not in style
+    policy = next(a["content"] for t, a in tags.tags if t == "meta" and a.get("http-equiv"))
+    assert policy.startswith("default-src 'none'") and "unsafe-eval" not in policy and "http" not in policy
+
+
+def test_the_policy_names_exactly_the_scripts_that_run(tags):
+    policy = next(a["content"] for t, a in tags.tags if t == "meta" and a.get("http-equiv"))
+    allowed = set(re.findall(r"'(sha256-[^']+)'", policy))
+    run = [text for attributes, text in tags.scripts if attributes.get("type") != "application/json"]
+    hashes = {"sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in run}
+    assert len(run) == 2 and hashes == allowed
+
+
+def test_hostile_words_are_words(drawn, tags):
+    assert not [(tag, name) for tag, attributes in tags.tags for name in attributes if name.startswith("on")]
+    cells = [cell for table in tags.tables.values() for row in table for cell in row]
+    assert HOSTILE in cells
+    for attributes, text in tags.scripts:
+        if attributes.get("type") == "application/json":
+            json.loads(text)
+            assert "<" not in text
+    with zipfile.ZipFile(drawn[1]) as archive:
+        for name in archive.namelist():
+            assert re.fullmatch(r"[A-Za-z0-9_./-]+", name) and ".." not in name, name
+            if name.endswith(".svg"):
+                found = {
+                    element.tag.rpartition("}")[2] for element in ElementTree.fromstring(archive.read(name)).iter()
+                }
+                assert not {"script", "img", "foreignObject"} & found, name
+
+
+# The ZIP
+
+
+def test_the_zip_agrees_with_itself(drawn):
+    with zipfile.ZipFile(drawn[1]) as archive:
+        assert archive.testzip() is None
+        names = set(archive.namelist())
+        charts = {name[:-4] for name in names if name.endswith(".png")} - {"quick_analysis"}
+        assert charts and all({f"{c}.svg", f"{c}.csv", f"{c}.json"} <= names for c in charts)
+        pictures = {name for name in everything(drawn[0]) if name.endswith(".png")}
+        assert pictures <= names
+        for name in names:
+            if name.startswith("tables/") and name.endswith(".csv"):
+                table = pd.read_csv(io.BytesIO(archive.read(name)))
+                rows = json.loads(archive.read(name[:-4] + ".json"))
+                assert len(table) == len(rows)
+                for key in table.columns:
+                    if pd.api.types.is_float_dtype(table[key]):
+                        given = pd.Series([row[key] for row in rows], dtype=float)
+                        np.testing.assert_array_equal(given.fillna(0), table[key].fillna(0))
+
+
+def test_a_histogram_in_the_zip_is_numpys(drawn):
+    with zipfile.ZipFile(drawn[1]) as archive:
+        table = pd.read_csv(io.BytesIO(archive.read("distributions/histogram_quant_type.csv")), comment="#")
+        spec = json.loads(archive.read("distributions/histogram_quant_type.json"))["vega_lite"]
+    assert set(table["group"]) == {"mxfp4", "mxfp8"}
+    for group, bins in table.groupby("group"):
+        values = finite(group)
+        log2 = np.log2(np.abs(values[values != 0]))
+        for row in bins.itertuples():
+            expected = (
+                ((log2 >= row.low - 1e-12) & (log2 < row.high - 1e-12)).sum() / len(values) / (row.high - row.low)
+            )
+            assert row.share == pytest.approx(expected, rel=1e-9), row
+        assert (bins["share"] * (bins["high"] - bins["low"])).sum() == pytest.approx(len(log2) / len(values))
+    drawn_rows = [row for rows in spec["datasets"].values() for row in rows if row["share"]]
+    assert sorted(row["share"] for row in drawn_rows) == sorted(table["share"])
+
+
+def test_specifications_are_vega_lite(root):
+    with Catalog.open(root) as opened:
+        part = next(contents.parts(opened, Filter(), "here"))
+    spec = sized(part.plates[0].spec, 700, 300)
+    for theme in THEMES.values():
+        kind = alt.LayerChart if "layer" in spec else alt.Chart
+        kind.from_dict(spec | {"config": theme.config()})
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"command": "python -m collector batch --quantization bf16,mxfp4 --tensor-save-dir /a", "recipe": "mxfp4"},
+            "python -m collector run --quantization mxfp4",
+        ),
+        ({"command": "python -m collector batch", "recipe": "mxfp8"}, "python -m collector run --quantization mxfp8"),
+        (
+            {"command": "python -m collector run --dataset 'my corpus.jsonl' --tensor-save-dir=/x", "recipe": "bf16"},
+            "python -m collector run --dataset 'my corpus.jsonl'",
+        ),
+        ({"command": "python -m collector quick mxfp8", "recipe": "mxfp8"}, "python -m collector quick mxfp8"),
+        ({"command": "unclosed 'quote"}, "unclosed 'quote"),
+        ({}, "not recorded"),
+    ],
+    ids=["batch", "batch of all", "run", "quick", "damaged", "absent"],
+)  # fmt: skip
+def test_the_command_that_makes_a_run_again(config, expected):
+    assert runs.again(config) == expected
+
+
+def test_the_report_tells_how_it_was_made(drawn):
+    text = (drawn[0] / "index.html").read_text()
+    assert "python -m collector run --quantization mxfp8 --seed 7" in text
+    assert "python -m app report --tensor-save-dir" in text and "10·log₁₀" in text
+
+
+# A session
+
+
+def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, signals):
+    notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
+    pins = (
+        Pin("worst", {"view": ["board"], "metric": ["absmax"]}, "ranking", "The worst\nof all"),
+        Pin("worst", {}, "no_such_chart", ""),
+    )
+    view = sessions.View("explore", {"quant_type": ["mxfp8"]})
+    with Catalog.open(root) as opened:
+        kept = sessions.marked(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
+        saved, _ = sessions.save(root, kept)
+    output = tmp_path / "draw"
+    try:
+        assert main(["report", "--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id]) == 0
+    finally:
+        shutil.rmtree(sessions.folder(root))
+    files = everything(output)
+    assert "pins/01_ranking.png" in files and "view/histogram.png" in files and "index.html" in files
+    assert not any(name.startswith(FOLDERS) for name in files)
+    text = (output / "index.html").read_text()
+    tags = Tags(text)
+    assert "<h1>Found</h1>" in text and "<strong>fc1</strong>" in text and "The worst of all" in text
+    assert "Pin 2: The view has no chart" in text and kept.runs[0].hash in text
+    assert not [tag for tag, _ in tags.tags if tag in ("img", "b")]
+    assert not [a for _, attributes in tags.tags for a in attributes if a.startswith("on")]
+    assert not [a["href"] for tag, a in tags.tags if tag == "a" and not a["href"].startswith("#")]
+    assert json.loads((output / "tensor_stats.json").read_text())["filter"] == {"quant_type": ["mxfp8"]}
+
+
+# What goes wrong
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The command's handlers do not outlive the test."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--tensor-save-dir", "{tmp}/nowhere"], 1, "does not exist"),
+        (["--tensor-save-dir", "{tmp}"], 1, "holds no recorded tensor"),
+        (["--tensor-save-dir", "{file}"], 1, "is a file"),
+        (["--output", "{file}"], 2, "is a file: give --output a folder"),
+        (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
+        (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
+        (["--layer-index", "1,x"], 2, "'x' is no number"),
+        (["--quant-type", ","], 2, "names are expected"),
+        (["--query", "layer_index=one"], 2, "which is no number"),
+        (["--query", "mxfp8"], 2, "is no query"),
+        (["--jobs", "0"], 2, "no number of processes"),
+        (["--session", "absent"], 1, "There is no session 'absent'"),
+        (["--session", "../x"], 1, "is no session's id"),
+        (["--session", "absent", "--rank", "0"], 2, "a session has its own filter"),
+        (["--colour", "red"], 2, "unrecognized arguments"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_slip_is_one_line(root, tmp_path, capsys, signals, arguments, status, words):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    given = [text.format(tmp=tmp_path, file=file) for text in arguments]
+    usual = [] if "--tensor-save-dir" in given else ["--tensor-save-dir", str(root)]
+    usual += [] if "--output" in given else ["--output", str(tmp_path / "draw")]
+    try:
+        ended = main(["report", *usual, *given])
+    except SystemExit as exit:
+        ended = exit.code
+    error = capsys.readouterr().err
+    assert ended == status and words in error and error.startswith("app: ") and error.count("\n") == 1, error
+    left = {path.name for path in tmp_path.iterdir()} - {"index.duckdb"}  # a root has its index
+    assert left == {"file"} and file.read_text() == "mine"
+
+
+def make(root: Path, output: Path, **where: list) -> int:
+    with Catalog.open(root) as opened:
+        return headless.make(opened, Wanted(output, Filter(**where), jobs=1), lambda *_: None)
+
+
+def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    output = tmp_path / "draw"
+    make(root, output)
+    own = output / "heatmaps"
+    own.mkdir()
+    (own / "mine.png").write_text("mine")
+    stale = json.loads((output / "report.json").read_text())
+    (output / "old.png").write_text("of an earlier report")
+    (output / "report.json").write_text(json.dumps(stale | {"files": [*stale["files"], "old.png", "../outside"]}))
+    (tmp_path / "outside").write_text("kept")
+    before = (output / "index.html").read_text()
+    make(root, output, quant_type=["mxfp4"])
+    assert (own / "mine.png").read_text() == "mine" and not (output / "old.png").exists()
+    assert (tmp_path / "outside").read_text() == "kept"
+    assert (output / "index.html").read_text() != before
+    (output / "report.json").unlink()
+    with pytest.raises(headless.UsageError, match="is there and no report wrote it"):
+        make(root, output)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
+
+
+def painters_of(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = path.read_text()
+            if int(text.rpartition(")")[2].split()[1]) == pid:
+                found.append(int(path.parent.name))
+        except (OSError, IndexError):
+            continue
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
+    command = [
+        sys.executable,
+        "-m",
+        "app",
+        "report",
+        "--output",
+        str(tmp_path / "draw"),
+        "--zip",
+        str(tmp_path / "z.zip"),
+    ]
+    process = subprocess.Popen(
+        [*command, "--tensor-save-dir", str(collected)], cwd=PROJECT, stderr=subprocess.PIPE, text=True
+    )
+    assert "charts so far" in process.stderr.readline()
+    painters = painters_of(process.pid)
+    assert painters
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    end = time.monotonic() + 20
+    while any(alive(pid) for pid in painters) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(alive(pid) for pid in painters)
+    if number == signal.SIGKILL:
+        assert process.returncode == -9 and not (tmp_path / "draw").exists() and not (tmp_path / "z.zip").exists()
+    else:
+        assert process.returncode == 130 and "cancelled" in error and "Traceback" not in error, error
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said(tmp_path, capsys, signals, root):
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a small disk")
+    small = tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        ended = main(["report", "--tensor-save-dir", str(root), "--output", str(small / "draw"), "--jobs", "1"])
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended == 1 and error.startswith("app: the disk is full"), error
+
+
+def test_a_painter_that_dies_is_said():
+    figure = Figure("x", alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q"), pd.DataFrame({"a": [1]}), "c")
+    with Painters(1) as painters:
+        assert painters.paint(figure, spec_of(figure.chart)).result().png.startswith(b"\x89PNG")
+        with pytest.raises(PaintError, match="cannot be drawn"):
+            painters.paint(figure, {"mark": "nonsense"}).result()
+        painters._processes[0].kill()
+        with pytest.raises(PaintError, match="has ended"):
+            painters.paint(figure, spec_of(figure.chart)).result()
+
+
+def test_small_digits_stand_in_letters_that_are_always_there():
+    sys.path.insert(0, str(PROJECT / "app" / "report"))
+    try:
+        import painter
+    finally:
+        sys.path.pop(0)
+    svg = '<svg xmlns="http://www.w3.org/2000/svg"><text x="1" aria-label="log₂">10·log₁₀(Σx²) ‖q‖</text></svg>'
+    text = ElementTree.fromstring(painter.drawable(svg))[0]
+    assert "".join(text.itertext()) == "10·log10(Σx2) ||q||" and text.get("aria-label") == "log₂"
+    shifts = [float(span.get("dy", "0em")[:-2]) * (0.72 if span.get("font-size") else 1.0) for span in text]
+    assert sum(shifts) == pytest.approx(0, abs=0.01)
+
+
+def test_a_plate_says_what_the_caption_does_not():
+    figure = Figure("x", alt.Chart(), pd.DataFrame(), "SQNR: so.", "SQNR: so. Bright is bad. Choose a cell to look in.")
+    assert Plate("a/b_c", figure).note == "Bright is bad." and Plate("a/b_c", figure).file == "binade-a-b-c"

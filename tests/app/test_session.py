@@ -1,0 +1,278 @@
+"""Sessions as files: what is kept comes back, what is hostile is refused in a sentence, no writer loses anything."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from app import notes, session
+from app.params import TITLES
+from app.pins import PAGES, Pin
+from app.session import RunMark, Session, SessionError, View
+
+VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
+
+# What a session may hold, said once more and apart from its schema.
+letters = some.characters(exclude_categories=("Cs", "Cc"))
+lines = some.text(some.one_of(letters, some.just("\n")), max_size=60)
+params = some.dictionaries(
+    some.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20), some.lists(lines, max_size=4), max_size=5
+)
+pages = some.sampled_from(session.PAGES)
+pins = some.builds(Pin, pages, params, some.text("abc_019", max_size=20), lines)
+marks = some.builds(
+    RunMark, some.text(letters, min_size=1, max_size=40), some.text("0123456789abcdef", min_size=64, max_size=64)
+)
+sessions = some.builds(
+    Session,
+    id=some.from_regex(r"[a-z0-9]{1,8}(-[a-z0-9]{1,8}){0,3}", fullmatch=True),
+    name=some.text(letters, max_size=80).map(lambda text: f"n{text}"),
+    created=some.datetimes().map(lambda time: f"{time:%Y-%m-%dT%H:%M:%S}".rjust(19, "0") + "+00:00"),
+    saved=some.just("2026-01-02T03:04:05.678+00:00"),
+    view=some.builds(View, pages, params),
+    notes=lines,
+    pins=some.lists(pins, max_size=3).map(tuple),
+    runs=some.lists(marks, max_size=3).map(tuple),
+)
+anything = some.recursive(
+    some.none()
+    | some.booleans()
+    | some.integers()
+    | some.floats()
+    | some.text(max_size=20)
+    | some.sampled_from(["", "x" * 200_000]),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def content(**changes: Any) -> dict[str, Any]:
+    whole = json.loads(
+        session.to_json(session.new("A finding", VIEW, notes="It *flushes*.", pins=(Pin("worst", {}, "ranking"),)))
+    )
+    return whole | changes
+
+
+def refusal(given: bytes | dict[str, Any]) -> str:
+    """Why it is refused: one sentence, of a length that can be read."""
+    raw = given if isinstance(given, bytes) else json.dumps(given).encode()
+    with pytest.raises(SessionError) as refused:
+        session.parse(raw)
+    text = str(refused.value)
+    assert "\n" not in text and len(text) < 400 and text.startswith(session.REFUSED) and text.endswith(".")
+    return text
+
+
+@settings(max_examples=1500, deadline=None)
+@given(sessions)
+def test_what_is_written_is_read(one: Session):
+    assert session.parse(session.to_json(one).encode()) == one
+
+
+def places(node: Any, path: tuple = ()) -> list[tuple]:
+    """The path of every value within a JSON document."""
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return [path] + [place for key, value in inner for place in places(value, (*path, key))]
+
+
+@settings(max_examples=3000, deadline=None)
+@given(some.data())
+def test_whatever_stands_anywhere_is_taken_or_refused_in_a_sentence(data: some.DataObject):
+    document = content(runs=[{"run_id": "r", "hash": "0" * 64}])
+    place = data.draw(some.sampled_from(places(document)[1:]))
+    node = document
+    for key in place[:-1]:
+        node = node[key]
+    if data.draw(some.booleans()):
+        node[place[-1]] = data.draw(anything)
+    elif isinstance(node, dict):
+        node[data.draw(some.text(max_size=10))] = data.draw(anything)
+        if data.draw(some.booleans()):
+            node.pop(place[-1], None)
+    raw = json.dumps(document).encode()
+    try:
+        taken = session.parse(raw)
+    except SessionError:
+        refusal(raw)
+    else:
+        assert json.loads(session.to_json(taken)) == document  # nothing dropped, nothing made up
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    some.binary(max_size=200) | anything.map(lambda value: json.dumps(value).encode()),
+    some.integers(0, 400),
+    some.integers(0, 400),
+)
+def test_bytes_of_any_kind_are_refused(junk: bytes, start: int, length: int):
+    refusal(junk)
+    whole = json.dumps(content()).encode()
+    cut = whole[:start] + junk + whole[start + max(length, 1) :]
+    try:
+        assert isinstance(session.parse(cut), Session)
+    except SessionError:
+        refusal(cut)
+
+
+@settings(max_examples=500, deadline=None)
+@given(some.text(max_size=60) | some.from_regex(r"(\.\./|/|\\|%2e|[a-z0-9-]){1,20}"))
+def test_no_id_leads_out_of_the_folder(tmp_path_factory: pytest.TempPathFactory, text: str):
+    root = tmp_path_factory.getbasetemp()
+    with pytest.raises(SessionError, match="session"):
+        session.load(root, text)
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b" " * (session.LONGEST_FILE + 1), "bytes"),
+        (b'{"binade_session": 1, "binade_session": 1}', "occurs twice"),
+        (b'{"binade_session": NaN}', "NaN"),
+        (b'{"binade_session": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"binade_session": true}', "whole number"),
+        (b'{"binade_session": 2}', "version is 2"),
+        (b'{"binade_bundle": 1}', "some other file"),
+        (b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x02os", "not UTF-8"),  # a pickle
+    ],
+    ids=["lists", "objects", "empty", "bytes", "long", "twice", "nan", "digits", "bool", "version", "other", "pickle"],
+)  # fmt: skip
+def test_hostile_files(raw: bytes, words: str):
+    assert words in refusal(raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"name": " "}, "name"),
+        ({"name": "a\nb"}, "name holds a control character"),
+        ({"name": "x" * 121}, "name is longer than 120"),
+        ({"id": "../up"}, "id is not of the form"),
+        ({"id": "ab\n"}, "id is not of the form"),
+        ({"notes": 3}, "notes is not a text"),
+        ({"notes": "\ud800"}, "half a letter"),
+        ({"notes": "x" * 50_001}, "notes is longer than 50000"),
+        ({"pins": [{"page": "worst"}]}, "pins.0 lacks params, chart, caption"),
+        ({"pins": [{}] * 201}, "pins has more than 200"),
+        ({"view": {"page": "admin", "params": {}}}, "view.page is none of"),
+        ({"view": {"page": "sql", "params": {"q": ["x" * 4001]}}}, "view.params.q.0 is longer than 4000"),
+        ({"view": {"page": "sql", "params": {"__proto__ ": []}}}, "not of the form"),
+        ({"extra": 1}, "not known"),
+        ({"saved": "yesterday"}, "saved is not of the form"),
+        ({"runs": [{"run_id": "r", "hash": "z" * 64}]}, "runs.0.hash is not of the form"),
+    ],
+)
+def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
+    assert words in refusal(content(**changes))
+
+
+def test_the_pages_are_those_that_can_be_drawn():
+    assert set(session.PAGES) == {*PAGES, "sql"}
+
+
+def test_each_save_keeps_the_former(tmp_path: Path):
+    first, number = session.save(tmp_path, session.new("mxfp4 breaks fc2!", VIEW))
+    assert number == 1 and re.fullmatch(r"mxfp4-breaks-fc2-[0-9a-f]{6}", first.id)
+    second, number = session.save(tmp_path, replace(first, name="renamed", notes="more"))
+    assert number == 2 and session.load(tmp_path, first.id).session == second
+    assert session.load(tmp_path, first.id, 1).session == first
+    assert [version.number for version in session.history(tmp_path, first.id)] == [2, 1]
+    session.save(tmp_path, replace(first, notes="back again"))  # a former version, made the newest
+    assert session.load(tmp_path, first.id).number == 3
+    other, _ = session.save(tmp_path, session.new("another", VIEW))
+    found, problems = session.list_sessions(tmp_path)
+    assert [version.session.id for version in found if version.session] == [other.id, first.id] and not problems
+    assert session.delete(tmp_path, first.id) == 3
+    assert [entry.name for entry in session.folder(tmp_path).iterdir()] == [other.id]
+    with pytest.raises(SessionError, match="There is no session"):
+        session.load(tmp_path, first.id)
+
+
+def test_writers_at_once_lose_nothing(tmp_path: Path):
+    one = session.new("shared", VIEW)
+    numbers: list[int] = []
+
+    def write(who: int) -> None:
+        for turn in range(10):
+            numbers.append(session.save(tmp_path, replace(one, notes=f"{who}/{turn}"))[1])
+
+    writers = [threading.Thread(target=write, args=(who,)) for who in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(numbers) == list(range(1, 81))
+    kept = {version.session.notes for version in session.history(tmp_path, one.id) if version.session}
+    assert kept == {f"{who}/{turn}" for who in range(8) for turn in range(10)}
+    assert not [path for path in session.folder(tmp_path).rglob("*") if path.name.startswith(".")]
+
+
+def test_a_damaged_version_is_named_and_hides_no_other(tmp_path: Path):
+    one, _ = session.save(tmp_path, session.new("one", VIEW))
+    session.save(tmp_path, one)
+    path = session.folder(tmp_path) / one.id / "0002.json"
+    path.write_bytes(path.read_bytes()[:100])
+    found, problems = session.list_sessions(tmp_path)
+    assert not found and "Version 2" in problems[0]
+    assert [bool(version.problem) for version in session.history(tmp_path, one.id)] == [True, False]
+    assert session.load(tmp_path, one.id, 1).session == one
+
+
+def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SessionError, match="cannot be saved: notes is longer"):
+        session.save(tmp_path, session.new("n", VIEW, notes="x" * 60_000))
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    with pytest.raises(ValueError, match="BINADE_READ_ONLY"):
+        session.save(tmp_path, session.new("n", VIEW))
+    monkeypatch.delenv("BINADE_READ_ONLY")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SessionError, match="cannot be saved in"):
+        session.save(tmp_path / "file", session.new("n", VIEW))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_differences_are_told(tmp_path: Path):
+    first = session.new("a", VIEW, pins=(Pin("worst", {}, "ranking", "look"), Pin("explore", {}, "qq")))
+    assert session.compare(first, first) == []
+    changed = View("explore", {"quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
+    second = replace(first, name="b", view=changed, pins=first.pins[:1], notes="new")
+    told = {one.what: (one.first, one.second) for one in session.compare(first, second)}
+    assert told == {
+        "Name": ("a", "b"),
+        "Filter: quant type": ("mxfp8", "mxfp8, mxfp4"),
+        "Parameter: by": ("layer_index", "–"),
+        "Parameter: law": ("–", "laplace"),
+        "Notes": ("–", "new"),
+        "Pin: explore qq": ("pinned", "–"),
+    }
+    assert {"quant_type"} <= set(TITLES)
+
+
+@pytest.mark.parametrize("name", ["absent", "..", ".", ".sessions", "a/../..", "x" * 300, "nul\0"])
+def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
+    (tmp_path / "run.json").write_text("{}")
+    one = session.new("n", VIEW, runs=(RunMark(name, "0" * 64),))
+    assert ["is not here" in problem for problem in session.missing_runs(tmp_path, one)] == [True]
+
+
+@settings(max_examples=500, deadline=None)
+@given(some.text("![]()a \\\n`<>", max_size=40))
+def test_notes_hold_no_picture(text: str):
+    from markdown_it import MarkdownIt
+
+    def kinds(tokens: list) -> set[str]:
+        return {token.type for token in tokens} | {kind for token in tokens for kind in kinds(token.children or [])}
+
+    shown = notes.safe(f"{text}![alt](http://elsewhere/x.png) ![a][b]\n\n[b]: http://elsewhere/y.png")
+    assert "image" not in kinds(MarkdownIt("commonmark", {"html": False}).parse(shown))

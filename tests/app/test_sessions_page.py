@@ -1,0 +1,184 @@
+"""Sessions in the app: saved from a page, listed, read, changed, compared, deleted; and where nothing may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from app import bundles, session
+from app.__main__ import main
+from app.pins import Pin, draw
+from app.session import RunMark, View
+from data.catalog import Catalog
+from tests.app import roots
+from tests.app.test_pages import Visit, charts, rerun, words
+
+VIEW = View("worst", {"view": ["depth"], "quant_type": ["mxfp4"], "metric": ["sqnr_db"], "format": ["mxfp4"]})
+
+
+@pytest.fixture
+def root(collected: Path, tmp_path: Path) -> Path:
+    return roots.copy(collected, tmp_path / "root")
+
+
+def saved(root: Path, name: str = "A finding", **more) -> session.Session:
+    with Catalog.open(root) as catalog:
+        marked = session.marked(catalog, session.new(name, VIEW, **more))
+    return session.save(root, marked)[0]
+
+
+def turn_to(at, part: str):
+    at.session_state["part"] = part
+    return rerun(at)
+
+
+def press(at, label: str, nth: int = 0):
+    [button for button in at.button if button.label == label][nth].click()
+    return rerun(at)
+
+
+def latest(root: Path) -> session.Session:
+    (version,), problems = session.list_sessions(root)
+    assert version.session and not problems
+    return version.session
+
+
+def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path: Path):
+    for place in (collected, tmp_path / "nothing"):
+        at = visit(place, "sessions")
+        assert "No session is saved here yet" in words(at)
+        assert "No session is open" in words(turn_to(at, "open"))
+        assert "nothing to compare" in words(turn_to(at, "compare"))
+
+
+def test_saving_a_view_from_its_page(visit: Visit, root: Path):
+    at = visit(root, "worst", view="training", quant_type="mxfp8")
+    at.text_input[0].set_value("Drift of mxfp8")
+    at = press(rerun(at), "Save session")
+    one = latest(root)
+    assert one.name == "Drift of mxfp8" and one.view.page == "worst" and one.id.startswith("drift-of-mxfp8-")
+    assert one.view.params["view"] == ["training"] and one.view.params["quant_type"] == ["mxfp8"]
+    assert [run.run_id for run in one.runs] == [run.name for run in roots.runs_of(root) if "mxfp8" in run.name]
+    at = press(at, "Save as new")
+    assert len(session.list_sessions(root)[0]) == 2
+
+
+def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
+    one = saved(root, pins=(Pin("worst", VIEW.params, "depth"),))
+    at = visit(root, "overview", session=one.id)
+    assert at.title[0].value == "Worst tensors" and not at.warning
+    assert at.session_state["view"] == "depth" and at.session_state["filter_quant_type"] == ["mxfp4"]
+    session.save(root, replace(one, runs=(*one.runs, RunMark("elsewhere", "0" * 64))))
+    config = next(path for path in root.glob("*mxfp4*/run.json"))
+    roots.replace(config, config.read_bytes() + b"\n")
+    text = words(visit(root, "overview", session=one.id))
+    assert "Run elsewhere is not here" in text and "is not as it was when the session was saved" in text
+    beside = visit(root, "explore", session=one.id, quant_type="mxfp8")  # the address's own view stays
+    assert beside.title[0].value == "Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
+    assert "A finding" in words(beside)
+
+
+@pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
+def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
+    at = visit(root, "overview", session=asked)
+    assert at.title[0].value == "Overview" and charts(at) == 5
+    assert "The link opens nothing" in words(at)
+
+
+def test_reading_changing_and_saving(visit: Visit, root: Path):
+    one = saved(root, notes="was", pins=(Pin("worst", VIEW.params, "depth", "cap"), Pin("runs", {}, "losses")))
+    at = press(visit(root, "sessions"), "Read")
+    assert charts(at) == 2 and "saved as version 1" in words(at).lower()
+    at.text_area[0].set_value("![x](http://a/b.png) *now*")
+    at = rerun(at)
+    assert "\\!\\[x" in "".join(str(m.value) for m in at.markdown) and "changed since version 1" in words(at).lower()
+    at.button(key="down_0").click()
+    at = rerun(at)
+    [field for field in at.text_input if field.label == "Caption"][1].set_value("new words")
+    at = press(rerun(at), "Save")
+    now = latest(root)
+    assert now.notes.endswith("*now*") and [pin.chart for pin in now.pins] == ["losses", "depth"]
+    assert now.pins[1].caption == "new words" and now.id == one.id
+    assert session.load(root, one.id, 1).session == one
+    at.button(key="unpin_0").click()
+    assert charts(rerun(at)) == 1
+
+
+def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
+    one = saved(root)
+    at = press(visit(root, "sessions"), "Read")
+    session.save(root, replace(one, notes="theirs"))
+    at.text_area[0].set_value("ours")
+    at = press(rerun(at), "Save")
+    assert "saved elsewhere since" in words(at)
+    assert [v.session.notes for v in session.history(root, one.id) if v.session] == ["ours", "theirs", ""]
+
+
+def test_comparing_and_deleting(visit: Visit, root: Path):
+    one = saved(root)
+    session.save(root, replace(one, notes="more"))
+    at = turn_to(visit(root, "sessions"), "compare")
+    assert at.dataframe[0].value.values.tolist() == [["Notes", "more", "–"]]
+    at = turn_to(at, "saved")
+    assert "2 versions" in words(at)
+    delete = at.button(key=f"delete_{one.id}")
+    assert delete.disabled
+    at.checkbox(key=f"sure_{one.id}").check()
+    at = rerun(at)
+    at.button(key=f"delete_{one.id}").click()
+    at = rerun(at)
+    assert "No session is saved here yet" in words(at) and not list(session.folder(root).iterdir())
+    assert roots.runs_of(root)
+
+
+def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
+    one = saved(root)
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    at = visit(root, "worst")
+    assert [button.disabled for button in at.button if button.label == "Save"] == [True]
+    at = visit(root, "sessions")
+    assert not [button for button in at.button if button.label == "Delete"]
+    at = press(at, "Read")
+    assert [button.disabled for button in at.button if button.label == "Save"] == [True]
+    assert "nothing can be imported" in words(turn_to(at, "import"))
+    assert session.load(root, one.id).number == 1
+
+
+def test_a_damaged_session_is_named(visit: Visit, root: Path):
+    one = saved(root)
+    (session.folder(root) / one.id / "0001.json").write_bytes(b"{")
+    at = visit(root, "sessions")
+    assert "Version 1" in words(at) and "not JSON" in words(at)
+
+
+def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path):
+    one = saved(root, pins=(Pin("tensor", {"view": ["why"], "recipe": ["mxfp4"]}, "codebook"),))
+    with Catalog.open(root) as catalog:
+        written = bundles.export(catalog, one, tmp_path / "a.zip")
+    assert (written.runs, written.with_values) == (2, 1)  # the tensor's run, and the bf16 run it may be held against
+    taken, session_, number = bundles.bring_in(tmp_path / "other", tmp_path / "a.zip")
+    assert len(taken.added) == 2 and session_ and number == 1
+    assert session.missing_runs(tmp_path / "other", session_) == []
+    assert bundles.bring_in(tmp_path / "other", tmp_path / "a.zip")[2] == 1  # again: nothing new
+    with Catalog.open(root) as ours, Catalog.open(tmp_path / "other") as theirs:
+        here, there = (draw(catalog, session_.pins[0]) for catalog in (ours, theirs))
+    assert here.figures[0].table.equals(there.figures[0].table) and len(here.figures) == 1
+
+
+def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    one = saved(root)
+    where = ["--tensor-save-dir", str(root)]
+    assert main(["bundle", "list", *where]) == 0 and one.id in capsys.readouterr().out
+    out = tmp_path / "b.zip"
+    assert main(["bundle", "export", one.id, "--output", str(out), "--values", "none", *where]) == 0
+    assert "0 with their values" in capsys.readouterr().out
+    assert main(["bundle", "import", str(out), "--tensor-save-dir", str(tmp_path / "other")]) == 0
+    assert f"session {one.id}, version 1" in capsys.readouterr().out
+    for arguments in (["export", "no-such", "--output", str(out)], ["import", str(tmp_path / "absent.zip")]):
+        assert main(["bundle", *arguments, *where]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("app: ") and error.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["bundle", "export", one.id])

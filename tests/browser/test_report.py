@@ -1,0 +1,150 @@
+"""The exported report, opened from disk with the network off: its charts, their data, tooltips, exports and colours."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from app import session as sessions
+from app.pins import Pin, draw
+from data.catalog import Catalog
+from tests.app import roots
+from tests.browser.driver import PROJECT, serving
+from tests.browser.test_sessions import turn_to
+
+CHART = "binade-distributions-histogram-layer-index"
+ENTRY = "distributions/histogram_layer_index.csv"
+SHARES = (  # the rows that a histogram is drawn from
+    "name => binade.view(name).then(view => { const state = view.getState({data: () => true}).data;"
+    " return Object.values(state).flat().filter(row => row && row.share > 0)"
+    ".map(row => [row.group, row.low, row.high, row.share]); })"
+)
+
+
+@pytest.fixture(scope="module")
+def exported(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("exported") / "draw"
+    arguments = ["--quant-type", "mxfp4", "--iteration", "0", "--zip", f"{output}.zip", "--output", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "report", "--tensor-save-dir", str(collected), *arguments],
+        cwd=PROJECT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.fixture
+def page(browser: Browser, exported: Path, tmp_path: Path) -> Iterator[Page]:
+    """The report alone in a folder, in a browser that is offline."""
+    alone = tmp_path / "report.html"
+    alone.write_bytes((exported / "index.html").read_bytes())
+    context = browser.new_context(offline=True, viewport={"width": 1280, "height": 1000}, color_scheme="light")
+    page = context.new_page()
+    page.requests, page.complaints = [], []  # type: ignore[attr-defined]
+    page.on("request", lambda request: page.requests.append(request.url))
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.goto(alone.as_uri())
+    yield page
+    assert page.complaints == []
+    outside = [url for url in page.requests if not url.startswith(("data:", "blob:")) and url != alone.as_uri()]
+    assert outside == []
+    context.close()
+
+
+@pytest.mark.browser
+def test_every_chart_is_drawn_from_the_file_alone(page):
+    count = page.evaluate("() => binade.drawAll().then(views => views.length)")
+    assert count > 50
+    assert page.locator(".chart svg.marks").count() == count
+    empty = page.evaluate(
+        "() => [...document.querySelectorAll('.chart')].filter(c => c.querySelectorAll('svg path, image').length < 3)"
+        ".map(c => c.dataset.name)"
+    )
+    assert empty == []
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.browser
+def test_a_charts_data_are_those_of_the_zip(page, exported):
+    shown = page.evaluate(SHARES, CHART)
+    with zipfile.ZipFile(exported.with_suffix(".zip")) as archive:
+        lines = [line for line in archive.read(ENTRY).decode().splitlines() if not line.startswith("#")]
+    rows = list(csv.DictReader(io.StringIO("\n".join(lines))))
+    expected = {(row["group"], float(row["low"]), float(row["high"]), float(row["share"])) for row in rows}
+    assert {tuple(row) for row in shown} == expected and len(expected) > 50
+
+
+@pytest.mark.browser
+def test_a_mark_answers_and_a_chart_saves_itself(page):
+    name = "binade-statistics-ranking-sqnr-db-mxfp4"
+    page.evaluate("name => binade.view(name).then(() => 1)", name)
+    chart = page.locator(f'.chart[data-name="{name}"]')
+    chart.scroll_into_view_if_needed()
+    bar = chart.locator("svg .mark-rect path").first
+    bar.hover()
+    tooltip = page.locator("#vg-tooltip-element.visible")
+    tooltip.wait_for()
+    assert "SQNR (dB)" in tooltip.inner_text()
+    figure = page.locator("figure", has=chart)
+    for kind, first in (("SVG", b"<svg"), ("PNG", b"\x89PNG"), ("CSV", b"# Data: ")):
+        with page.expect_download() as saved:
+            figure.get_by_role("button", name=kind).click()
+        content = Path(saved.value.path()).read_bytes()
+        assert content.startswith(first) and saved.value.suggested_filename == f"{name}.{kind.lower()}"
+        assert len(content) > 500
+        if kind == "SVG":
+            assert b"Data: " in content and b"SQNR in mxfp4" in content
+
+
+@pytest.mark.browser
+def test_light_and_dark(page):
+    page.evaluate("name => binade.view(name).then(() => 1)", CHART)
+    ground = "() => getComputedStyle(document.querySelector('figure')).backgroundColor"
+    light = page.evaluate(ground)
+    page.get_by_role("button", name="Light or dark").click()
+    page.wait_for_function(f"old => ({ground})() !== old", arg=light)
+    page.evaluate("name => binade.view(name).then(() => 1)", CHART)
+    assert page.evaluate("() => document.documentElement.dataset.scheme") == "dark"
+    text = f"""() => document.querySelector('.chart[data-name="{CHART}"] .role-title-text text').getAttribute('fill')"""
+    assert page.evaluate(text) == "#e4e7ef"
+
+
+@pytest.mark.browser
+def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
+    """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
+    root = roots.copy(collected, tmp_path / "root")
+    pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
+    with Catalog.open(root) as opened:
+        kept = sessions.new("It travels", sessions.View("worst", {"view": ["board"]}), notes="**Look** here", pins=pins)
+        sessions.save(root, sessions.marked(opened, kept))
+        table = draw(opened, pins[0]).figures[0].table
+    with serving(root) as address:
+        page = visit("/", base=address)
+        turn_to(page, "Sessions")
+        page.get_by_role("button", name="Share").first.click()
+        page.get_by_role("button", name="Make the report").click()
+        page.get_by_role("button", name="Save the report (HTML)").wait_for(timeout=120_000)
+        with page.expect_download() as saved:
+            page.get_by_role("button", name="Save the report (HTML)").click()
+        saved.value.save_as(tmp_path / "it.html")
+        assert not page.complaints
+    context = browser.new_context(offline=True)
+    alone = context.new_page()
+    complaints: list[str] = []
+    alone.on("console", lambda message: complaints.append(message.text))
+    alone.goto((tmp_path / "it.html").as_uri())
+    shown = set(map(tuple, alone.evaluate(SHARES, "binade-pins-01-histogram")))
+    expected = table[table["share"] > 0]
+    assert shown == set(zip(expected["group"], expected["low"], expected["high"], expected["share"], strict=True))
+    assert alone.locator("h1").inner_text() == "It travels" and alone.locator("strong").inner_text() == "Look"
+    assert alone.get_by_text("Layer **by** layer").count() and not complaints
+    context.close()

@@ -1,0 +1,146 @@
+"""A finding travels: built by clicking, saved, opened by its link in another browser profile, the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page
+
+from app import session as sessions
+from tests.app import roots
+from tests.browser.driver import serving, settle
+from tests.browser.test_explore import choose, marks
+
+pytestmark = pytest.mark.browser
+Visit = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def own_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The collected runs under a root that may be written to."""
+    return roots.copy(collected, tmp_path_factory.mktemp("sessions") / "root")
+
+
+@pytest.fixture(scope="module")
+def served(own_root: Path):
+    with serving(own_root) as address:
+        yield address
+
+
+def drawn(page: Page, name: str) -> list[dict[str, str]]:
+    """The marks of a chart, by its name on the page."""
+    names = page.locator("[data-testid=stVegaLiteChart]").evaluate_all(
+        "charts => charts.map(chart => chart.closest('[class*=st-key-chart_]').className)"
+    )
+    found = [index for index, classes in enumerate(names) if f"st-key-chart_{name}" in classes.split()]
+    assert len(found) == 1, (name, names)
+    return marks(page, found[0])
+
+
+def pin(page: Page, name: str) -> None:
+    page.locator(f".st-key-export_{name} .pin, [class*=st-key-export_{name}] .pin").first.click()
+    page.get_by_text("Pinned to", exact=False).first.wait_for()
+    settle(page)
+
+
+def turn_to(page: Page, title: str) -> None:
+    page.get_by_role("link", name=title).first.click()
+    page.locator("h1").get_by_text(title).first.wait_for()
+    settle(page)
+
+
+def press(page: Page, title: str) -> None:
+    """Choose one of a segmented control."""
+    page.get_by_role("radio", name=title, exact=True).or_(page.get_by_role("button", name=title, exact=True)).click()
+    settle(page)
+
+
+def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str, own_root: Path):
+    page = visit("/", base=served)
+    turn_to(page, "Explore")
+    choose(page, "Quant type", "mxfp4")
+    page.get_by_role("radio", name="Layer", exact=True).or_(
+        page.get_by_role("button", name="Layer", exact=True)
+    ).click()
+    settle(page)
+    seen = {"histogram": drawn(page, "histogram"), "boxes": drawn(page, "boxes")}
+    assert seen["histogram"] and seen["boxes"]
+    pin(page, "histogram")
+    turn_to(page, "Worst")
+    press(page, "By depth")
+    seen["depth"] = drawn(page, "depth")
+    pin(page, "depth")
+    turn_to(page, "Explore")
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_role("textbox", name="Name").fill("Where mxfp4 flushes")
+    page.keyboard.press("Tab")
+    settle(page)
+    page.get_by_role("button", name="Save session").click()
+    page.get_by_text("Saved “Where mxfp4 flushes”").first.wait_for()
+    settle(page)
+    link = page.locator("[data-testid=stCode]").get_by_text("?session=").inner_text().strip()
+
+    (version,), problems = sessions.list_sessions(own_root)
+    assert not problems and version.session and link == f"{served}/?session={version.session.id}"
+    assert [one.chart for one in version.session.pins] == ["histogram", "depth"]
+    assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
+
+    other = visit(link.removeprefix(served), base=served)  # a browser profile of its own
+    assert (
+        other.locator("h1").inner_text() == "Explore"
+        and "quant_type=mxfp4" in other.url
+        and "session=" not in other.url
+    )
+    for name in ("histogram", "boxes"):
+        assert drawn(other, name) == seen[name], name
+    turn_to(other, "Sessions")
+    press(other, "Open session")
+    assert drawn(other, "pin0_histogram") == seen["histogram"]
+    assert drawn(other, "pin1_depth") == seen["depth"]
+    assert not page.complaints and not other.complaints
+    assert all(url.startswith((served, "data:", "blob:", "ws")) for url in page.requests + other.requests)
+
+
+def test_a_link_to_what_is_absent_shows_the_rest(visit: Visit, served: str, own_root: Path):
+    view = sessions.View("worst", {"view": ["board"], "run_id": ["gone"], "metric": ["sqnr_db"]})
+    run = sessions.RunMark("gone", "0" * 64)
+    one, _ = sessions.save(own_root, sessions.new("Half of it", view, runs=(run,)))
+    page = visit(f"/?session={one.id}", base=served)
+    assert page.locator("h1").inner_text() == "Worst tensors" and drawn(page, "ranking")
+    text = page.locator("[data-testid=stApp]").inner_text()
+    assert "Run gone is not here" in text and "run 'gone', which is not here" in text
+    page = visit("/?session=never-was", base=served)
+    assert page.locator("h1").inner_text() == "Overview" and drawn(page, "panel_all")
+    assert "There is no session 'never-was'" in page.locator("[data-testid=stApp]").inner_text()
+
+
+HOSTILE = (
+    "**bold** <img src='http://203.0.113.1/a.png' onerror='document.title=\"taken\"'> "
+    "![p](http://203.0.113.1/b.png) ![r][x] [click](javascript:document.title='taken')\n\n[x]: http://203.0.113.1/c.png"
+)
+
+
+def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: str, own_root: Path, tmp_path: Path):
+    page = visit("/sessions", base=served)
+    press(page, "Import")
+    whole = json.loads(sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("explore"), notes=HOSTILE)))
+    (tmp_path / "bad.json").write_text(json.dumps(whole | {"binade_session": 9}))
+    (tmp_path / "good.json").write_text(json.dumps(whole))
+    for name, words in (("bad.json", "version is 9"), ("good.json", "is here as version 1")):
+        page.locator("input[type=file]").set_input_files(tmp_path / name)
+        page.get_by_text(name).first.wait_for()
+        page.get_by_text("version is 9").wait_for(state="hidden")  # the page has taken notice of the file
+        settle(page)
+        page.get_by_role("button", name="Import", exact=True).last.click()
+        page.get_by_text(words).first.wait_for()
+        settle(page)
+    page.goto(f"{served}/?session={whole['id']}")
+    settle(page)
+    turn_to(page, "Sessions")
+    press(page, "Open session")
+    assert page.locator("strong").get_by_text("bold").count() == 1
+    assert page.locator("[data-testid=stMarkdown] img").count() == 0 and page.title() != "taken"
+    assert not [url for url in page.requests if "203.0.113.1" in url]

@@ -1,0 +1,405 @@
+"""Bundles: another root explores the same runs; whatever is hostile is refused in a sentence and changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import posixpath
+import random
+import shutil
+import socket
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from data import bundle
+from data.bundle import BundleError
+from data.catalog import Catalog, CatalogError
+from data.filter import Filter
+from data.runs import RUNNING, fingerprint, process_start
+from tests.data.builder import assorted, make_run
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("source")
+    make_run(root, assorted(1), assorted(2, layer_index=2), label="first")
+    make_run(root, assorted(3), label="second", recipe="mxfp4")
+    return root
+
+
+def run_ids(root: Path) -> list[str]:
+    return sorted(path.parent.name for path in root.glob("*/run.json"))
+
+
+def everything(root: Path) -> dict[str, str]:
+    """Every path under a root with its content's hash (a link's target): what must not change."""
+    found = {}
+    for path in sorted(root.rglob("*")):
+        name = str(path.relative_to(root))
+        found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "directory"
+    return found
+
+
+def tables(root: Path) -> list[pd.DataFrame]:
+    with Catalog.open(root) as catalog:
+        return [
+            catalog.tensors().drop(columns="path"),
+            catalog.distribution(by="tensor_id"),
+            catalog.scores(),
+            catalog.runs().drop(columns=["tensors", "tensors_without_raw", "bytes", "config"]),
+        ]
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both runs, the values of two tensors of the first, and a session."""
+    with Catalog.open(source) as catalog:
+        chosen = catalog.tensors(Filter(run_id=run_ids(source)[:1]))["tensor_id"].tolist()[:2]
+    target = tmp_path_factory.mktemp("bundle") / "bundle.zip"
+    bundle.write(source, target, run_ids(source), chosen, {"session.json": b'{"a": 1}'})
+    return target
+
+
+def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Path):
+    root = tmp_path / "new" / "root"
+    steps: list[tuple[int, int]] = []
+    taken = bundle.take_in(root, packed, done=lambda count, of: steps.append((count, of)))
+    assert sorted(taken.added) == run_ids(source) and not taken.kept and taken.beside == {"session.json": b'{"a": 1}'}
+    assert steps[-1][0] == steps[-1][1] == len(steps)
+    for ours, theirs in zip(tables(source), tables(root), strict=True):
+        pd.testing.assert_frame_equal(ours, theirs)
+    for run_id in run_ids(source):
+        assert fingerprint(root / run_id) == fingerprint(source / run_id)
+    with Catalog.open(source) as ours, Catalog.open(root) as theirs:
+        there = theirs.tensors()
+        assert there["path"].notna().sum() == 2
+        for tensor_id in there["tensor_id"][there["path"].notna()]:
+            assert torch.equal(ours.load(tensor_id), theirs.load(tensor_id))
+        with pytest.raises(CatalogError, match="were not kept"):
+            theirs.load(there["tensor_id"][there["path"].isna()].iloc[0])
+        runs = theirs.runs().set_index("run_id").loc[run_ids(source)]
+        assert (runs["tensors"] - runs["tensors_without_raw"]).tolist() == [2, 0]
+        raw = [sum(path.stat().st_size for path in (root / run / "tensors").rglob("*.pt")) for run in run_ids(source)]
+        assert runs["bytes"].tolist() == raw
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_all_values_or_none(source: Path, tmp_path: Path):
+    with Catalog.open(source) as catalog:
+        rows, with_values = len(catalog.tensors()), catalog.totals().with_values
+    assert with_values < rows
+    whole = bundle.write(source, tmp_path / "all.zip", run_ids(source), None)
+    bare = bundle.write(source, tmp_path / "none.zip", run_ids(source), [])
+    assert (whole.runs, whole.tensors, whole.with_values, whole.left_out) == (2, rows, with_values, 0)
+    assert (bare.with_values, bare.left_out) == (0, 0) and bare.nbytes < whole.nbytes
+    bundle.take_in(tmp_path / "again", tmp_path / "all.zip")
+    bundle.write(tmp_path / "again", tmp_path / "second.zip", run_ids(source), None)
+    bundle.take_in(tmp_path / "third", tmp_path / "second.zip")  # a bundle of a bundle
+    assert tables(tmp_path / "third")[0].equals(tables(source)[0])
+
+
+def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_path: Path):
+    root = tmp_path / "root"
+    shutil.copytree(source, root)
+    before = everything(root)
+    taken = bundle.take_in(root, packed)
+    assert not taken.added and sorted(taken.kept) == run_ids(source)
+    assert everything(root) == before
+    changed = root / run_ids(source)[1] / "run.json"
+    changed.write_text(changed.read_text().replace("mxfp4", "mxfp9"))
+    shutil.rmtree(root / run_ids(source)[0])
+    before = everything(root)
+    with pytest.raises(BundleError, match="is here already, with other content"):
+        bundle.take_in(root, packed)
+    assert everything(root) == before  # the run that is absent was not added either
+
+
+def test_what_cannot_be_written(source: Path, tmp_path: Path):
+    writer = make_run(tmp_path / "live", assorted(5))
+    writer.update(state=RUNNING, finished=None)
+    with pytest.raises(BundleError, match="still running"):
+        bundle.write(tmp_path / "live", tmp_path / "a.zip", [writer.run_id], None)
+    with pytest.raises(BundleError, match="cannot be bundled"):
+        bundle.write(source, tmp_path / "a.zip", ["absent"], None)
+    with pytest.raises(BundleError, match="cannot be bundled"):
+        bundle.write(source, tmp_path / "a.zip", ["../up"], None)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(source, damaged)
+    next(damaged.glob("*/segments/*/sketch.parquet")).unlink()
+    with pytest.raises(BundleError, match="cannot be written"):
+        bundle.write(damaged, tmp_path / "a.zip", run_ids(damaged), [])
+    assert not list(tmp_path.glob("*.zip")) and not list(tmp_path.glob(".*"))
+
+
+def test_values_outside_the_run_are_left_out_and_counted(source: Path, tmp_path: Path):
+    root = tmp_path / "root"
+    shutil.copytree(source, root)
+    rows = sorted(root.glob("*/segments/*/tensor.parquet"))[0]
+    table = pq.read_table(rows)
+    place = table.schema.get_field_index("path")
+    paths = ["/etc/hostname", "../../x.pt", *table["path"].to_pylist()[2:]]
+    pq.write_table(table.set_column(place, table.schema.field("path"), pa.array(paths)), rows)
+    written = bundle.write(root, tmp_path / "a.zip", run_ids(root), None)
+    assert written.left_out == 2
+    names = zipfile.ZipFile(tmp_path / "a.zip").namelist()
+    assert not [name for name in names if ".." in name or "hostname" in name]
+
+
+# What is hostile
+
+
+class Archive:
+    """A good bundle in parts, to be made bad."""
+
+    def __init__(self, path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            self.files = {info.filename: archive.read(info) for info in archive.infolist()}
+        self.listed: dict[str, Any] = json.loads(self.files.pop("bundle.json"))
+        self.infos: dict[str, zipfile.ZipInfo] = {}
+        self.packed = zipfile.ZIP_STORED
+
+    def put(self, name: str, content: bytes) -> None:
+        """A file that the list tells the truth about."""
+        self.files[name] = content
+        self.listed["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+    def write(self, path: Path, twice: str = "") -> Path:
+        with zipfile.ZipFile(path, "w", self.packed) as archive:
+            for name, content in self.files.items():
+                archive.writestr(self.infos.get(name, name), content)
+            if twice:
+                archive.writestr(twice, b"again")
+            archive.writestr("bundle.json", json.dumps(self.listed))
+        return path
+
+
+def segment(archive: Archive, name: str) -> str:
+    return next(path for path in archive.files if path.endswith(f"{name}.parquet"))
+
+
+def repath(path: str | None) -> Callable[[Archive], None]:
+    """A row that names another file."""
+
+    def change(archive: Archive) -> None:
+        name = segment(archive, "tensor")
+        table = pq.read_table(io.BytesIO(archive.files[name]))
+        place = table.schema.get_field_index("path")
+        sink = io.BytesIO()
+        field = table.schema.field("path")
+        pq.write_table(table.set_column(place, field, pa.array([path] * len(table), field.type)), sink)
+        archive.put(name, sink.getvalue())
+
+    return change
+
+
+def put(name: str, content: bytes = b"x") -> Callable[[Archive], None]:
+    return lambda archive: archive.put(name, content)
+
+
+def link(archive: Archive) -> None:
+    name = next(path for path in archive.files if path.endswith(".pt"))
+    info = zipfile.ZipInfo(name)
+    info.external_attr = (stat.S_IFLNK | 0o777) << 16
+    archive.infos[name] = info
+    archive.put(name, b"/etc/passwd")
+
+
+def bomb(archive: Archive) -> None:
+    archive.packed = zipfile.ZIP_DEFLATED
+    archive.put(f"{run_of(archive)}/log.txt", bytes(50 << 20))
+
+
+def run_of(archive: Archive) -> str:
+    return f"runs/{archive.listed['runs'][0]['run_id']}"
+
+
+def other_run(archive: Archive) -> None:
+    name = f"{run_of(archive)}/run.json"
+    archive.put(name, archive.files[name].replace(b"llama32", b"llama99"))
+
+
+def listed(**changes: Any) -> Callable[[Archive], None]:
+    return lambda archive: archive.listed.update(changes)
+
+
+def lie(archive: Archive) -> None:
+    archive.files[f"{run_of(archive)}/run.json"] += b" "
+
+
+def shorter(archive: Archive) -> None:
+    archive.listed["files"][f"{run_of(archive)}/run.json"]["bytes"] = 3
+
+
+def drop(ending: str) -> Callable[[Archive], None]:
+    def change(archive: Archive) -> None:
+        name = next(path for path in archive.files if path.endswith(ending))
+        del archive.files[name], archive.listed["files"][name]
+
+    return change
+
+
+def status(**changes: Any) -> Callable[[Archive], None]:
+    def change(archive: Archive) -> None:
+        name = f"{run_of(archive)}/status.json"
+        archive.put(name, json.dumps(json.loads(archive.files[name]) | changes).encode())
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
+    "absolute": (put("/etc/cron.d/x"), "no name that a bundle may hold"),
+    "parent": (put("runs/../../x.json"), "no name that a bundle may hold"),
+    "parent in a run": (put("runs/a/tensors/../../../x.pt"), "no name that a bundle may hold"),
+    "backslash": (put("runs\\a\\run.json"), "no name that a bundle may hold"),
+    "drive": (put("C:/x.json"), "no name that a bundle may hold"),
+    "nul": (put("aa\0.json"), "no name that a bundle may hold"),
+    "hidden run": (put("runs/.sessions/run.json"), "no name that a bundle may hold"),
+    "hidden file": (put("runs/a/tensors/.x.pt"), "no name that a bundle may hold"),
+    "stranger": (put("runs/a/setup.py"), "no name that a bundle may hold"),
+    "directory": (put("runs/a/", b""), "no name that a bundle may hold"),
+    "the index": (put("index.duckdb"), "no name that a bundle may hold"),
+    "two cases": (put("runs/A/run.json"), "runs are not those"),
+    "link": (link, "link"),
+    "bomb": (bomb, "unpacks to more than 100 times"),
+    "other run": (other_run, "is not what the list says"),
+    "lie": (lie, "longer than it says"),
+    "shorter": (shorter, "longer than it says"),
+    "unlisted": (lambda archive: archive.files.update({"more.json": b"{}"}), "not those that its list names"),
+    "absent": (lambda archive: archive.files.pop("session.json"), "not those that its list names"),
+    "version": (listed(binade_bundle=2), "version is 2"),
+    "no version": (listed(binade_bundle="1"), "does not say which version"),
+    "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "no name for a run"),
+    "no runs": (listed(runs={}), "names no runs"),
+    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "without a name"),
+    "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "runs are not those"),
+    "outside path": (repath("../../../etc/passwd"), "did not come along"),
+    "absolute path": (repath("/etc/passwd"), "did not come along"),
+    "path of no file": (repath("tensors/9999.pt"), "did not come along"),
+    "path of no tensor": (repath("run.json"), "did not come along"),
+    "no rows": (drop("tensor.parquet"), "cannot be read"),
+    "no run.json": (drop("run.json"), "cannot be read"),
+    "no parquet": (lambda archive: archive.put(segment(archive, "sketch"), b"PAR1"), "cannot be read"),
+    "swapped tables": (lambda a: a.put(segment(a, "sketch"), a.files[segment(a, "score")]), "no column"),
+    "running": (status(state="running", host="", pid=1), "is"),
+    "odd status": (status(iteration="many"), "cannot be indexed"),
+    "odd state": (status(state="<b>"), "cannot be read"),
+    "deep run.json": (lambda a: a.put(f"{run_of(a)}/run.json", b"[" * 100_000), "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_bundles_change_nothing(case: str, packed: Path, tmp_path: Path):
+    change, words = HOSTILE[case]
+    archive = Archive(packed)
+    change(archive)
+    if case == "running":
+        name = f"{run_of(archive)}/status.json"
+        archive.put(name, json.dumps(json.loads(archive.files[name]) | live()).encode())
+        words = "still running"
+    refused(archive.write(tmp_path / "hostile.zip"), tmp_path, words)
+
+
+def live() -> dict[str, Any]:
+    return {
+        "state": "running",
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "pid_started": process_start(os.getpid()),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_name_twice(packed: Path, tmp_path: Path):
+    refused(Archive(packed).write(tmp_path / "twice.zip", twice="session.json"), tmp_path, "twice")
+    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "no name")
+
+
+def refused(path: Path, tmp_path: Path, words: str = "") -> None:
+    """The bundle is refused in one sentence, and nothing is changed: neither the root nor what lies beside it."""
+    root = tmp_path / "root"
+    root.mkdir(exist_ok=True)
+    (root / "mine.txt").write_text("mine")
+    before = everything(tmp_path)
+    with pytest.raises(BundleError, match=words) as error:
+        bundle.take_in(root, path)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert everything(tmp_path) == before
+
+
+def test_a_check_that_refuses_changes_nothing(packed: Path, tmp_path: Path):
+    def check(beside: dict[str, bytes]) -> None:
+        raise BundleError("no such session")
+
+    with pytest.raises(BundleError, match="no such session"):
+        bundle.take_in(tmp_path / "root", packed, check)
+    assert not (tmp_path / "root").exists()
+
+
+def test_read_only(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    with pytest.raises(ValueError, match="BINADE_READ_ONLY"):
+        bundle.take_in(tmp_path / "root", packed)
+    assert not (tmp_path / "root").exists()
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=some.integers(0, 2**32), kind=some.sampled_from(["flip", "cut", "insert", "zero", "junk"]))
+def test_damaged_archives(seed: int, kind: str, packed: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Bytes changed anywhere: taken as it is or refused, and a refusal leaves nothing."""
+    chance = random.Random(seed)
+    raw = bytearray(packed.read_bytes())
+    # Most of the archive is tensors and tables: aim at the directory at its end as often.
+    at = chance.randrange(len(raw)) if chance.random() < 0.5 else len(raw) - 1 - chance.randrange(min(len(raw), 6000))
+    match kind:
+        case "flip":
+            raw[at] ^= 1 << chance.randrange(8)
+        case "cut":
+            del raw[at : at + chance.randrange(1, 200)]
+        case "insert":
+            raw[at:at] = chance.randbytes(chance.randrange(1, 50))
+        case "zero":
+            raw[at : at + 16] = bytes(len(raw[at : at + 16]))
+        case "junk":
+            raw = bytearray(chance.randbytes(chance.randrange(400)))
+    place = tmp_path_factory.mktemp("damaged")
+    (place / "b.zip").write_bytes(raw)
+    try:
+        taken = bundle.take_in(place / "root", place / "b.zip")
+    except BundleError as error:
+        assert "\n" not in str(error) and not (place / "root").exists()
+    else:
+        assert len(taken.added) == 2 and taken.beside == {"session.json": b'{"a": 1}'}
+    shutil.rmtree(place)
+
+
+PARTS = ("runs", "..", ".", "", "a", "segments", "tensors", "run.json", "x.pt", "/", "~", "tensor.parquet", "\u202e")
+names = some.lists(
+    some.sampled_from(PARTS),
+    min_size=1,
+    max_size=6,
+).map("/".join)
+
+
+@settings(max_examples=1500, deadline=None)
+@given(names | some.text(min_size=1, max_size=40))
+def test_no_name_leads_out_of_a_run(name: str):
+    """A name that is taken stays below runs/<run>/ and is in the normal form already; or it is a .json beside."""
+    if bundle._RUN_FILE.fullmatch(name):
+        assert posixpath.normpath(name) == name and name.isascii()
+        assert name.startswith("runs/") and len(name.split("/")) >= 3
+        assert not any(part.startswith(".") for part in name.split("/"))
+    elif bundle._BESIDE.fullmatch(name):
+        assert "/" not in name and name.endswith(".json")
