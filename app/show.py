@@ -93,7 +93,7 @@ EXPORT_HTML = (
 EXPORT_CSS = (
     ".exports{font-size:.78rem;color:var(--st-text-color);opacity:.72;text-align:right;white-space:nowrap;font-family:var(--st-font)}"
     ".exports button{all:unset;cursor:pointer;color:var(--st-primary-color);padding:0 .15rem}"
-    ".exports button[hidden]{display:none}"
+    ".exports button[hidden]{display:none}\n"  # without a line break, Streamlit would take brackets for a path's
     ".exports button:hover,.exports button:focus-visible{text-decoration:underline}"
     ".exports button:focus-visible{outline:2px solid var(--st-primary-color)}"
 )

@@ -49,7 +49,9 @@ def bare(spec: Any) -> Any:
     """A chart's marks, encodings and titles, without the names and sizes that Altair and the page give."""
     if isinstance(spec, dict):
         return {key: bare(value) for key, value in spec.items() if key not in DRESS and not _named(key, value)}
-    return [bare(each) for each in spec] if isinstance(spec, list) else spec
+    if isinstance(spec, list):
+        return [bare(each) for each in spec]
+    return None if spec == " " else spec  # Streamlit writes an empty title so
 
 
 def _named(key: str, value: Any) -> bool:

@@ -141,6 +141,7 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     settle(page)
     turn_to(page, "Sessions")
     press(page, "Open session")
-    assert page.locator("strong").get_by_text("bold").count() == 1
+    page.locator("strong", has_text="bold").first.wait_for()
+    settle(page)
     assert page.locator("[data-testid=stMarkdown] img").count() == 0 and page.title() != "taken"
     assert not [url for url in page.requests if "203.0.113.1" in url]
