@@ -473,7 +473,7 @@ class TestLabels:
         names = ("iteration", "micro_batch", "rank", "layer_index")
         rows = pd.DataFrame([dict(zip(names, word, strict=True)) for word in words]).assign(
             tensor_id=[f"r/{i}" for i in range(len(words))], expert=None, run_id="r", recipe="mxfp8", phase="pre",
-            module="fc1", tensor_name="input", operation="forward", quant_type="mxfp8",
+            module="fc1", stage=None, tensor_name="input", operation="forward", quant_type="mxfp8",
         )  # fmt: skip
         labels = analysis.unique_labels(rows)
         assert len(set(labels.values())) == len(rows)
