@@ -14,6 +14,7 @@ from app.address import go, link, plain
 from app.analysis import jobs as told
 from app.charts.boards import ranking, ranking_height
 from app.collecting import duration_text, wrapped
+from app.figure import Figure
 from app.roots import bytes_text
 from app.state import catalog
 from collector import jobs
@@ -308,7 +309,9 @@ def _results(view: JobView) -> None:
         with cells[0]:
             words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
             note = f"One iteration in {step} is drawn." if step > 1 else ""
-            show.figure(charts.losses(table), "job_losses", table, f"{words} {note}".strip(), note=note, height=height)
+            show.draw(
+                Figure("job_losses", charts.losses(table), table, f"{words} {note}".strip(), note, height), pin=False
+            )
     with cells[-1]:
         if fmt is None:
             if view.active:
@@ -317,7 +320,7 @@ def _results(view: JobView) -> None:
         measure = style.MEASURES["sqnr_db"]
         caption = f"Data: run {view.run.run_id} so far, each place’s operands, rounded to {fmt}.\n{measure.definition}."
         chart = ranking(worst, measure, f"Lowest SQNR in {fmt}", "what it has recorded so far")
-        chosen = show.figure(chart, "job_worst", worst, caption, height=height, choose="tensor_id")
+        chosen = show.draw(Figure("job_worst", chart, worst, caption, height=height, choose="tensor_id"), pin=False)
         if chosen:
             go("tensor", Filter(run_id=[view.run.run_id]), tensor=chosen, format=fmt)
 

@@ -202,7 +202,7 @@ class TestReadOnly:
         assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
         at.run()
         assert set(at.session_state["pages"]) == {
-            "overview", "explore", "worst", "tensor", "recipes", "runs", "jobs",
+            "overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs",
         }  # fmt: skip
         for page in ("collect", "sql"):
             alone = AppTest.from_string(f"from app.pages import {page}\n{page}.page()", default_timeout=60)
