@@ -48,10 +48,15 @@ def current() -> Draft | None:
     return st.session_state.get("draft")
 
 
+def on_a_view() -> bool:
+    """Whether the page is one whose figures can be drawn again; which figures, it may say only at its end."""
+    return st.session_state.get("page") in sessions.PAGES
+
+
 def shown_view() -> View | None:
     """The view that the page shows; None on a page that is none."""
     state = st.session_state
-    if state.get("page") not in sessions.PAGES or "shown" not in state:
+    if not on_a_view() or "shown" not in state:
         return None
     return View(state["page"], {name: list(texts) for name, texts in state["shown"].items()})
 
@@ -164,7 +169,7 @@ def panel(opened: Callable[[], Catalog]) -> None:
             st.caption(f"**{plain(draft.session.name)}** · {pins} pin{'s' * (pins != 1)} · {draft.state}")
         else:
             st.caption("None is open. Pin a chart, or save this view, to begin one.")
-        left, right = st.columns(2)
+        left, right = st.columns(2, vertical_alignment="center")
         with left:
             if read_only():
                 st.button("Save", disabled=True, help="The app was started read-only", width="stretch")

@@ -132,7 +132,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
         "chart": f"chart_{name}",
         "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption,
-        "pin": pin and draft.shown_view() is not None and not read_only(),
+        "pin": pin and draft.on_a_view() and not read_only(),
         "csv": comments + figure.table.head(MAX_CSV_ROWS).to_csv(index=False),
     }
     with place:

@@ -18,7 +18,7 @@ from data.runs import RunError, resolve_root
 from quant.formats import FORMATS
 
 PREFIX = "collect_"
-COMMAND = 46  # letters of a line of the command
+COMMAND = 38  # letters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormat are ValueErrors
 FAILED = (JobError, ReadOnly, RunError, OSError)
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from app.pages import tensor
+from app.figures import tensor
 from tests.browser.driver import launch, settle
 
 PAGES = {
@@ -23,6 +23,7 @@ PAGES = {
     "recipes-cost": "/recipes",
     "recipes-gradients": "/recipes?view=gradients",
     "runs": "/runs",
+    "sessions": "/sessions",
     "sql": "/sql",
     "collect": "/collect",
     "jobs": "/jobs",
