@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,4 +70,7 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    until = time.monotonic() + 30
+    while subprocess.run(["umount", str(place)], capture_output=True).returncode:
+        assert time.monotonic() < until, f"a process still uses {place}"
+        time.sleep(0.1)  # one that was told to end may be on its way
