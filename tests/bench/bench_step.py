@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from collector.capture import Recorder, instrument
 from collector.config import DEFAULT_SCORES
 from collector.model import GPTModel
+from collector.seams.layer import Moment
 from collector.shapes import MODELS, Shape
 from quant.gemm import Observed
 from tests.bench.bench_quantize import versions
@@ -36,11 +37,15 @@ from tests.bench.bench_quantize import versions
 RECIPE = "mxfp8"
 
 
-class PlainHooks:
+class PlainHooks(Recorder):
     """Stands where a Recorder stands, and does with each tensor what users' own hooks do."""
 
     def __init__(self, use: Callable[[torch.Tensor], object]) -> None:
+        super().__init__(enabled=False)
         self.use = use
+
+    def moment(self) -> Moment:
+        return Moment(0, 0, True)
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:
