@@ -66,7 +66,7 @@ def upper_edges(upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _distinct(codes: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """int16 [n], evenly strided -> the codes that occur as uint16, ascending, and how often (int64)."""
     if codes.device.type == "cpu" and codes.numel() < 1 << 32:
-        library = native.library(UNIT, codes.numel())
+        library = native.built(UNIT, codes.numel())
         if library is not None:
             return _compiled(codes, library)
     counts = np.zeros(CODES, np.int64)

@@ -75,7 +75,7 @@ class Kernel:
 def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
     """The compiled kernel of a kind if there is one, or `values` more to work through are worth building it (None: in
     any case)."""
-    library = native.library(kind.unit, values)
+    library = native.built(kind.unit, values)
     return None if library is None else _declare(library)
 
 

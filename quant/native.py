@@ -60,7 +60,7 @@ _loaded: dict[Unit, ctypes.CDLL | None] = {}
 _worked: dict[Unit, int] = {}
 
 
-def library(unit: Unit, values: int | None = None) -> ctypes.CDLL | None:
+def built(unit: Unit, values: int | None = None) -> ctypes.CDLL | None:
     """A unit, loaded or built if `values` more to work through are worth it (None: in any case).
 
     None if it is not, or cannot be.

@@ -164,9 +164,8 @@ def _queue(root: Path, drawn: tuple, chosen: int, words: str) -> None:
 def _row(view: JobView, chosen: bool) -> None:
     job = view.job
     with st.container(border=True, key=f"job_{'chosen' if chosen else 'row'}_{job.id}", gap="xsmall"):
-        if st.button(plain(job.title), type="tertiary", key=f"open_{job.id}"):
-            st.query_params.from_dict({"job": str(job.id)})
-            st.rerun()
+        if st.button(plain(job.title), type="tertiary", key=f"open_{job.id}", on_click=_choose, args=(job.id,)):
+            st.rerun()  # not only the list
         done = jobs.progress(view)
         if view.active and done.total:
             st.progress(done.share)
@@ -207,33 +206,44 @@ def _title(root: Path, view: JobView) -> None:
 
 
 def _actions(root: Path, view: JobView) -> None:
+    """Callbacks act before the page is drawn: a click counts even if the page finds the job changed and starts over."""
     job = view.job
     with st.container(horizontal=True, gap="small"):
         if view.active:
             with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state == "cancelling"):
                 kept = "" if view.state == "queued" else " What it has recorded is kept."
                 st.markdown(f"Every process of job {job.id} is ended.{kept}")
-                if st.button("Cancel the job", type="primary", key=f"cancel_{job.id}"):
-                    _do(lambda: jobs.cancel(root, job.id), "Cancelling")
-                    st.rerun()
-        if not view.active and st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}"):
-            _do(lambda: _show(jobs.retry(root, job.id)), "Queued again")
-            st.rerun()
+                st.button(
+                    "Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_cancel, args=(root, job.id)
+                )
+        if not view.active:
+            st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_retry, args=(root, job.id))
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
             st.session_state.pop("collect_from", None)
             st.switch_page(st.session_state["pages"]["collect"], query_params={"from": str(job.id)})
         with st.popover("Rename and tag", icon=":material/edit:"):
-            title = st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
-            tags = st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
-            if st.button("Save", type="primary", key=f"save_{job.id}"):
-                _do(lambda: jobs.change(root, job.id, title=title, tags=tags.split(",")), "Saved")
-                st.rerun()
+            st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
+            st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
+            st.button("Save", type="primary", key=f"save_{job.id}", on_click=_change, args=(root, job.id))
         if not view.active:
             _delete(root, view)
 
 
-def _show(job: jobs.Job) -> None:
-    st.query_params.from_dict({"job": str(job.id)})
+def _choose(number: int) -> None:
+    st.query_params.from_dict({"job": str(number)})
+
+
+def _cancel(root: Path, number: int) -> None:
+    _do(lambda: jobs.cancel(root, number), "Cancelling")
+
+
+def _retry(root: Path, number: int) -> None:
+    _do(lambda: _choose(jobs.retry(root, number).id), "Queued again")
+
+
+def _change(root: Path, number: int) -> None:
+    title, tags = st.session_state[f"title_{number}"], st.session_state[f"tags_{number}"]
+    _do(lambda: jobs.change(root, number, title=title, tags=tags.split(",")), "Saved")
 
 
 def _delete(root: Path, view: JobView) -> None:
@@ -247,10 +257,12 @@ def _delete(root: Path, view: JobView) -> None:
             with_run = st.checkbox("Delete its run as well", key=f"with_run_{job.id}", help="Else it stays under Runs")
             st.caption(plain(f"The run {view.run.run_id}: {goes}."))
         label = "Delete job and run" if with_run else "Delete job"
-        if st.button(label, type="primary", key=f"delete_{job.id}"):
-            if _do(lambda: jobs.delete(root, job.id, with_run=with_run), "Deleted"):
-                st.query_params.clear()
-            st.rerun()
+        st.button(label, type="primary", key=f"delete_{job.id}", on_click=_remove, args=(root, job.id, with_run))
+
+
+def _remove(root: Path, number: int, with_run: bool) -> None:
+    if _do(lambda: jobs.delete(root, number, with_run=with_run), "Deleted"):
+        st.query_params.clear()
 
 
 def _do(action: Callable[[], object], done: str = "") -> bool:

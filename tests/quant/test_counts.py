@@ -19,7 +19,7 @@ compiled_or_not = pytest.mark.parametrize(
 @pytest.fixture
 def built(compiled, monkeypatch):
     if compiled:
-        assert native.library(counts.UNIT) is not None
+        assert native.built(counts.UNIT) is not None
     else:
         monkeypatch.setattr(native, "_loaded", {counts.UNIT: None})
 
