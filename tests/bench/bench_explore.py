@@ -115,7 +115,7 @@ def index(directory: Path, tensors: int, numel: int) -> Path:
                     scores[kind],
                 )  # fmt: skip
             )
-        write_segment(writer.directory / "segments", writer.next_segment_name(0), rows)
+        write_segment(writer.directory / "segments", writer.next_segment_name(), rows)
         writer.finish("done")
     return directory
 
