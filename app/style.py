@@ -38,7 +38,7 @@ _FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
 _RECIPE = re.compile(
     rf"((FA|linear|QK|PV|router)_)*({_FORMAT})( at .*| · .*)?"
 )  # "mxfp8 at 08:31:18 UTC", "mxfp8 · ceil"
-NEUTRAL = {"as captured": PALETTE[0], "quantized run": PALETTE[2]}  # groups that stand beside formats
+NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
 
 
 # Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.

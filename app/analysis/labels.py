@@ -59,6 +59,19 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
     return dict(zip(rows["tensor_id"], text, strict=True))
 
 
+def run_labels(runs: pd.DataFrame) -> list[str]:
+    """Of columns name, started, run_id: the name; where several share one, when they started, with the day if they are
+    of several; where that is the same, the end of the directory's name."""
+    name = runs["name"]
+    again = name.duplicated(keep=False)
+    days = runs.loc[again, "started"].dt.date.nunique()
+    when = runs["started"].dt.strftime(" at %Y-%m-%d %H:%M:%S UTC" if days > 1 else " at %H:%M:%S UTC")
+    name = name.where(~again, name + when)
+    alike = name.duplicated(keep=False)
+    name = name.where(~alike, name + " · " + runs["run_id"].str[-6:])
+    return name.where(~name.duplicated(keep=False), runs["run_id"]).tolist()
+
+
 def _after(words: pd.Series) -> pd.Series:
     return words.map(lambda word: "" if pd.isna(word) else f" · {word}")
 

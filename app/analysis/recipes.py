@@ -18,6 +18,7 @@ from torch import Tensor
 import quant
 import quant.sketch
 from app.analysis.distribution import Distribution, distribution_of
+from app.analysis.labels import run_labels
 from data.catalog import Catalog, CatalogError
 from data.store import TensorFileError
 from quant.metrics import errors
@@ -57,17 +58,15 @@ def _reference(table: pd.DataFrame, keys: list[tuple], index: int) -> str | None
 
 
 def _labels(table: pd.DataFrame) -> list[str]:
-    """The recipe (the run's id where none is known: imports); what else was rounded, where the recipe's name does not
-    say it; the time, where there are several."""
+    """The recipe (the run's id where none is known: imports), or what was rounded, where the recipe's name does not say
+    it; told apart."""
     names = []
     for _, row in table.iterrows():
         name = row["run_id"] if pd.isna(row["recipe"]) else row["recipe"]
         if name == "bf16" and row["quantized"]:
             name = " + ".join(f"{part}_{row[part]}" for part in PARTS if row[part] != "bf16")
         names.append(name)
-    again = pd.Series(names).duplicated(keep=False)
-    times = table["started"].dt.strftime(" at %H:%M:%S UTC")
-    return [name + time if twice else name for name, time, twice in zip(names, times, again, strict=True)]
+    return run_labels(table.assign(name=names))
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict]]) -> pd.DataFrame:
@@ -106,6 +105,15 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
         )  # fmt: skip
     columns = ["run_id", "label", "parts", "gap", "last", "iterations", "only"]
     return pd.DataFrame(rows, columns=columns).sort_values("gap", ascending=False, ignore_index=True)
+
+
+def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
+    """Of `costs`, the runs in which one part alone is rounded, by part and format, dearest first.
+
+    Columns only (the part), parts (it and the format, in words), gap (mean over the runs), runs.
+    """
+    alone = costs[costs["only"].notna()].groupby(["only", "parts"], as_index=False)
+    return alone.agg(gap=("gap", "mean"), runs=("gap", "size")).sort_values("gap", ascending=False, ignore_index=True)
 
 
 def gradients(

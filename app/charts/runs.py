@@ -87,7 +87,7 @@ def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.3 * most]
     x = alt.X(
         "gap:Q",
-        title="mean gap to bf16’s loss (nats per token)",
+        title="mean gap (nats per token)",
         scale=alt.Scale(domain=domain, nice=False),
         axis=alt.Axis(tickCount=5),
     )

@@ -19,6 +19,7 @@ from data.catalog import Catalog
 from data.filter import Filter
 
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
+NAMED = 4  # parts in the answer
 NAMES = ("grad_weight", "grad_input", "grad_output")
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
 
@@ -75,7 +76,8 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     latest = costs.head(style.MAX_GROUPS)
     first = source(where, f"{len(costs)} runs and their bf16 runs, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus the bf16 run’s at the same iteration, in nats per token."
-    chart = draw.costs(latest, "mean over the recorded iterations")
+    part = f"the {len(latest)} dearest of {len(costs)} runs · " if len(costs) > len(latest) else ""
+    chart = draw.costs(latest, f"{part}mean over the recorded iterations")
     height = draw.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
     shown = gaps[gaps["run_id"].isin(latest["run_id"])]
@@ -87,10 +89,15 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
 
 def _answer(costs: pd.DataFrame) -> str:
     """Which part costs most, of the runs in which one part alone is rounded; else which run."""
-    alone = costs[costs["only"].notna()]
+    alone = recipes.parts_alone(costs)
     if len(alone):
-        parts = ", ".join(f"{row.only} in {row.label} {row.gap:+.4f}" for row in alone.itertuples())
-        return f"Rounded alone, {alone['only'].iloc[0]} costs the most loss (nats per token: {parts})."
+        several = " of several runs" * bool((alone["runs"] > 1).any())
+        named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
+        rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
+        return (
+            f"Rounded alone, {alone['only'].iloc[0]} costs the most loss: {', '.join(named)}{rest} "
+            f"(nats per token, mean gap to bf16{several})."
+        )
     first = costs.iloc[0]
     advice = "To tell the parts apart, collect FA_… and linear_… recipes."
     return f"{first['label']} costs the most loss: {first['gap']:+.4f} nats per token. {advice}"
@@ -153,13 +160,20 @@ def gradients(
         for column in ("cosine", "gradient_bias")
     ]
     problems = [f"{unread} pairs could not be read and are left out."] if unread else []
+    comparable = len(comparable_runs(table))
+    if comparable > style.MAX_GROUPS:
+        problems.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; the filter takes others.")
     if at > min(iterations):
         problems.append("Later iterations hold the drift of the weights as well.")
     return Drawn(tuple(figures), verdict, tuple(problems))
 
 
+def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["quantized"] & table["reference"].notna()]
+
+
 def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["quantized"] & table["reference"].notna()].tail(style.MAX_GROUPS)
+    return comparable_runs(table).tail(style.MAX_GROUPS)
 
 
 def words(name: str) -> str:

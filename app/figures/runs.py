@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from app import charts, style
+from app.analysis.labels import run_labels
 from app.figure import Drawn, Figure
 from app.params import Param
 from app.roots import losses_of
@@ -23,8 +24,7 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
     latest = runs.head(style.MAX_GROUPS).iloc[::-1]
-    again = latest["recipe"].duplicated(keep=False)
-    labels = latest["recipe"].where(~again, latest["recipe"] + latest["started"].dt.strftime(" at %H:%M:%S UTC"))
+    labels = run_labels(latest.assign(name=latest["recipe"]))
     found = losses_of(opened, latest["run_id"].tolist())
     losses = [
         {"group": label, "iteration": record["iteration"], "loss": record["loss"]}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from app.analysis import anatomy
 from app.charts import tensor as draw
 from app.figure import Drawn, Figure, grid
@@ -32,18 +34,14 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     )
     figures, problems = [], []
     if table.empty:
-        problems.append("No magnitudes to draw: no value is finite and nonzero.")
+        problems.append("Nothing to draw: no value is finite and nonzero.")
     else:
         edges = anatomy.zone_edges(look.format.element, look.format.rounding)
         zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
         chart = draw.codebook(table, zones, look.format, edges, f"{look.label} · {found.note or 'all values'}")
         words = f"{about_format(look.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
         figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
-    for figure, problem in ((_channels(look), "No channels to draw."), (tokens(look), "No tokens to draw.")):
-        if figure:
-            figures.append(figure)
-        else:
-            problems.append(problem)
+        figures += filter(None, (_channels(look), tokens(look)))
     return Drawn(tuple(figures), verdict, tuple(problems))
 
 
@@ -60,8 +58,8 @@ def _channels(look: Look) -> Figure | None:
     count = look.x.shape[-1]
     run = int(table["last"].iloc[0] - table["channel"].iloc[0]) + 1
     taken = f" · each bar the largest of {run} channels" if run > 1 else ""
-    finite = table["absmax"].dropna()
-    middle = float(finite.median()) if len(finite) else math.nan
+    finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
+    middle = float(finite.median()) if len(finite) > 1 else math.nan
     note = f"The largest channel is {short(finite.max() / middle)} times the median one." if middle > 0 else ""
     caption = f"{look.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
     chart = draw.channels(table, f"{count:,} channels{taken}")

@@ -66,7 +66,7 @@ def _table(runs: pd.DataFrame) -> None:
     st.dataframe(
         table,
         hide_index=True,
-        placeholder="",
+        placeholder="–",
         column_order=(
             *("state", *reasons, *sources, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
             *("tensors_without_raw", "megabytes", "loss_first", "loss_last", "backend", "run_id"),

@@ -81,7 +81,7 @@ def _table(where: Filter, table: pd.DataFrame, measure: Measure, fmt: str) -> No
         shown,
         key=f"places_{measure.key}_{fmt}_{hash(where)}",
         hide_index=True,
-        placeholder="",
+        placeholder="–",
         height=min(38 + 35 * len(shown), 420),
         column_order=columns,
         on_select="rerun",

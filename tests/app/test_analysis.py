@@ -19,6 +19,7 @@ import quant
 from app import analysis
 from app.analysis import Distribution, distribution_of
 from app.analysis.distribution import _shares
+from app.analysis.labels import run_labels
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.metrics import score
@@ -466,6 +467,23 @@ class TestLabels:
         twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
         labels = list(analysis.unique_labels(twins).values())
         assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
+
+    @pytest.mark.parametrize(
+        ("name", "started", "run_id", "expected"),
+        [
+            ("mxfp8", "2026-01-01 08:00:00", "x_0000ab", "mxfp8"),
+            ("bf16", "2026-01-01 09:00:00", "x_0000ab", "bf16 at 09:00:00 UTC"),
+            ("bf16", "2026-01-02 08:00:00", "x_0000ab", "bf16 at 2026-01-02 08:00:00 UTC"),
+            ("bf16", "2026-01-01 08:00:00", "x_0000ab", "bf16 at 08:00:00 UTC · 0000ab"),
+            ("bf16", "2026-01-01 08:00:00", "y_00000f", "y_00000f"),
+        ],
+        ids=["alone", "time", "day", "directory", "all of it"],
+    )
+    def test_of_runs_say_only_what_tells_them_apart(self, name, started, run_id, expected):
+        runs = pd.DataFrame(
+            {"name": ["bf16", name], "started": ["2026-01-01 08:00:00", started], "run_id": ["x_00000f", run_id]}
+        )
+        assert run_labels(runs.assign(started=pd.to_datetime(runs["started"])))[1] == expected
 
     @settings(max_examples=30)
     @given(st.lists(st.tuples(*[st.integers(0, 1)] * 4), min_size=1, max_size=8))

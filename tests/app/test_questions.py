@@ -441,6 +441,15 @@ class TestRecipes:
         costs = recipes.costs(gaps, table)
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
 
+    def test_parts_rounded_alone_are_the_means_of_their_runs(self):
+        costs = pd.DataFrame(
+            [("QK", "QK mxfp4", 0.1), ("PV", "PV mxfp4", 0.5), ("QK", "QK mxfp4", 0.3), (None, "QK x, PV x", 9.0)],
+            columns=["only", "parts", "gap"],
+        )
+        found = recipes.parts_alone(costs)
+        assert found[["only", "runs"]].values.tolist() == [["PV", 1], ["QK", 2]]
+        assert found["gap"].tolist() == pytest.approx([0.5, 0.2])
+
     def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
         run = table[table["recipe"] == "mxfp4"].iloc[0]
         pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))

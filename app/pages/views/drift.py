@@ -44,7 +44,7 @@ def _table(table: pd.DataFrame) -> None:
     st.dataframe(
         table.assign(what=table["what"].map(WORDS)),
         hide_index=True,
-        placeholder="",
+        placeholder="–",
         column_config={
             "what": st.column_config.TextColumn("Against bf16’s tensor", width=330),
             "sqnr_db": number("SQNR (dB)", format="%.2f", help=METRICS["sqnr_db"].definition),

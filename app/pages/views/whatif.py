@@ -98,4 +98,4 @@ def _table(table: pd.DataFrame) -> None:
 
 
 def _range(low: float, high: float) -> str:
-    return "" if pd.isna(low) else f"{low:.0f} to {high:.0f}"
+    return "no blocks" if pd.isna(low) else f"{low:.0f} to {high:.0f}"
