@@ -18,7 +18,7 @@ from data.catalog import PUBLIC_TABLES, Catalog
 
 SECONDS = 5.0
 ROWS = 1000
-MEMORY = "512MB"
+MEMORY = "512 MB"
 MAX_BYTES = 32 << 20  # of the rows that are handed on
 SHUT = (
     "SET enable_external_access = false",
