@@ -122,7 +122,7 @@ def test_is_stopped_after_a_time_and_goes_on(sandbox):
 @pytest.mark.parametrize(
     ("sql", "message"),
     [
-        ("SELECT list(range) FROM range(1000000000)", "more than 512MB"),
+        ("SELECT list(range) FROM range(1000000000)", "more than 512 MB"),
         ("SELECT repeat('x', 100000000) AS x", "fewer columns or shorter"),
     ],
 )
