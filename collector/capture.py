@@ -155,6 +155,7 @@ class Recorder:
         self._done: int | None = None  # the last iteration of a loop of one's own that ended
         self._told_at = 0.0
         self._again: set[tuple[Site, int, int]] = set()
+        self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
         self._pending: list[Pending] = []
         self._count = 0
 

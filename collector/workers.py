@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Generic, TypeVar
@@ -70,7 +70,14 @@ def _serve(connection: Connection, work: Callable[[J], object]) -> None:
 def prepare(module: str) -> None:
     """Have the processes' common parent started, which imports that module: while the caller does other things."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([module])
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # which forkserver starts too, and which unblocks SIGINT
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # inherited: it ignores Ctrl-C only once it serves
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[tuple[J, R | Death]]:

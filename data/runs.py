@@ -160,6 +160,8 @@ class RunWriter:
             before = read_status(directory)
         except (ValueError, TypeError) as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
+        for left in [*directory.glob("segments/.*.part"), *directory.glob("segments/.*.old")]:  # by a killed process
+            shutil.rmtree(left, ignore_errors=True)
         last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
         writer = cls(directory.name, directory, before, _segments=last)
         pid = os.getpid()

@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from collector.seams import huggingface, megatron, own, torch_modules
-from collector.seams.layer import Found, InstrumentError, Layer, distinct, set_on
+from collector.seams.layer import Found, InstrumentError, Layer, distinct, is_answered, set_on
 from collector.seams.passes import Clock, running_backward
 from collector.seams.watch import Watch
 from collector.site import Site
@@ -42,8 +42,8 @@ def find(model: nn.Module, leave: Sequence[str] = (), head: bool = False) -> Fou
     reason, and if there is nothing to instrument.
     """
     ours = own.find(model)
-    if ours.layers and not leave:
-        return ours
+    if ours.layers and head:
+        raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
     left = {module: name for name, module in modules.items() if any(fnmatchcase(name, each) for each in leave)}
     for pattern in leave:
@@ -54,14 +54,14 @@ def find(model: nn.Module, leave: Sequence[str] = (), head: bool = False) -> Fou
     layers: dict[nn.Module, Layer] = {}
     refused: dict[str, str] = {}
     for found in (ours, *(seam.find(model) for seam in (megatron, huggingface, torch_modules))):
-        if ours.layers and found is not ours:
-            break
         for module in found.left:
             if not head:
                 left.setdefault(module, "")
             elif module not in left:
                 layers[module] = _head(model, module)
         for layer in found.layers:
+            if is_answered(layer.module):
+                raise InstrumentError(f"{layer.name or 'the model'} is instrumented already: leave that block first")
             if layer.module not in left:
                 layers.setdefault(layer.module, layer)
         refused |= {name: reason for name, reason in found.refused if modules[name] not in left}
@@ -98,11 +98,16 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
         nonlocal pending
         if clock:
             clock.begin()
-        if pending is None or running_backward():
+        if running_backward():
             return forward(*args, **kwargs)
-        with pending:
+        if pending is None:
             result = forward(*args, **kwargs)
-        pending = None
+        else:
+            with pending:
+                result = forward(*args, **kwargs)
+            pending = None
+        if clock:
+            clock.listen(result)
         return result
 
     undo = set_on(model, "forward", passing)

@@ -87,6 +87,7 @@ def product(
     """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` does it too."""
     with answering():
         if how.formats != UNQUANTIZED:
+            a, b = _cast(a), _cast(b)
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
             y = matmul(a, b, how.formats, transpose_b=transpose_b, backend=how.backend, tap=tap)
@@ -94,6 +95,12 @@ def product(
         if tap is None:
             return original(a, b)
         return beside(original, a, b, tap, -1 if transpose_b else -2)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on, as torch's own products take it."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def see_scores(tap: Tap | None, scores: Tensor) -> None:
@@ -152,10 +159,7 @@ def attend(
         pv(Observed("y", output.detach()))
         listen_to_result(output, pv)
         return output
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = _cast(query), _cast(key), _cast(value)
     _, probs = _probabilities(told.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     probs = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(probs, value, enable_gqa)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import Any
 
 from torch import nn
 
@@ -64,19 +67,49 @@ class Found:
     watched: bool = False
 
 
+def is_answered(module: nn.Module) -> bool:
+    """Whether a seam answers for a method of this instance already."""
+    return any(isinstance(value, _Answer) for value in vars(module).values())
+
+
 def whole(name: str) -> Shard:
     """The shard of a layer that is not divided."""
     return Shard()
 
 
-def set_on(module: nn.Module, name: str, value: object) -> Detach:
+class _Answer:
+    """What stands in a module's dictionary in the place of its method. A copy of the module gets the method again, as
+    its own: the closure would go on using the weights of the module that was copied."""
+
+    def __init__(self, module: nn.Module, name: str, value: Callable) -> None:
+        self._module, self._name, self._value = module, name, value
+        self._before = vars(module).get(name)  # of the instance's own
+        update_wrapper(self, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._value(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        if copied is None:
+            raise InstrumentError("an instrumented module's method cannot be copied alone")
+        if self._before is not None:
+            return deepcopy(self._before, memo)
+        return getattr(type(copied), self._name).__get__(copied)
+
+
+def set_on(module: nn.Module, name: str, value: Callable) -> Detach:
     """Give one instance an attribute of its own, as `module.name = value` does without nn.Module's bookkeeping.
-    Returns what puts the instance's dictionary back exactly."""
+    Returns what puts the instance's dictionary back exactly; it raises InstrumentError if another stands there now."""
     own = vars(module)
     had, before = name in own, own.get(name)
-    own[name] = value
+    answer = own[name] = _Answer(module, name, value)
 
     def undo() -> None:
+        if own.get(name) is not answer:
+            raise InstrumentError(
+                f"{type(module).__name__}.{name} was replaced in the instrumented model: undo that before leaving"
+            )
         if had:
             own[name] = before
         else:

@@ -6,7 +6,7 @@ from torch import nn
 
 from collector.attention import CoreAttention
 from collector.parallel import ParallelLinear
-from collector.seams.layer import Detach, Found, Layer, Told
+from collector.seams.layer import Detach, Found, InstrumentError, Layer, Told
 
 
 def find(model: nn.Module) -> Found:
@@ -22,6 +22,8 @@ def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
         before, module.quantization = module.quantization, told
 
         def detach() -> None:
+            if module.quantization is not told:
+                raise InstrumentError(f"{name} was instrumented again meanwhile: leave the later block first")
             module.quantization = before
 
         return detach

@@ -8,12 +8,16 @@ once, and a pass without gradients (an evaluation) is recorded like any other.
     torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
     megatron's checkpoint, CheckpointWithoutOutput likewise
     torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
+
+Which pass a second one repeats is told by the gradients: `Clock.listen` notes when those of a pass's results arrive,
+and of the passes for which they have, the latest is repeated first.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,13 +55,24 @@ class Listener:
             return self.recorder.tap(self.layer, self.part, self.places, moment)
         if not torch.is_grad_enabled():  # the first pass of a checkpoint within another: gradients come with the next
             return None
-        # Backward passes come in the order of their forward passes, also where a pipeline has several in flight.
-        moment = self.passed.popleft() if self.passed else self.recorder.moment()
+        moment = self._recomputed()
         tap = self.recorder.tap(self.layer, self.part, self.places, moment)
         if tap is None:
             return None
         self.recorder.recomputed(self.layer.site, moment)
         return lambda seen: None if seen.name in FORWARD else tap(seen)
+
+    def _recomputed(self) -> Any:
+        """The moment of the pass that is made again: of those whose gradients have arrived the latest, as one backward
+        pass goes through several forward passes from the last to the first. Where that cannot be told (results in no
+        tuple, list or mapping), the earliest."""
+        arrived = self.recorder.arrived
+        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
+        if not self.passed:
+            return self.recorder.moment()
+        moment = self.passed[at]
+        del self.passed[at]
+        return moment
 
 
 class Clock:
@@ -89,6 +104,29 @@ class Clock:
             self.iteration, self.passes = recorder.iteration, 0
         recorder.micro_batch = self.passes
         self.passes += 1
+
+    def listen(self, result: Any) -> None:
+        """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
+        moment, arrived = self.recorder.moment(), self.recorder.arrived
+        if any(each.iteration != moment.iteration for each in arrived):
+            arrived.clear()
+
+        def note(*_: Any) -> None:
+            arrived.add(moment)
+
+        for node in {x.grad_fn for x in _results(result) if x.grad_fn is not None}:
+            node.register_prehook(note)
+
+
+def _results(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _results(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _results(each)
 
 
 def megatron_iteration() -> int | None:

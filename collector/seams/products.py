@@ -56,11 +56,15 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
             return original(x, weight) if tap is None else beside(original, x, weight, tap)
         dtype = _dtype(x)
         inner = tap if bias is None else _but_result(tap)
-        y = quant.gemm.linear(x.to(dtype), weight.to(dtype), how.formats, backend=how.backend, tap=inner)
+        rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
+        if x.dim() == 1:
+            inner = shown(inner, lambda seen: tuple(seen.shape[1:]), ("a", "y", "grad", "grad_a"))
+        y = quant.gemm.linear(rows, weight.to(dtype), how.formats, backend=how.backend, tap=inner)
+        y = y if x.dim() > 1 else y[0]
         if bias is None:
             return y
         # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
-        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape)
+        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape) if y.dim() > 1 else y + bias.to(dtype)
         if tap:
             tap(Observed("y", y.detach()))
         return y

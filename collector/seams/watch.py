@@ -2,12 +2,15 @@
 
 What is looked for: a product with one of the model's weights, F.scaled_dot_product_attention, and, where the recipe
 quantizes attention, any other product of two activations. Embeddings and what is left out on purpose are not meant. A
-weight is known as itself, as a view, or as a cast or transposed copy.
+weight is known as itself, as a view, or as whatever was made of weights alone: a cast, detached, transposed, stacked or
+normalized copy. Sums of products that are spelt otherwise are not seen: convolutions, an elementwise product that is
+summed, calls of torch.ops.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -27,6 +30,8 @@ PRODUCTS = frozenset(
         F.scaled_dot_product_attention,
         torch.einsum,
         torch.tensordot,
+        torch.linalg.matmul,
+        torch.linalg.multi_dot,
         *(
             getattr(owner, name)
             for name in (
@@ -39,13 +44,21 @@ PRODUCTS = frozenset(
                 "_grouped_mm",
                 "__matmul__",
                 "__rmatmul__",
+                "mv",
+                "inner",
+                "dot",
+                "addmv",
+                "addmm_",
+                "addbmm_",
+                "baddbmm_",
+                "addmv_",
+                "chain_matmul",
             )
             for owner in (torch, Tensor)
             if hasattr(owner, name)
         ),
     )
 )
-STEPS = 4  # from a weight's copy back to the weight
 
 
 class Watch(TorchFunctionMode):
@@ -63,14 +76,31 @@ class Watch(TorchFunctionMode):
         self.cores = {layer.module for layer in layers if layer.is_core}
         self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
+        self.copies: dict[int, tuple[weakref.ref, str]] = {}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in PRODUCTS and not is_answering():
-            self._look(func, list(_tensors((*args, *(kwargs or {}).values()))))
-        return func(*args, **(kwargs or {}))
+        if is_answering():
+            return func(*args, **(kwargs or {}))
+        operands = list(_tensors((*args, *(kwargs or {}).values())))
+        if func in PRODUCTS:
+            self._look(func, operands)
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() > 1:
+            made_of = [self._weight(x) for x in operands if x.dim() > 1]
+            if made_of and all(made_of):  # of weights alone: no activation came in
+                self.copies[id(result)] = (weakref.ref(result), made_of[0])
+        return result
+
+    def _weight(self, x: Tensor) -> str | None:
+        """The weight that x is, or was made of."""
+        if (name := self.weights.get(id(x))) or (x._base is not None and (name := self.weights.get(id(x._base)))):
+            return name
+        made, name = self.copies.get(id(x), (None, None))
+        return name if made is not None and made() is x else None
 
     def _look(self, func: Callable, operands: list[Tensor]) -> None:
-        weight = next((self.weights[key] for x in operands for key in _origins(x) if key in self.weights), None)
+        weight = next((name for x in operands if (name := self._weight(x))), None)
         attends = func is F.scaled_dot_product_attention or (self.attention and _activations(operands))
         if weight is None and not attends:
             return
@@ -93,21 +123,6 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _origins(x: Tensor) -> Iterable[int]:
-    """What x may be a view, a transposed or a cast copy of."""
-    yield id(x)
-    if x._base is not None:
-        yield id(x._base)
-    node = x.grad_fn
-    for _ in range(STEPS):
-        if node is None:
-            return
-        if hasattr(node, "variable"):
-            yield id(node.variable)
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        node = parents[0] if len(parents) == 1 else None
 
 
 def _activations(operands: list[Tensor]) -> bool:

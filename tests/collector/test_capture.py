@@ -471,6 +471,38 @@ class TestInstrument:
                 assert not torch.equal(step(model), logits)
             assert self.quantizations(model) == outer and torch.equal(step(model), logits)
 
+    def test_blocks_left_in_another_order_are_refused(self):
+        model = build()
+        outer, inner = instrument(model, "hifp8"), instrument(model, "mxfp4")
+        outer.__enter__(), inner.__enter__()
+        with pytest.raises(InstrumentError, match="was instrumented again meanwhile: leave the later block first"):
+            outer.__exit__(None, None, None)
+
+    def test_what_a_model_of_ours_has_beside_its_own_layers_is_not_left_out(self):
+        class Extended(GPTModel):
+            def __init__(self, *args) -> None:
+                super().__init__(*args)
+                self.extra = torch.nn.Linear(8, 8)
+
+            def forward(self, tokens):
+                return super().forward(tokens) + self.extra(torch.ones(2, 8)).sum()
+
+        torch.manual_seed(0)
+        model, plain = Extended(SHAPE), build()
+        model.load_state_dict(plain.state_dict(), strict=False)
+        tokens = batch()[0]
+        with instrument(model, "linear_mxfp4", backend="torch"), instrument(plain, "linear_mxfp4", backend="torch"):
+            added = model(tokens) - plain(tokens)
+        weight, bias = model.extra.weight, model.extra.bias
+        expected = torch.ones(2, 8) @ quant.fake_quantize(weight, "mxfp4").t() + bias  # 1 is a code of mxfp4
+        assert torch.allclose(added, expected.sum().expand_as(added), atol=1e-5)
+        assert not torch.allclose(added, (torch.ones(2, 8) @ weight.t() + bias).sum().expand_as(added), atol=1e-3)
+        model.attention = torch.nn.MultiheadAttention(8, 1)
+        with pytest.raises(InstrumentError, match="attention .MultiheadAttention. cannot be intercepted"):
+            instrument(model, "mxfp4").__enter__()
+        with pytest.raises(InstrumentError, match="the LM head of collector's own models stays in bf16"):
+            instrument(plain, "mxfp4", head=True).__enter__()
+
     def test_refuses_what_it_cannot_do(self):
         with pytest.raises(InstrumentError, match="Embedding has no layer to instrument"):
             with instrument(torch.nn.Embedding(2, 2), "mxfp8"):

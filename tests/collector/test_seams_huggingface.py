@@ -116,6 +116,17 @@ def test_both_kinds_of_attention_record_the_same(tmp_path):
         assert (whole_eager - whole_sdpa).norm() <= 1e-5 * whole_sdpa.norm(), name
 
 
+def test_both_kinds_of_attention_agree_under_autocast():
+    losses = []
+    for attention in ("eager", "sdpa"):
+        model = llama(attention)
+        with torch.autocast("cpu", torch.bfloat16), instrument(model, "FA_mxfp8", backend="torch"):
+            found = loss(model, 0)
+        found.backward()
+        losses.append(found)
+    assert torch.equal(*losses)
+
+
 def test_gpt2_and_its_conv1d(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(

@@ -6,6 +6,7 @@ import copy
 import os
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -182,6 +183,55 @@ def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
             )  # fmt: skip
 
 
+def alone(path: Path, micro_batch: int) -> pd.DataFrame:
+    model = build()
+    with Recorder(path) as recorder, instrument(model, None, recorder):
+        loss(model, micro_batch).backward()
+    return rows(path)
+
+
+@KINDS
+@pytest.mark.parametrize("order", ["one backward pass", "the first without one", "after an evaluation"])
+def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, recompute, order):
+    model = build(recompute)
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        if order == "after an evaluation":
+            with torch.no_grad():
+                loss(model, 0)
+        losses = [loss(model, micro_batch) for micro_batch in (0, 1)]
+        if order == "one backward pass":
+            (losses[0] + losses[1]).backward()
+        else:
+            losses[1].backward()
+    found = rows(tmp_path)
+    passes = {1: 2} if order == "after an evaluation" else {1: 1}  # micro-batch of the data to that of the rows
+    passes |= {0: 0} if order == "one backward pass" else {}
+    gradients = found[found["tensor_name"] == "grad_output"]
+    assert set(gradients["micro_batch"]) == set(passes.values())
+    for data, micro_batch in passes.items():
+        one = alone(tmp_path / f"alone{data}", data)
+        for name in ("grad_output", "grad_weight", "grad_input"):
+            assert torch.equal(value(found, 2, "up", name, micro_batch=micro_batch), value(one, 2, "up", name)), name
+    repeated = set() if recompute is None else set(passes.values())
+    if recompute is not None:
+        assert set(found[found["recomputed"]]["micro_batch"]) == repeated
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_vector_is_as_a_matrix_of_one_row(tmp_path, bias):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32, bias=bias)), torch.randn(32, requires_grad=True)
+    for recipe in ("linear_bf16", "mxfp8"):
+        with Recorder(tmp_path / recipe) as recorder, instrument(model, recipe, recorder, backend="torch"):
+            vector, matrix = model(x), model(x[None])
+            vector.sum().backward(), matrix.sum().backward()
+        assert torch.equal(vector, matrix[0])
+        found = rows(tmp_path / recipe)
+        for name in LINEAR:
+            first, second = (value(found, 1, "linear", name, micro_batch=each) for each in (0, 1))
+            assert torch.equal(first.reshape(second.shape), second), name
+
+
 def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
     model = build()
     with Recorder(tmp_path, iterations=1, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
@@ -263,6 +313,80 @@ class TestRefusals:
         self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.inner\.weight by \w+ that is not")
         with instrument(model := nn.Sequential(Sly()), "mxfp8", leave=["0"], backend="torch"):
             model(torch.randn(3, 4, 8))
+
+    @pytest.mark.parametrize(
+        "copied",
+        [
+            lambda w: w.to(torch.bfloat16).float().t(),
+            lambda w: w.detach().t(),
+            lambda w: w.data.t(),
+            lambda w: torch.stack([w, w])[1].t(),
+            lambda w: F.normalize(w).t(),
+        ],
+        ids=["cast", "detach", "data", "stack", "normalize"],
+    )
+    @pytest.mark.parametrize("how", ["frozen", "no_grad", "reentrant"])
+    def test_a_copy_of_a_weight_without_a_gradient(self, copied, how):
+        class Sly(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.late = nn.Linear(8, 8)
+                self.w = nn.Parameter(torch.randn(8, 8), requires_grad=how != "frozen")
+
+            def product(self, x: Tensor) -> Tensor:
+                return self.late(x) @ copied(self.w)
+
+            def forward(self, x: Tensor) -> Tensor:
+                if how == "reentrant":
+                    return checkpoint(self.product, x.requires_grad_(), use_reentrant=True)
+                with torch.set_grad_enabled(how != "no_grad"):
+                    return self.product(x)
+
+        self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.w by \w+ that is not")
+
+    @pytest.mark.parametrize(
+        "product",
+        [
+            lambda x, w: torch.inner(x, w),
+            lambda x, w: torch.mv(w, x[0, 0]),
+            lambda x, w: torch.addmv(x[0, 0], w, x[0, 0]),
+            lambda x, w: torch.dot(w.flatten()[:8], x[0, 0]),
+            lambda x, w: torch.linalg.matmul(x, w),
+            lambda x, w: torch.linalg.multi_dot([x[0], w, w]),
+            lambda x, w: torch.chain_matmul(x[0], w),
+        ],
+        ids=["inner", "mv", "addmv", "dot", "matmul", "multi_dot", "chain_matmul"],
+    )
+    def test_products_by_other_names(self, product):
+        class Sly(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.late = nn.Linear(8, 8)
+                self.w = nn.Parameter(torch.randn(8, 8))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return product(self.late(x), self.w)
+
+        self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.w by \w+ that is not")
+
+    def test_a_model_that_is_instrumented_already(self):
+        model = build()
+        with instrument(model, "mxfp8", backend="torch"):
+            inside = loss(model, 0)
+            with pytest.raises(InstrumentError, match="is instrumented already: leave that block first"):
+                instrument(model, "mxfp4", backend="torch").__enter__()
+            assert torch.equal(loss(model, 0), inside)
+
+    def test_a_method_that_was_replaced_meanwhile(self):
+        model = build()
+        block = instrument(model, "mxfp8", backend="torch")
+        block.__enter__()
+        theirs = model.blocks[0].up.forward
+        model.blocks[0].up.forward = lambda x: theirs(x)
+        with pytest.raises(InstrumentError, match=r"Linear\.forward was replaced in the instrumented model"):
+            block.__exit__(None, None, None)
+        del model.blocks[0].up.forward
+        assert torch.equal(loss(model, 0), loss(build(), 0))  # all others were put back
 
     def test_attention_written_out(self):
         class Written(nn.Module):
@@ -409,3 +533,16 @@ def test_a_copied_model_is_not_disturbed():
         inside = loss(model, 0)
         assert torch.equal(loss(twin, 0), loss(build(), 0))
     assert not torch.equal(inside, loss(model, 0))
+
+
+def test_a_copy_made_inside_is_a_model_of_its_own():
+    model = build()
+    before = state(model)
+    with instrument(model, "mxfp4", backend="torch"):
+        twin = copy.deepcopy(model)
+    assert state(model) == before
+    assert torch.equal(loss(twin, 0), loss(build(), 0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(loss(twin, 0), loss(build(), 0))

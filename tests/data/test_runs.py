@@ -133,6 +133,16 @@ def test_a_root_that_cannot_be_is_refused(tmp_path, below):
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
 
+def test_what_a_killed_process_left_is_gone_when_a_run_goes_on(tmp_path):
+    writer = RunWriter.create(tmp_path, "x", {"recipe": "bf16"})
+    for name in (".rank00-000001.1.part", ".rank00-000001.1.old"):  # a process of a container: its number is always 1
+        (writer.directory / "segments" / name).mkdir(parents=True)
+        (writer.directory / "segments" / name / "tensor.parquet").write_bytes(b"half")
+    writer.finish("failed", "killed")
+    RunWriter.reopen(writer.directory)
+    assert list((writer.directory / "segments").iterdir()) == []
+
+
 def test_a_config_that_is_no_json_leaves_no_run(tmp_path):
     with pytest.raises(TypeError):
         RunWriter.create(tmp_path, "label", {"x": object()})
