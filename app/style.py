@@ -30,6 +30,7 @@ FORMAT_COLORS = {
 PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 GREY = "#737b91"  # of what belongs to no group: readable on light and on dark
+MARKS = 5000  # that a browser is given at most
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
 SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 
@@ -134,11 +135,12 @@ def colors(groups: list[str]) -> list[str]:
     return styles(groups)[0]
 
 
+SYMBOL = 500  # square pixels of a line in a legend: as long as the longest dash and its gaps
 LEGEND_WIDTH = 400  # pixels that every chart has for its legend
 
 
 def columns(groups: list[str]) -> int:
-    return max(1, min(len(groups), LEGEND_WIDTH // (44 + 7 * max(len(group) for group in groups))))
+    return max(1, min(len(groups), LEGEND_WIDTH // (56 + 7 * max(len(group) for group in groups))))
 
 
 def legend_height(groups: list[str]) -> int:
@@ -156,6 +158,7 @@ def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | No
         labelLimit=LEGEND_WIDTH - 20,
         rowPadding=2,
         symbolType="stroke" if line else alt.Undefined,
+        symbolSize=SYMBOL if line else alt.Undefined,
     )
 
 

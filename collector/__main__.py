@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHOWN_REFUSALS = 10
-BAD_USAGE = (ConfigError, RecipeError, UnknownFormat)
+BAD_USAGE = (ConfigError, RecipeError, UnknownFormat, ReadOnly)
 
 
 def describe(config: RunConfig, root: Path) -> str:
@@ -281,7 +281,7 @@ def manage_jobs(given: argparse.Namespace) -> int:
 
     try:
         return run_command(given)
-    except (*BAD_USAGE, JobError, ReadOnly) as error:
+    except (*BAD_USAGE, JobError) as error:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)

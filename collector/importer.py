@@ -29,6 +29,7 @@ from collector.config import ConfigError
 from collector.logs import Log, interpret
 from collector.memory import available_host_memory
 from collector.workers import Death, scatter
+from data.access import check_writable
 from data.foreign import SUFFIXES, ForeignTensor, TooLarge, opened
 from data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, list_runs
 from data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
@@ -326,6 +327,7 @@ def _link(path: str, source: Path) -> str:
 @contextmanager
 def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
     """The run of this import, found or made, and held by this process alone."""
+    check_writable("recording a run")
     try:
         root.mkdir(parents=True, exist_ok=True)
         with _flock(root):

@@ -268,6 +268,8 @@ def _note(
     timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
     writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
     first = writer.status.loss_first
-    if iteration >= 0:
+    if iteration < 0:
+        writer.update()  # it lives
+    else:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
     tell(f"iteration {iteration} ({what}): loss {loss:.4f}")

@@ -129,7 +129,9 @@ class RunWriter:
         cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
     ) -> RunWriter:
         """Make <root>/<run_id> with run.json and a first status, all at once. owner is the process whose life is the
-        run's, this one unless given. Raises RunError if the root cannot be written, and then leaves nothing there."""
+        run's, this one unless given. Raises RunError if the root cannot be written, and then leaves nothing there;
+        ReadOnly."""
+        check_writable("recording a run")
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{label}_{secrets.token_hex(3)}"
         aside = root / f".{run_id}.part"
         pid = owner or os.getpid()
@@ -154,8 +156,9 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, directory: Path) -> RunWriter:
-        """Go on with a run that has ended: it is running again, as this process. Raises OSError, or RunError if its
-        status is damaged."""
+        """Go on with a run that has ended: it is running again, as this process. Raises OSError, ReadOnly, or RunError
+        if its status is damaged."""
+        check_writable("recording a run")
         try:
             before = read_status(directory)
         except (ValueError, TypeError) as error:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 import pandas as pd
 
 from app.analysis import boards
+from app.analysis.labels import thinned
 from app.collecting import duration_text
 from collector.jobs import ACTIVE, JobView, Progress
 from collector.jobs.state import losses_of
@@ -103,8 +104,7 @@ def losses(view: JobView) -> tuple[pd.DataFrame, int]:
         for record in records
         if view.run and {"iteration", "loss"} <= set(record)
     ]
-    step = -(-len(rows) // MOST_POINTS) or 1
-    return pd.DataFrame(rows[::-1][::step][::-1], columns=["group", "iteration", "loss"]), step
+    return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), MOST_POINTS)
 
 
 def worst(catalog: Catalog, run_id: str) -> tuple[str | None, pd.DataFrame]:

@@ -59,6 +59,22 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
     return dict(zip(rows["tensor_id"], text, strict=True))
 
 
+def thinned(table: pd.DataFrame, most: int) -> tuple[pd.DataFrame, int]:
+    """No more than about `most` rows of a table of curves (columns group or label, and iteration): (one iteration in
+    how many, each curve's last among them; in how many)."""
+    step = -(-len(table) // most) or 1
+    if step == 1:
+        return table, 1
+    curve = table["group" if "group" in table else "label"]
+    last = table.groupby(curve)["iteration"].transform("max")
+    keep = ((table["iteration"].max() - table["iteration"]) % step == 0) | (table["iteration"] == last)
+    return table[keep].reset_index(drop=True), step
+
+
+def thinned_note(step: int) -> str:
+    return f"One iteration in {step} is drawn." if step > 1 else ""
+
+
 def run_labels(runs: pd.DataFrame) -> list[str]:
     """Of columns name, started, run_id: the name; where several share one, when they started, with the day if they are
     of several; where that is the same, the end of the directory's name."""

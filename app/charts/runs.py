@@ -44,7 +44,7 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     groups = style.groups_of(shown)
     lines = (
         alt.Chart(shown)
-        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=36))
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=36) if len(shown) <= MOST_POINTS else False)
         .encode(
             x=alt.X(
                 "iteration:Q",

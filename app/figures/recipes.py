@@ -10,6 +10,7 @@ import pandas as pd
 
 from app import style
 from app.analysis import recipes
+from app.analysis.labels import thinned, thinned_note
 from app.charts import runs as draw
 from app.figure import Drawn, Figure, source
 from app.params import One, Param, Whole
@@ -80,10 +81,10 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     chart = draw.costs(latest, f"{part}mean over the recorded iterations")
     height = draw.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
-    shown = gaps[gaps["run_id"].isin(latest["run_id"])]
+    shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
     chart = draw.gaps(shown, "above the dashed line: worse than bf16")
-    lines = Figure("gaps", chart, shown, caption, height=height, group="cost")
+    lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
     return Drawn((bars, lines), _answer(costs), tables={"costs": costs})
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from app import charts, style
-from app.analysis.labels import run_labels
+from app.analysis.labels import run_labels, thinned, thinned_note
 from app.figure import Drawn, Figure
 from app.params import Param
 from app.roots import losses_of
@@ -34,7 +34,9 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     if not losses:
         return Drawn()
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
-    table = pd.DataFrame(losses)
+    table, step = thinned(pd.DataFrame(losses), style.MARKS)
     height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
-    words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token."
-    return Drawn((Figure("losses", charts.losses(table), table, words, height=height),), problems=(note,) * bool(note))
+    drawn = thinned_note(step)
+    words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()
+    figure = Figure("losses", charts.losses(table), table, words, note=drawn, height=height)
+    return Drawn((figure,), problems=(note,) * bool(note))

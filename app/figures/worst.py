@@ -8,6 +8,7 @@ import pandas as pd
 
 from app import charts, style
 from app.analysis import boards, recipes
+from app.analysis.labels import thinned, thinned_note
 from app.charts import boards as draw
 from app.figure import Drawn, Figure, source
 from app.params import One, Param
@@ -133,10 +134,10 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     ]
     if not rows:
         return []
-    shown = pd.DataFrame(rows)
+    shown, step = thinned(pd.DataFrame(rows), style.MARKS)
     height = 340 + style.legend_height(style.groups_of(shown))
     words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
-    return [Figure("losses", charts.losses(shown), shown, words, height=height)]
+    return [Figure("losses", charts.losses(shown), shown, words, note=thinned_note(step), height=height)]
 
 
 def directions(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:

@@ -18,6 +18,11 @@ from data.runs import RunError, resolve_root
 from quant.formats import FORMATS
 
 PREFIX = "collect_"
+MOST = {
+    **dict.fromkeys(("micro_batch_size", "micro_batches", "collect_micro_batches"), 4096),
+    **dict.fromkeys(("warmup_iterations", "control_iter", "capture_every", "train_iters"), 1_000_000),
+    **{"tp": 64, "dp": 64, "learning_rate": 10.0, "seed": 2**53 - 1, "budget": 1 << 30},
+}  # that a field takes
 COMMAND = 38  # letters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormat are ValueErrors
 FAILED = (JobError, ReadOnly, RunError, OSError)
@@ -62,9 +67,18 @@ def _begin() -> None:
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: str = "") -> None:
-    state = st.session_state
+    """Set every field; beyond what the form takes, to the most that it does, and say so."""
+    state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
+        if name in MOST and value is not None and value > MOST[name]:
+            beyond.append(f"{name.replace('_', ' ')} {value}: {MOST[name]} here")
+            value = MOST[name]
         state[f"{PREFIX}{name}"] = value
+    if beyond:
+        st.warning(
+            plain(f"The form takes less than the job had ({'; '.join(beyond)}): the command line takes all."),
+            icon=":material/warning:",
+        )
     state[f"{PREFIX}recipes"] = list(recipes)
     state[f"{PREFIX}title"], state[f"{PREFIX}tags"] = title, tags
     state[f"{PREFIX}base"] = config
@@ -123,8 +137,14 @@ def _fields() -> None:
         a.number_input("Layers", 1, shape.layers, None, key=_key("layers"), placeholder=every, help="The first so many")
         _limit("sequence_length", shape.max_sequence)
         b.number_input("Sequence length", 1, shape.max_sequence, key=_key("sequence_length"), help="Tokens")
-        c.number_input("Micro-batch size", 1, 4096, key=_key("micro_batch_size"), help="Sequences in a micro-batch")
-        d.number_input("Micro-batches", 1, 4096, key=_key("micro_batches"), help="Of an iteration")
+        c.number_input(
+            "Micro-batch size",
+            1,
+            MOST["micro_batch_size"],
+            key=_key("micro_batch_size"),
+            help="Sequences in a micro-batch",
+        )
+        d.number_input("Micro-batches", 1, MOST["micro_batches"], key=_key("micro_batches"), help="Of an iteration")
     with st.container(border=True):
         st.markdown("**What is quantized**")
         st.multiselect(
@@ -142,25 +162,27 @@ def _fields() -> None:
     with st.container(border=True):
         st.markdown("**How long**")
         a, b, c, d = st.columns(4)
-        a.number_input("Warm-up iterations", 0, 1_000_000, key=_key("warmup_iterations"), help="In bf16, before")
+        a.number_input(
+            "Warm-up iterations", 0, MOST["warmup_iterations"], key=_key("warmup_iterations"), help="In bf16, before"
+        )
         b.number_input(
             "Recorded iterations",
             0,
-            1_000_000,
+            MOST["control_iter"],
             key=_key("control_iter"),
             help="0: every one that is trained",
         )
         c.number_input(
             "Record one in",
             1,
-            1_000_000,
+            MOST["capture_every"],
             key=_key("capture_every"),
             help="Iterations; the first is taken",
         )
         d.number_input(
             "Iterations trained",
             1,
-            1_000_000,
+            MOST["train_iters"],
             None,
             key=_key("train_iters"),
             placeholder="as needed",
@@ -188,10 +210,16 @@ def _fields() -> None:
             help="What each of these formats would do to every operand; takes time, hardly any space",
         )
         a, b, c = st.columns([1, 1, 1.2], vertical_alignment="bottom")
-        a.number_input("Of micro-batches", 0, 4096, key=_key("collect_micro_batches"), help="The first so many; 0: all")
+        a.number_input(
+            "Of micro-batches",
+            0,
+            MOST["collect_micro_batches"],
+            key=_key("collect_micro_batches"),
+            help="The first so many; 0: all",
+        )
         raw = _value("raw")
         b.number_input(
-            "Byte budget (MiB)", 1, 1 << 30, key=_key("budget"), disabled=not raw, help="Of a run’s tensor files"
+            "Byte budget (MiB)", 1, MOST["budget"], key=_key("budget"), disabled=not raw, help="Of a run’s tensor files"
         )
         c.toggle("Keep values", key=_key("raw"), help="Else statistics, sketches and scores only")
     with st.expander("Device, ranks, optimizer"):
@@ -203,11 +231,13 @@ def _fields() -> None:
             key=_key("backend"),
             help="On a CPU Triton’s kernels are interpreted: torch rounds to the same bits, sooner",
         )
-        c.number_input("Tensor-parallel ranks", 1, 64, key=_key("tp"))
-        d.number_input("Replicas", 1, 64, key=_key("dp"), help="Data-parallel ranks, with micro-batches of their own")
+        c.number_input("Tensor-parallel ranks", 1, MOST["tp"], key=_key("tp"))
+        d.number_input(
+            "Replicas", 1, MOST["dp"], key=_key("dp"), help="Data-parallel ranks, with micro-batches of their own"
+        )
         a, b, c = st.columns([1, 1, 2], vertical_alignment="bottom")
-        a.number_input("Learning rate", 0.0, 10.0, key=_key("learning_rate"), format="%g", step=1e-4)
-        b.number_input("Seed", 0, 2**53 - 1, key=_key("seed"), help="Of weights and data")
+        a.number_input("Learning rate", 0.0, MOST["learning_rate"], key=_key("learning_rate"), format="%g", step=1e-4)
+        b.number_input("Seed", 0, MOST["seed"], key=_key("seed"), help="Of weights and data")
         c.toggle("Split sequences among tensor-parallel ranks", key=_key("sequence_parallel"))
 
 

@@ -12,6 +12,7 @@ import streamlit as st
 from app import charts, show, style
 from app.address import go, link, plain
 from app.analysis import jobs as told
+from app.analysis.labels import thinned_note
 from app.charts.boards import ranking, ranking_height
 from app.collecting import duration_text, wrapped
 from app.figure import Figure
@@ -109,7 +110,7 @@ def _head(root: Path, views: list[JobView]) -> None:
                 st.number_input(
                     "At once",
                     1,
-                    8,
+                    jobs.MOST_AT_ONCE,
                     key="jobs_at_once",
                     width=130,
                     label_visibility="collapsed",
@@ -300,11 +301,12 @@ def _progress(view: JobView) -> None:
     if not view.run:
         return
     status = view.run.status
+    table, _ = told.losses(view)
     cells = st.columns(4)
     cells[0].metric("Iterations", f"{done.done:,}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
-    cells[3].metric("Loss", "–" if status.loss_last is None else f"{status.loss_last:.4f}", border=True)
+    cells[3].metric("Loss", "–" if table.empty else f"{table['loss'].iloc[-1]:.4f}", border=True)
     if status.tensors_without_raw:
         st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
 
@@ -320,7 +322,7 @@ def _results(view: JobView) -> None:
     if len(table) > 1:  # a single one is no curve, and stands above
         with cells[0]:
             words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
-            note = f"One iteration in {step} is drawn." if step > 1 else ""
+            note = thinned_note(step)
             show.draw(
                 Figure("job_losses", charts.losses(table), table, f"{words} {note}".strip(), note, height), pin=False
             )

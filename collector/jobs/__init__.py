@@ -14,10 +14,11 @@ from collector.jobs.asking import TEN_RECIPES, arguments_of, asked, command_line
 from collector.jobs.estimate import Estimate, estimate
 from collector.jobs.runner import wake
 from collector.jobs.state import ACTIVE, JobView, Progress, attended, listing, log_tail, look, progress
-from collector.jobs.store import Job, JobError, add, at_once, change, find, set_at_once
+from collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, at_once, change, find, set_at_once
 
 __all__ = [
     "ACTIVE",
+    "MOST_AT_ONCE",
     "TEN_RECIPES",
     "Estimate",
     "Job",

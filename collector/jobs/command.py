@@ -10,8 +10,9 @@ from pathlib import Path
 from collector.errors import ConfigError
 from collector.jobs.acting import cancel, delete, retry
 from collector.jobs.runner import serve, wake
-from collector.jobs.state import CANCELLED, DONE, QUEUED, JobView, listing, look, progress
+from collector.jobs.state import CANCELLED, DONE, QUEUED, JobView, attended, listing, look, progress
 from collector.jobs.store import Job, add, at_once, find, place, set_at_once
+from data.access import read_only
 from data.runs import resolve_root
 
 LATEST = 10  # jobs that have ended and are listed without --all
@@ -38,6 +39,8 @@ def run_command(given: argparse.Namespace) -> int:
         print(f"job {retry(root, given.id).id} queued")
     elif action == "delete":
         for number in given.ids:
+            find(root, number)  # all of them are there, or none is deleted
+        for number in given.ids:
             delete(root, number, with_run=given.with_run)
             print(f"job {number} deleted")
     elif action == "at-once":
@@ -53,6 +56,7 @@ def _list(root: Path, everything: bool) -> None:
     if not views:
         print(f"no jobs in {root}: queue one with python -m collector jobs add run --quantization mxfp8")
         return
+    _tend(root, views)
     ended = [view for view in views if not view.active]
     left_out = 0 if everything else max(0, len(ended) - LATEST)
     if left_out:
@@ -96,7 +100,8 @@ def _add(root: Path, line: list[str]) -> int:
 
 
 def _follow(root: Path, job: Job) -> int:
-    """Print its log as it grows, until it has ended."""
+    """Print its log as it grows, until it has ended; where nobody works through the queue any more, somebody does."""
+    _tend(root, [look(root, job)])
     said, read = "", 0
     while True:
         view = look(root, job)
@@ -109,6 +114,12 @@ def _follow(root: Path, job: Job) -> int:
         time.sleep(LOOK)
     _print_from(place(root, job) / "log.txt", read)
     return _say_end(view)
+
+
+def _tend(root: Path, views: list[JobView]) -> None:
+    """After a restart of the machine, or the runner's death, nobody works through the queue any more."""
+    if any(view.active for view in views) and not read_only() and not attended(root):
+        wake(root)
 
 
 def _print_from(log: Path, start: int) -> int:

@@ -75,7 +75,8 @@ def _environment() -> dict[str, str]:
 
 
 def serve(root: Path) -> None:
-    """Work through the queue until it is empty; at once, if somebody else does already."""
+    """Work through the queue until it is empty; at once, if somebody else does already. Raises ReadOnly."""
+    check_writable("starting a run")
     with locked(root):
         lock = _hold(root)
     if lock is None:

@@ -150,7 +150,9 @@ def look(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None 
         state = CANCELLING if asked_to_end else RUNNING if run else STARTING
         return JobView(job, state, None, run, at)
     state, reason = _verdict(root, job, started, end, run, asked_to_end)
-    ended = (run.status.finished if run else None) or (end or {}).get("at")
+    seen = (end or {}).get("at")
+    said = run.status.finished if run else None  # of a crashed run only the last sign of life
+    ended = seen or said if run and run.status.state == runs.CRASHED else said or seen
     return JobView(job, state, reason, run, at, ended)
 
 

@@ -19,7 +19,7 @@ import quant
 from app import analysis
 from app.analysis import Distribution, distribution_of
 from app.analysis.distribution import _shares
-from app.analysis.labels import run_labels
+from app.analysis.labels import run_labels, thinned
 from data.catalog import Catalog
 from data.filter import Filter
 from quant.metrics import score
@@ -467,6 +467,14 @@ class TestLabels:
         twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
         labels = list(analysis.unique_labels(twins).values())
         assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
+
+    def test_curves_are_thinned_to_their_last_iterations(self):
+        table = pd.DataFrame({"label": ["a"] * 1000 + ["b"] * 998, "iteration": [*range(1000), *range(998)]})
+        found, step = thinned(table, 500)
+        assert step == 4 and len(found) <= 502
+        assert found.groupby("label")["iteration"].max().to_dict() == {"a": 999, "b": 997}
+        assert set(found.loc[found["label"] == "a", "iteration"]) == set(range(3, 1000, 4))
+        assert thinned(table, 2000)[0] is table
 
     @pytest.mark.parametrize(
         ("name", "started", "run_id", "expected"),

@@ -122,6 +122,17 @@ class TestCollect:
         assert at.text_input(key="collect_title").value == "an old one"
         assert "--operand-quant qk.forward.key=mxfp4" in words(at)
 
+    def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
+        (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
+        jobs.cancel(root, job.id)
+        at = visit(root, "collect", **{"from": str(job.id)})
+        assert "takes less than the job had" in at.warning[0].value
+        for word in ("micro batches 5000: 4096 here", f"seed {2**60}: {2**53 - 1} here"):
+            assert word in at.warning[0].value.replace("\\", "")
+        (run,) = chosen(at)
+        assert (run.micro_batches, run.seed) == (4096, 2**53 - 1)
+        assert not rerun(at).warning
+
 
 def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
     """A job whose process is gone, as the runner leaves it."""
@@ -163,8 +174,9 @@ class TestJobs:
         me = processes.Process.of(os.getpid())
         note = {"pid": me.pid, "pid_started": me.started, "host": processes.host(), "boot": processes.boot()}
         store.write_json(store.folder(root) / "runner.json", note)  # the page need not wake one: it stays queued
+        jobs.set_at_once(root, 12)
         at = visit(root, "jobs")
-        assert "waits for its turn" in words(at)
+        assert "waits for its turn" in words(at) and at.number_input(key="jobs_at_once").value == 12
         at.text_input(key=f"title_{job.id}").set_value("better")
         at.text_input(key=f"tags_{job.id}").set_value("x, y")
         press(at, f"save_{job.id}")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,8 @@ class TestQueue:
             assert done.run.run_id not in set(catalog.runs()["run_id"]) and not done.run.directory.exists()
         with pytest.raises(jobs.JobError, match="no job 1"):
             jobs.find(root, job.id)
+        missing = run_collector("jobs", "delete", "2", "99", root=root)
+        assert missing.returncode == 2 and "there is no job 99" in missing.stderr and jobs.find(root, 2)
         ended(root, again)
         assert jobs.add(root, SHORT)[0].id == 3  # numbers are not given twice
         jobs.cancel(root, 3)
@@ -298,6 +301,10 @@ class TestEnds:
         runner_of(root).send(signal.SIGKILL)
         until(lambda: not jobs.attended(root), "the runner to be gone")
         after_iteration(root, job, view.run.status.iteration + 1)
+        run_collector("jobs", root=root)
+        until(lambda: jobs.attended(root), "a look at the queue to have somebody work through it")
+        runner_of(root).send(signal.SIGKILL)
+        until(lambda: not jobs.attended(root), "the runner to be gone")
         done = run_collector("jobs", "cancel", str(job.id), root=root)
         assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
         view = ended(root, job)
@@ -339,6 +346,16 @@ class TestEnds:
         assert view.state == "killed" and "SIGKILL" in view.reason and view.advice.startswith("Somebody")
         assert view.run.status.state == "crashed" and view.run.status.iteration >= 1
         assert any(line.startswith("iteration 1 ") for line in jobs.log_tail(root, job))
+
+    def test_killed_in_warm_up_when_is_known(self, root):
+        job = launch(root, (*ENDLESS, "--warmup-iterations", "1000000"))
+        until(lambda: (view := now(root, job)).run and len(state.losses_of(view.run)) > 20, "some warm-up iterations")
+        first_process(root, job).send(signal.SIGKILL)
+        view = ended(root, job)
+        last = state.losses_of(view.run)[-1]["time"]
+        assert view.state == "killed" and view.run.status.iteration == -1
+        assert datetime.fromisoformat(view.run.status.heartbeat).timestamp() >= last - 1  # an iteration takes less
+        assert datetime.fromisoformat(view.ended).timestamp() >= last
 
     def test_a_rank_is_killed(self, root):
         job = launch(root, TWO_RANKS)
@@ -415,8 +432,9 @@ class TestReadOnly:
         assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
         monkeypatch.delenv("BINADE_READ_ONLY")
 
-    def test_the_command_line_refuses_in_one_line(self, root):
-        done = run_collector("jobs", "add", *SHORT, root=root, env={"BINADE_READ_ONLY": "1"})
+    @pytest.mark.parametrize("line", [("jobs", "add", *SHORT), ("jobs", "serve"), SHORT, ("import", str(PROJECT))])
+    def test_the_command_line_refuses_in_one_line(self, root, line):
+        done = run_collector(*line, root=root, env={"BINADE_READ_ONLY": "1"})
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "BINADE_READ_ONLY" in done.stderr
         assert not root.exists()
 
