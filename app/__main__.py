@@ -138,8 +138,12 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.command == "bundle":
         from app import bundles  # who only asks for help does not wait for torch
+        from data.runs import RunError
 
-        return bundles.command(given)
+        try:
+            return bundles.command(given)
+        except RunError as error:
+            return _fail(str(error), 1)
     return report(given, argv) if given.command == "report" else serve(given.port)
 
 

@@ -26,6 +26,7 @@ from collector.config import (
 from collector.recipe import TEN_RECIPES
 from collector.slurm_options import add_options as add_start_options
 from collector.words import one_line
+from data.runs import is_unicode
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 
@@ -77,6 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read. Raises BadUsage."""
+    for word in argv:
+        if not is_unicode(word):  # it could be opened, but neither written into run.json nor indexed
+            raise BadUsage(f"{one_line(word)} is not valid Unicode: rename the file, or write the option anew")
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
         old = _old_parser()
         given, rest = old.parse_known_args(argv)

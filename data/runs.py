@@ -92,8 +92,26 @@ class RunInfo:
 
 
 def resolve_root(given: str | os.PathLike | None = None) -> Path:
-    """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path."""
-    return Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT).expanduser().absolute()
+    """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
+    cannot be written down."""
+    named = Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT)
+    try:
+        root = named.expanduser().absolute()
+    except RuntimeError:
+        raise RunError(f"{named} is the home of nobody here: choose a directory with --tensor-save-dir") from None
+    if not is_unicode(str(root)):
+        shown = str(root).encode(errors="backslashreplace").decode()
+        raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
+    return root
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: a file's name on Linux is bytes, and these may be any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def now() -> str:

@@ -30,6 +30,8 @@ WRONG = {
     "dataset": (*RUN, "--dataset", "wikipdia"),
     "dataset with escapes": (*RUN, "--dataset", "\x1b[31mred\n.jsonl"),
     "missing file": (*RUN, "--dataset", "/nowhere/x.jsonl"),
+    "dataset that is not Unicode": (*RUN, "--dataset", "/nowhere/\udcff.jsonl"),
+    "root that is not Unicode": (*RUN, "--tensor-save-dir", "/nowhere/\udcff"),
     "missing archive": (*RUN, "--dataset", "/nowhere/x.jsonl.gz"),
     "directory as dataset": (*RUN, "--dataset", "/tmp/.jsonl"),
     "recipe": (*RUN, "--quantization", "mxfp9"),
@@ -147,6 +149,16 @@ def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, root):
     out, err = capsys.readouterr()
     assert one_line(err) and "cannot write to" in err and "--tensor-save-dir" in err
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("arguments", [RUN, ("compare",), ("import", "."), ("jobs",)], ids=" ".join)
+@pytest.mark.parametrize("root", ["a\udcff", "~nobody-of-that-name/runs"])
+def test_a_root_that_cannot_be_written_down_is_exit_1(command, capsys, tmp_path, monkeypatch, root, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TENSOR_SAVE_DIR", root)
+    assert command(*arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and one_line(err) and "--tensor-save-dir" in err and list(tmp_path.iterdir()) == []
 
 
 def test_a_device_that_is_not_there_is_exit_2(command, capsys, tmp_path):

@@ -252,3 +252,7 @@ def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_pat
     monkeypatch.delenv("TENSOR_SAVE_DIR")
     assert resolve_root() == Path.cwd() / "data" / "runs"
     assert resolve_root("~/x") == Path.home() / "x"
+    with pytest.raises(RunError, match=r"a\\udcff is not valid Unicode"):
+        resolve_root(os.fsdecode(b"a\xff"))
+    with pytest.raises(RunError, match="~nobody-of-that-name is the home of nobody"):
+        resolve_root("~nobody-of-that-name")
