@@ -327,6 +327,42 @@ def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
         assert all(line[9:] in lines for line in log) and len(log) >= 5
 
 
+def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
+    (tmp_path / "lög.jsonl").write_text('{"text": "' + "word " * 100 + '"}')
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--dataset")
+    environment = {"PYTHONIOENCODING": "ascii"}
+    runs = tmp_path / "räume"
+    done = run_collector(*RUN, *small, str(tmp_path / "lög.jsonl"), root=runs, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and r"l\xf6g.jsonl" in done.stdout
+    done = run_collector(*RUN, *small, str(tmp_path / "lüg.jsonl"), root=runs, env=environment)
+    assert done.returncode == 2 and r"l\xfcg.jsonl does not exist" in done.stderr and one_line(done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "bundle", "export", "x", "--output", "ü.zip", "--tensor-save-dir", str(runs)],
+        cwd=PROJECT, env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("app: ") and done.stderr.count("\n") == 1
+
+
+SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
+
+
+@pytest.mark.parametrize("arguments", [("list",), (*RUN, "--dry-run"), ("jobs",), SMALL_RUN], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "collector", *arguments],
+        cwd=PROJECT,
+        env=os.environ | {"TENSOR_SAVE_DIR": str(tmp_path)},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done"] * (arguments is SMALL_RUN)
+
+
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     ours, theirs = os.openpty()
     termios.tcsetwinsize(ours, (24, 100))
