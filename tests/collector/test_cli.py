@@ -95,6 +95,18 @@ WRONG = {
     "infinite learning rate": (*RUN, "--learning-rate", "inf"),
     "seed beyond 64 bits": (*RUN, "--seed", "9" * 30),
     "negative seed": (*RUN, "--seed", "-1"),
+    **{
+        f"more than a thousand million as {option}": (*RUN, f"--{option}", "9" * 20, "--dry-run")
+        for option in (
+            "control-iter",
+            "train-iters",
+            "warmup-iterations",
+            "micro-batches",
+            "vocab-size",
+            "dp",
+            "max-bytes",
+        )
+    },
     "sequence beyond the model": (*RUN, "--sequence-length", "131073"),
     **{
         f"{value} as {option}": (*RUN, f"--{option}", value)
