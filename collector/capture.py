@@ -42,7 +42,7 @@ from quant.counts import Counted, counted
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
 from quant.metrics import Errors, errors_later, score_later
-from quant.quantizer import plan
+from quant.quantizer import DTYPES, plan
 from quant.summary import Summary, summarize_later
 
 OPERANDS = ("a", "b", "grad")
@@ -285,6 +285,12 @@ class Recorder:
             if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
                 return
             if place and (not self.tensors or place.tensor_name in self.tensors):
+                if seen.tensor.dtype not in DTYPES:
+                    dtype = str(seen.tensor.dtype).removeprefix("torch.")
+                    raise InstrumentError(
+                        f"{layer.name} ({site.name}) computes in {dtype}, which is not recorded: convert the model and "
+                        "what it is given to float32, bfloat16 or float16, or leave this layer out of `capture`"
+                    )
                 core = places is not LINEAR_PLACES
                 identity = Identity(
                     **{word: self.config.get(word) for word in WORDS},
@@ -450,8 +456,9 @@ def instrument(
     nothing else of the model is changed. On several tensor-parallel ranks each instruments its model.
 
     Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
-    in the first forward pass, which is watched for products that nothing answers; and if there is nothing to
-    instrument. RecipeError for an unknown recipe, SelectionError for layers that the model does not have.
+    in the first forward pass, which is watched for products that nothing answers; if there is nothing to instrument;
+    and in a forward pass, for a layer that is to be recorded and computes in float64. RecipeError for an unknown
+    recipe, SelectionError for layers that the model does not have.
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)

@@ -569,6 +569,18 @@ class TestRecorder:
                 step(model)
         assert read_run(recorder.writer.directory).status.tensors == 68
 
+    def test_float64_is_refused_by_the_layers_name(self, tmp_path):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+        x = torch.randn(3, 8)
+        said = r"1 \(layer2\.linear\) computes in float64, which is not recorded: convert the model"
+        with pytest.raises(InstrumentError, match=said), Recorder(tmp_path / "all") as recorder:
+            with instrument(model, None, recorder):
+                model[1](model[0](x).double())
+        assert read_run(recorder.writer.directory).status.reason.startswith("1 (layer2.linear) computes in float64")
+        with Recorder(tmp_path / "some") as recorder, instrument(model, None, recorder, capture="first"):
+            assert model[1](model[0](x).double()).dtype == torch.float64
+        assert read_run(recorder.writer.directory).status.tensors == 3
+
     def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path):
         """Interrupted between writing a file and noting its row: the moment of a SIGTERM, chosen."""
         model = build()
