@@ -79,11 +79,20 @@ def recorded(config: RunConfig) -> str:
         *([f"of layers {config.capture_layers}"] if config.capture_layers else []),
         *([f"on ranks {', '.join(map(str, config.ranks))}"] if config.ranks else []),
     ]
+    values = f"kept, {_size(config.max_bytes)} at most" if config.raw else "not kept"
     return (
         f"{' '.join([', '.join(config.tensors) or 'every tensor', *places])}, {config.recorded_micro_batches} of "
         f"{config.micro_batches} micro-batches of iterations {shown}; scores in "
-        f"{', '.join(config.scores) or 'no format'}; values {'kept' if config.raw else 'not kept'}"
+        f"{', '.join(config.scores) or 'no format'}; values {values}"
     )
+
+
+def _size(number: int) -> str:
+    """Bytes in the units of --max-bytes."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{round(number / unit, 2):,} {name}"
+    return f"{number} bytes"
 
 
 @dataclass

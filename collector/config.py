@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from collector.errors import ConfigError
@@ -203,7 +203,7 @@ def check(config: RunConfig) -> None:
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
-    if config.load_hf is not None and not (Path(config.load_hf) / "config.json").is_file():
+    if config.load_hf is not None and not os.path.isfile(os.path.join(config.load_hf, "config.json")):
         raise ConfigError(
             f"checkpoint {config.load_hf} has no config.json: give the directory of a Hugging Face model to --load-hf"
         )

@@ -276,6 +276,13 @@ def configs(given: argparse.Namespace) -> list[RunConfig]:
     """The runs that a command line asks for, checked. Raises ConfigError and its kin."""
     if given.save_tensors and given.no_save_tensors:
         raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
+    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if getattr(given, name)]
+    if given.no_save_tensors and chosen:
+        option = f"--{chosen[0].replace('_', '-')}"
+        raise ConfigError(f"--no-save-tensors records nothing, and {option} chooses what is recorded: give one")
+    if given.max_bytes != RunConfig().max_bytes and not (given.raw and not given.no_save_tensors):
+        option = "--no-save-tensors" if given.no_save_tensors else "--no-raw"
+        raise ConfigError(f"{option} keeps no values, and --max-bytes bounds their files: give one")
     options = vars(given) | {
         "save_tensors": not given.no_save_tensors,
         "operand_quant": tuple(given.operand_quant or ()),

@@ -90,6 +90,11 @@ WRONG = {
     "two spellings of quick": ("quick", "mxfp8", "--quant-type", "mxfp4"),
     "quick by mode without recipe": ("--mode", "quick"),
     "recording on and off": (*RUN, "--save-tensors", "--no-save-tensors"),
+    "tensors of a run that records nothing": (*RUN, "--no-save-tensors", "--tensors", "query"),
+    "layers of a run that records nothing": (*RUN, "--no-save-tensors", "--capture-layers", "first"),
+    "bytes of a run that records nothing": (*RUN, "--no-save-tensors", "--max-bytes", "1M"),
+    "bytes of values that are not kept": (*RUN, "--no-raw", "--max-bytes", "1"),
+    "checkpoint of a name too long": (*RUN, "--load-hf", "x" * 300),
     "negative learning rate": (*RUN, "--learning-rate", "-0.1"),
     "learning rate that is no number": (*RUN, "--learning-rate", "nan"),
     "infinite learning rate": (*RUN, "--learning-rate", "inf"),
@@ -254,6 +259,12 @@ def test_dry_run_shows_what_is_skipped_and_recorded(command, capsys):
     assert line_of(out, "record").startswith(
         "query, input of core, qkv of layers 2-4,last, 2 of 2 micro-batches of iterations 0, 3, ..., 24; "
     )
+    assert line_of(out, "record").endswith("; values kept, 4.0 GiB at most")
+    for size, shown in (("1", "1 bytes"), ("1536", "1.5 KiB"), ("500M", "500.0 MiB"), ("3T", "3.0 TiB")):
+        assert command(*full, "--max-bytes", size) == 0
+        assert line_of(capsys.readouterr().out, "record").endswith(f"; values kept, {shown} at most")
+    assert command(*full, "--no-raw") == 0
+    assert line_of(capsys.readouterr().out, "record").endswith("; values not kept")
     assert command(*full, "--no-save-tensors") == 0
     assert line_of(capsys.readouterr().out, "record") == "nothing"
 
