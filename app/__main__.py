@@ -129,6 +129,8 @@ def _add_bundle(commands: argparse._SubParsersAction) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="backslashreplace")  # a path may hold what the terminal lacks
     parser = Parser(prog="app", description="Explore recorded tensors in the browser, or draw them into files.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="serve | report | bundle")
     command = commands.add_parser("serve", help="open the app on 127.0.0.1")
@@ -138,8 +140,12 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.command == "bundle":
         from app import bundles  # who only asks for help does not wait for torch
+        from data.runs import RunError
 
-        return bundles.command(given)
+        try:
+            return bundles.command(given)
+        except RunError as error:
+            return _fail(str(error), 1)
     return report(given, argv) if given.command == "report" else serve(given.port)
 
 

@@ -24,7 +24,7 @@ from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from collector.selection import by_layer
 from collector.site import sites
 from collector.slurm_options import slurm_options
-from collector.words import one_line
+from collector.words import escape_unknown, leave, one_line, put
 from data.access import ReadOnly
 from data.runs import RunError, resolve_root
 from data.store import write_atomic
@@ -79,11 +79,20 @@ def recorded(config: RunConfig) -> str:
         *([f"of layers {config.capture_layers}"] if config.capture_layers else []),
         *([f"on ranks {', '.join(map(str, config.ranks))}"] if config.ranks else []),
     ]
+    values = f"kept, {_size(config.max_bytes)} at most" if config.raw else "not kept"
     return (
         f"{' '.join([', '.join(config.tensors) or 'every tensor', *places])}, {config.recorded_micro_batches} of "
         f"{config.micro_batches} micro-batches of iterations {shown}; scores in "
-        f"{', '.join(config.scores) or 'no format'}; values {'kept' if config.raw else 'not kept'}"
+        f"{', '.join(config.scores) or 'no format'}; values {values}"
     )
+
+
+def _size(number: int) -> str:
+    """Bytes in the units of --max-bytes."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{round(number / unit, 2):,} {name}"
+    return f"{number} bytes"
 
 
 @dataclass
@@ -94,7 +103,7 @@ class Console:
 
     def say(self, line: str) -> None:
         if self.bar is None:
-            print(line, flush=True)
+            put(line)
         elif line.startswith("iteration"):
             self.bar.set_postfix_str(line.rpartition(": ")[2], refresh=False)
 
@@ -125,7 +134,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
 
             console.bar = tqdm(desc=title, total=config.warmup_iterations + config.iterations, unit="it")
         elif os.environ.get("RANK", "0") == "0":
-            print(title, flush=True)
+            put(title)
         try:
             result = train(
                 config,
@@ -139,10 +148,9 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
                 console.bar.close()
         if os.environ.get("RANK", "0") != "0":
             continue
-        print(
+        put(
             f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} tensors, "
-            f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s",
-            flush=True,
+            f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
         )
 
 
@@ -163,7 +171,7 @@ def print_comparison(root: Path, kind: str, output: Path | None) -> None:
         raise RunError(f"{root} {found}: name the root of some runs, or collect some with python -m collector batch")
     written = render(comparison, kind)
     if output is None:
-        _put(written)
+        put(written.removesuffix("\n"))
         return
     target = output.resolve()  # through a link, not in its place
     try:
@@ -172,16 +180,7 @@ def print_comparison(root: Path, kind: str, output: Path | None) -> None:
         write_atomic(target, written.encode(errors="backslashreplace"))
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
-    print(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
-
-
-def _put(text: str) -> None:
-    """Print it, escaped where the terminal lacks a character; a reader that has seen enough (head) may leave."""
-    sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain when it exits
+    put(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
 
 
 def _slurm() -> ModuleType:
@@ -223,17 +222,17 @@ def bring_in(given: Namespace, root: Path, argv: Sequence[str]) -> int:
             console.bar.close()
     if result.failed:
         where = result.directory / "refused.jsonl"
-        _put("\n".join([*_refusals(result), ""]))
+        put("\n".join(_refusals(result)))
         print(f"collector: every file of {one_line(given.directory)} was refused; {where} says why", file=sys.stderr)
         return 1
     if not (result.files or result.known):
-        print(f"there is no file in {one_line(given.directory)}: nothing to import")
+        put(f"there is no file in {one_line(given.directory)}: nothing to import")
         return 0
     added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
     lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
     if result.by_version:
         lines.append("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
-    _put("\n".join([*lines, *_refusals(result), ""]))
+    put("\n".join([*lines, *_refusals(result)]))
     return 0
 
 
@@ -249,29 +248,35 @@ def _command(argv: Sequence[str]) -> str:
     return shlex.join(["python", "-m", "collector", *argv])
 
 
-def print_lists() -> None:
-    print("models")
+def lists() -> str:
+    """What there is to choose from."""
+    lines = ["models"]
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
             weights = f"{shape.parameters / 1e6:,.1f} M weights"
-            print(
+            lines.append(
                 f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, vocabulary {shape.vocab}, {weights}"
             )
-        print(f"        modules {', '.join(dict.fromkeys(site.module for site in sites(sizes['full'])))}")
-    print(f"datasets\n    {', '.join(DATASETS)}")
-    print('    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"')
-    print("    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix")
-    print(f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document")
-    print("    a path to a Hugging Face tokenizer.json, or to its directory")
-    print("recipes\n    " + "\n    ".join(TEN_RECIPES))
-    print("    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything")
-    print("formats")
-    for fmt in FORMATS.values():
-        print(f"    {fmt.name:<11} {fmt.title}, {fmt.bits_per_value:g} bits a value, largest {fmt.max:g}")
-    for alias, name in FORMATS.aliases.items():
-        print(f"    {alias:<11} the same as {name}")
-    print("operands, for --operand-quant\n    " + "\n    ".join(OPERANDS))
-    print(f"tensors\n    {', '.join(TENSOR_NAMES)}")
+        modules = dict.fromkeys(site.module for site in sites(sizes["full"]))
+        lines.append(f"        modules {', '.join(modules)}")
+    lines += [
+        f"datasets\n    {', '.join(DATASETS)}",
+        '    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"',
+        "    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix",
+        f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document",
+        "    a path to a Hugging Face tokenizer.json, or to its directory",
+        "recipes\n    " + "\n    ".join(TEN_RECIPES),
+        "    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything",
+        "formats",
+        *(
+            f"    {fmt.name:<11} {fmt.title}, {fmt.bits_per_value:g} bits a value, largest {fmt.max:g}"
+            for fmt in FORMATS.values()
+        ),
+        *(f"    {alias:<11} the same as {name}" for alias, name in FORMATS.aliases.items()),
+        "operands, for --operand-quant\n    " + "\n    ".join(OPERANDS),
+        f"tensors\n    {', '.join(TENSOR_NAMES)}",
+    ]
+    return "\n".join(lines)
 
 
 def manage_jobs(given: argparse.Namespace) -> int:
@@ -280,7 +285,12 @@ def manage_jobs(given: argparse.Namespace) -> int:
     from collector.jobs.command import run_command
 
     try:
-        return run_command(given)
+        status = run_command(given)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who read it has seen enough: a job that is followed goes on
+        leave()
+        return 0
     except (*BAD_USAGE, JobError) as error:
         return _fail(error, 2)
     except RunError as error:
@@ -300,9 +310,10 @@ def _cancel(signum: int, frame: FrameType | None) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    escape_unknown()
     given = parse(argv)
     if given.command == "list":
-        print_lists()
+        put(lists())
         return 0
     if given.command == "jobs":
         return manage_jobs(given)
@@ -322,9 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = [describe(config, root) for config in runs]
             if slurm:
                 shown.append(f"sbatch script:\n{_slurm().script(slurm, root, job_arguments(argv))}")
-            print("\n\n".join(shown))
+            put("\n\n".join(shown))
         elif slurm:
-            print(_slurm().submit(slurm, root, job_arguments(argv)))
+            put(_slurm().submit(slurm, root, job_arguments(argv)))
         else:
             collect(runs, root, argv)
     except BAD_USAGE as error:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from collector.attention import CoreQuantization
+from collector.config import TENSOR_NAMES, ConfigError
 from collector.parallel import PeerLost, Quantization
 from collector.ranks import Ranks, current_ranks
 from collector.recipe import BF16, Part, Recipe, parse_recipe
@@ -41,10 +42,11 @@ from quant.counts import Counted, counted
 from quant.formats import FORMATS
 from quant.gemm import Observed, Tap
 from quant.metrics import Errors, errors_later, score_later
-from quant.quantizer import plan
+from quant.quantizer import DTYPES, plan
 from quant.summary import Summary, summarize_later
 
 OPERANDS = ("a", "b", "grad")
+WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
 SILENCE = 1.0  # seconds that a run without news waits before it says how far it is: writing a status is not free
 
 
@@ -96,6 +98,10 @@ def saving_enabled() -> bool:
     return SWITCH[word.lower()]
 
 
+class RecorderError(RuntimeError):
+    """A Recorder is used while it has no run, or entered while it has one."""
+
+
 class Recorder:
     """Writes a run: its directory, tensor files and segments. A context manager; leaving it ends the run.
 
@@ -115,8 +121,11 @@ class Recorder:
     forward pass of the instrumented model is a micro-batch. Under Megatron's training loop neither is needed.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
-    captured until then is kept. Raises RunError if the root cannot be written; what the disk refuses later, as the
-    OSError that it was, in the next call or at the end.
+    captured until then is kept. Left, it may be entered again, for another run.
+
+    Raises ConfigError for an argument that cannot be recorded with, and RunError if the root cannot be written; what
+    the disk refuses later, as the OSError that it was, in the next call or at the end. RecorderError if it records
+    before it is entered or after it was left, or is entered twice.
     """
 
     def __init__(
@@ -137,14 +146,25 @@ class Recorder:
         self.root = resolve_root(root)
         self.label = label
         self.config = dict(config or {})
-        self.tensors = frozenset(tensors)
-        self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in scores))
+        for word in WORDS:
+            if not isinstance(self.config.get(word), str | None):
+                raise ConfigError(f"config has {word} {self.config[word]!r}: a word was expected, as {word}='mine'")
+        self.tensors = frozenset(_listed("tensors", tensors))
+        for name in self.tensors.difference(TENSOR_NAMES):
+            raise ConfigError(f"tensor {name!r} is unknown: {', '.join(TENSOR_NAMES)}")
+        self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in _listed("scores", scores)))
         self.raw = raw
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
         self.iterations, self.micro_batches = iterations, micro_batches
         self.enabled = saving_enabled() if enabled is None else enabled
+        self.entered = False
+        self.writer: RunWriter | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Count from 0, as before the first run."""
         self.recording = True
         self.paused = False  # in a pass that is no training
         self.told = False  # by `at`, once it was used
@@ -162,6 +182,10 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if not self.enabled:
             return self
+        if self.entered:
+            raise RecorderError("this Recorder is recording a run already: leave it first, or make another")
+        if self.writer:  # of the run before
+            self._begin()
         ranks = self.ranks
         if ranks.rank == 0:
             made = None
@@ -176,6 +200,7 @@ class Recorder:
                 raise PeerLost("rank 0 could not start the run")
             self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         self._writing = Writing(self.writer, self.max_bytes)
+        self.entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -187,6 +212,7 @@ class Recorder:
         except Exception as refused:  # an earlier write's; what else there is to write is written
             failure = refused
         later = self._writing.close()
+        self.entered = False
         failure = failure or later
         if error is None and failure is None:
             try:
@@ -217,7 +243,7 @@ class Recorder:
 
     def settle(self) -> None:
         """Wait until all that was published is on the disk. Raises OSError if it refused."""
-        if self.enabled:
+        if self.entered:
             self._writing.settle()
 
     def step(self) -> None:
@@ -260,12 +286,15 @@ class Recorder:
             if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
                 return
             if place and (not self.tensors or place.tensor_name in self.tensors):
+                if seen.tensor.dtype not in DTYPES:
+                    dtype = str(seen.tensor.dtype).removeprefix("torch.")
+                    raise InstrumentError(
+                        f"{layer.name} ({site.name}) computes in {dtype}, which is not recorded: convert the model and "
+                        "what it is given to float32, bfloat16 or float16, or leave this layer out of `capture`"
+                    )
                 core = places is not LINEAR_PLACES
                 identity = Identity(
-                    model=self.config.get("model"),
-                    size=self.config.get("size"),
-                    dataset=self.config.get("dataset"),
-                    recipe=self.config.get("recipe"),
+                    **{word: self.config.get(word) for word in WORDS},
                     quant_type=part.asked(place.operand),
                     layer_type="attention" if core else "linear",
                     layer_index=site.layer_index,
@@ -285,6 +314,8 @@ class Recorder:
 
     def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
         """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
+        if not self.entered:
+            raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
         codes = counted(seen.tensor) if seen.tensor.device.type == "cpu" else None
         summary = cache(summarize_later(seen.tensor, codes=codes))  # the file tells it too
@@ -368,7 +399,7 @@ class Recorder:
     def _publish(self) -> None:
         """Have the pending rows written as a segment, and the status say how far the run is. Raises what an earlier
         write did."""
-        if not self.enabled:
+        if not self.entered:
             return
         pending, self._pending = self._pending, []
         again = frozenset(self._again)
@@ -376,6 +407,12 @@ class Recorder:
         self._told_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
         self._writing.publish([Pending(each.path, partial(_told, each.row, again)) for each in pending], **done)
+
+
+def _listed(name: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):  # whose letters would be taken for the names
+        raise ConfigError(f"{name}={given!r} is one word: a tuple was expected, as {name}=({given!r},)")
+    return tuple(given)
 
 
 def _told(make: Callable[[], TensorRow], again: frozenset[tuple[Site, int, int]]) -> TensorRow:
@@ -420,8 +457,9 @@ def instrument(
     nothing else of the model is changed. On several tensor-parallel ranks each instruments its model.
 
     Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
-    in the first forward pass, which is watched for products that nothing answers; and if there is nothing to
-    instrument. RecipeError for an unknown recipe, SelectionError for layers that the model does not have.
+    in the first forward pass, which is watched for products that nothing answers; if there is nothing to instrument;
+    and in a forward pass, for a layer that is to be recorded and computes in float64. RecipeError for an unknown
+    recipe, SelectionError for layers that the model does not have.
     """
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)

@@ -24,6 +24,11 @@ from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, RotarySca
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+# Those whose values are the weights: others are quantized, and mean something only with their scales.
+DTYPES = ("F64", "F32", "F16", "BF16")
+# Names are made of a checkpoint's layers before any is found: none that is published has nearly so many.
+MOST_LAYERS = 1000
+
 # What a run chooses or never uses; it does not make another model.
 NOT_COMPARED = ("layers", "max_sequence", "balance_alpha")
 
@@ -216,10 +221,16 @@ def _files(directory: Path) -> list[Path]:
 def _header(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+            dtypes = {name: found.get_dtype() for name, found in slices.items()}
     except (OSError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"checkpoint {path} is no readable safetensors file: {reason}") from error
+    for name, dtype in dtypes.items():
+        if dtype not in DTYPES:
+            raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")
+    return sizes
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -243,6 +254,8 @@ def read_shape(directory: Path) -> Shape:
     kind = settings.get("model_type")
     if kind not in ("llama", "deepseek_v2"):
         raise ConfigError(f"checkpoint {directory} is a {kind!r} model: llama and deepseek_v2 can be loaded")
+    if settings.get("quantization_config"):
+        raise ConfigError(f"checkpoint {directory} is quantized (quantization_config): give one that is not")
     for name, value in _FIXED.items():
         if settings.get(name, value) not in (value, None):
             raise ConfigError(f"checkpoint {directory} has {name} {settings[name]!r}, the models here {value!r}")
@@ -250,6 +263,8 @@ def read_shape(directory: Path) -> Shape:
         shape = _llama(settings) if kind == "llama" else _deepseek(settings)
         if not isinstance(shape.layers, int):
             raise TypeError(f"num_hidden_layers is {shape.layers!r}")
+        if not 1 <= shape.layers <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {shape.layers}, 1 to {MOST_LAYERS} were expected")
         return shape
     except KeyError as error:
         raise ConfigError(f"checkpoint {directory}: config.json lacks {error}") from error
@@ -266,6 +281,7 @@ _FIXED = {
     "norm_topk_prob": False,
     "scoring_func": "softmax",
     "moe_layer_freq": 1,
+    "partial_rotary_factor": 1.0,
 }
 
 
@@ -321,6 +337,8 @@ def _rope(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _scaling(settings: dict[str, Any]) -> RotaryScaling:
     rope = _rope(settings)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']!r}, the models here have 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
         return Llama3Scaling(

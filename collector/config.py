@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from collector.errors import ConfigError
@@ -35,6 +35,7 @@ SIZES = ("tiny", "full")
 BACKENDS = ("triton", "torch")
 DEVICES = ("cpu", "cuda")
 DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
+MOST = 10**9  # of whatever is counted: more is a slip of the finger
 LINEAR_TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
 CORE_TENSORS = (
     *("query", "key", "value", "attention_scores", "attention_probs", "output"),
@@ -177,31 +178,32 @@ def check(config: RunConfig) -> None:
     _one_of("size", config.size, SIZES)
     check_inputs(config.dataset, config.tokenizer)
     config.parsed_recipe()
-    for name, least in (
-        ("control_iter", 0),
-        ("warmup_iterations", 0),
-        ("micro_batches", 1),
-        ("collect_micro_batches", 0),
-        ("capture_every", 1),
-        ("micro_batch_size", 1),
-        ("sequence_length", 1),
-        ("max_bytes", 0),
-        ("tp", 1),
-        ("dp", 1),
+    for name, least, most in (
+        ("control_iter", 0, MOST),
+        ("train_iters", 1, MOST),
+        ("warmup_iterations", 0, MOST),
+        ("micro_batches", 1, MOST),
+        ("collect_micro_batches", 0, MOST),
+        ("capture_every", 1, MOST),
+        ("micro_batch_size", 1, MOST),
+        ("sequence_length", 1, MOST),
+        ("vocab_size", 1, MOST),
+        ("max_bytes", 0, (1 << 63) - 1),
+        ("tp", 1, MOST),
+        ("dp", 1, MOST),
     ):
         value = getattr(config, name)
-        if value < least:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {least} or more")
+        if value is not None and not least <= value <= most:
+            bound = f"{least} or more" if value < least else f"at most {most}"
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {bound}")
     if not 0 <= config.seed < 2**63:
         raise ConfigError(f"--seed is {config.seed}: it must be 0 or more and less than 2^63")
     if not 0 <= config.learning_rate < math.inf:
         raise ConfigError(f"--learning-rate is {config.learning_rate}: it must be 0 or more, and finite")
-    if config.vocab_size is not None and config.vocab_size < 1:
-        raise ConfigError(f"--vocab-size is {config.vocab_size}: it must be 1 or more")
     published = MODELS[config.model][config.size]
     if config.layers is not None and not 1 <= config.layers <= published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
-    if config.load_hf is not None and not (Path(config.load_hf) / "config.json").is_file():
+    if config.load_hf is not None and not os.path.isfile(os.path.join(config.load_hf, "config.json")):
         raise ConfigError(
             f"checkpoint {config.load_hf} has no config.json: give the directory of a Hugging Face model to --load-hf"
         )
@@ -241,8 +243,6 @@ def _check_iterations(config: RunConfig) -> None:
     if config.train_iters is None:
         if config.control_iter == 0:
             raise ConfigError("--control-iter 0 records every iteration: say how many there are with --train-iters")
-    elif config.train_iters < 1:
-        raise ConfigError(f"--train-iters is {config.train_iters}: it must be 1 or more")
     elif config.train_iters < config.needed_iterations:
         raise ConfigError(
             f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "

@@ -31,7 +31,7 @@ from collector.memory import available_host_memory
 from collector.workers import Death, scatter
 from data.access import check_writable
 from data.foreign import SUFFIXES, ForeignTensor, TooLarge, opened
-from data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, list_runs
+from data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
 from data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from data.store import TensorFileError, write_atomic
 from quant.formats import FORMATS
@@ -225,16 +225,14 @@ def import_logs(
 
 
 def _checked(source: Path, root: Path) -> Path:
-    source = source.expanduser()
-    if not source.exists():
+    source = Path(os.path.expanduser(source))
+    if not os.path.exists(source):
         raise ConfigError(f"there is no directory {source}: give one that holds tensor logs")
-    if not source.is_dir():
+    if not os.path.isdir(source):
         raise ConfigError(f"{source} is not a directory: give the one that holds the tensor logs")
     source = source.resolve()
-    try:
-        str(source).encode()
-    except UnicodeEncodeError:
-        raise ConfigError("the directory's name is not valid Unicode: rename it, or one above it") from None
+    if not is_unicode(str(source)):
+        raise ConfigError("the directory's name is not valid Unicode: rename it, or one above it")
     if source == root.resolve():
         raise ConfigError(f"{source} is the root of the runs, which are indexed already: give a directory of logs")
     return source

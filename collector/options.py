@@ -26,6 +26,7 @@ from collector.config import (
 from collector.recipe import TEN_RECIPES
 from collector.slurm_options import add_options as add_start_options
 from collector.words import one_line
+from data.runs import is_unicode
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 
@@ -77,6 +78,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read. Raises BadUsage."""
+    for word in argv:
+        if not is_unicode(word):  # it could be opened, but neither written into run.json nor indexed
+            raise BadUsage(f"{one_line(word)} is not valid Unicode: rename the file, or write the option anew")
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
         old = _old_parser()
         given, rest = old.parse_known_args(argv)
@@ -272,6 +276,13 @@ def configs(given: argparse.Namespace) -> list[RunConfig]:
     """The runs that a command line asks for, checked. Raises ConfigError and its kin."""
     if given.save_tensors and given.no_save_tensors:
         raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
+    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if getattr(given, name)]
+    if given.no_save_tensors and chosen:
+        option = f"--{chosen[0].replace('_', '-')}"
+        raise ConfigError(f"--no-save-tensors records nothing, and {option} chooses what is recorded: give one")
+    if given.max_bytes != RunConfig().max_bytes and not (given.raw and not given.no_save_tensors):
+        option = "--no-save-tensors" if given.no_save_tensors else "--no-raw"
+        raise ConfigError(f"{option} keeps no values, and --max-bytes bounds their files: give one")
     options = vars(given) | {
         "save_tensors": not given.no_save_tensors,
         "operand_quant": tuple(given.operand_quant or ()),

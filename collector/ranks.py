@@ -7,6 +7,7 @@ tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tens
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,17 +103,19 @@ def current_ranks() -> Ranks:
 def join(config: RunConfig) -> Iterator[Ranks]:
     """This process as one of the ranks that the run asks for; a single one without torchrun. Raises ConfigError."""
     wanted = config.tp * config.dp
-    size = int(os.environ["WORLD_SIZE"]) if started_as_rank() else 1
+    size = _told("WORLD_SIZE") if started_as_rank() else 1
     if size != wanted:
         raise ConfigError(
             f"--tp {config.tp} times --dp {config.dp} is {wanted} ranks, torchrun started {size}: make them equal"
         )
+    rank = _told("RANK") if started_as_rank() else 0
+    if rank >= size:
+        raise ConfigError(f"RANK is {rank}, but torchrun started {size}: the ranks are 0 to {size - 1}")
     if wanted == 1:
         yield Ranks()
         return
-    rank = int(os.environ["RANK"])
     if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_told("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     store = dist.PrefixStore(f"run {next(_joined)}", _meeting_place(rank, size))
     dist.init_process_group(
         "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
@@ -123,6 +126,14 @@ def join(config: RunConfig) -> Iterator[Ranks]:
         yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
     finally:
         dist.destroy_process_group()
+
+
+def _told(name: str) -> int:
+    """A number that torchrun tells its processes. Raises ConfigError."""
+    word = os.environ[name]
+    if not re.fullmatch("[0-9]{1,9}", word):
+        raise ConfigError(f"the environment's {name} is {word!r}, not a number: torchrun sets it; without it, unset it")
+    return int(word)
 
 
 @cache

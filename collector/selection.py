@@ -14,6 +14,7 @@ A comma separates unless it stands in braces, as in `expert[0-9]{1,2}`; no name 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -47,7 +48,8 @@ class Term:
                 raise SelectionError(f"{text} runs backwards: write {high}-{low}")
             return cls(text, (low, high))
         try:
-            return cls(text, pattern=re.compile(text))
+            with warnings.catch_warnings(action="ignore"):  # of what Python may read otherwise one day
+                return cls(text, pattern=re.compile(text))
         except (re.error, OverflowError, RecursionError) as error:
             raise SelectionError(f"{text!r} is neither a layer nor a regular expression: {error}") from None
 

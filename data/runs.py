@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -72,6 +73,8 @@ class RankStatus:
     bytes: int = 0
 
 
+UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
+LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
 # A run on another machine whose status has not changed for so long has crashed: its process cannot be looked at.
 SILENCE = timedelta(hours=1)
@@ -92,8 +95,26 @@ class RunInfo:
 
 
 def resolve_root(given: str | os.PathLike | None = None) -> Path:
-    """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path."""
-    return Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT).expanduser().absolute()
+    """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
+    cannot be written down."""
+    named = Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT)
+    try:
+        root = named.expanduser().absolute()
+    except RuntimeError:
+        raise RunError(f"{named} is the home of nobody here: choose a directory with --tensor-save-dir") from None
+    if not is_unicode(str(root)):
+        shown = str(root).encode(errors="backslashreplace").decode()
+        raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
+    return root
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written as UTF-8: a file's name on Linux is bytes, and these may be any."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def now() -> str:
@@ -128,11 +149,12 @@ class RunWriter:
     def create(
         cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
     ) -> RunWriter:
-        """Make <root>/<run_id> with run.json and a first status, all at once. owner is the process whose life is the
-        run's, this one unless given. Raises RunError if the root cannot be written, and then leaves nothing there;
-        ReadOnly."""
+        """Make <root>/<run_id> with run.json and a first status, all at once. The id has the label, "-" in the place of
+        what is not plain in a file's name. owner is the process whose life is the run's, this one unless given. Raises
+        RunError if the root cannot be written, and then leaves nothing there; ReadOnly."""
         check_writable("recording a run")
-        run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{label}_{secrets.token_hex(3)}"
+        named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
+        run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
         aside = root / f".{run_id}.part"
         pid = owner or os.getpid()
         status = Status(RUNNING, pid, process_start(pid) or 0.0, host=socket.gethostname())

@@ -34,8 +34,8 @@ class Counted:
 
 
 def counted(x: Tensor) -> Counted | None:
-    """Counts a tensor's values by their codes; None of a float32 tensor."""
-    if x.dtype == torch.float32:
+    """Counts a tensor's values by their codes; None of a tensor that is neither bfloat16 nor float16."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
         return None
     used, counts = _distinct(x.detach().reshape(-1).contiguous().view(torch.int16))
     return Counted(x.dtype, torch.from_numpy(used.view(np.int16)).view(x.dtype).float().numpy(), counts)

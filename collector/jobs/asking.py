@@ -33,11 +33,14 @@ def asked(line: Sequence[str]) -> list[RunConfig]:
 
 
 def arguments_of(config: RunConfig) -> list[str]:
-    """`run` with the options that differ from their defaults: `asked` makes the same configuration of it."""
+    """`run` with the options that differ from their defaults: `asked` makes the same configuration of it, less a byte
+    budget for values that are not kept."""
     line = ["run", "--quantization", config.recipe]
     for field in fields(RunConfig):
         value = getattr(config, field.name)
         if field.name in _OTHERWISE or field.default is MISSING or value == field.default:
+            continue
+        if field.name == "max_bytes" and not (config.raw and config.save_tensors):
             continue
         text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
         line += _option(f"--{field.name.replace('_', '-')}", text)

@@ -30,6 +30,8 @@ WRONG = {
     "dataset": (*RUN, "--dataset", "wikipdia"),
     "dataset with escapes": (*RUN, "--dataset", "\x1b[31mred\n.jsonl"),
     "missing file": (*RUN, "--dataset", "/nowhere/x.jsonl"),
+    "dataset that is not Unicode": (*RUN, "--dataset", "/nowhere/\udcff.jsonl"),
+    "root that is not Unicode": (*RUN, "--tensor-save-dir", "/nowhere/\udcff"),
     "missing archive": (*RUN, "--dataset", "/nowhere/x.jsonl.gz"),
     "directory as dataset": (*RUN, "--dataset", "/tmp/.jsonl"),
     "recipe": (*RUN, "--quantization", "mxfp9"),
@@ -88,11 +90,28 @@ WRONG = {
     "two spellings of quick": ("quick", "mxfp8", "--quant-type", "mxfp4"),
     "quick by mode without recipe": ("--mode", "quick"),
     "recording on and off": (*RUN, "--save-tensors", "--no-save-tensors"),
+    "tensors of a run that records nothing": (*RUN, "--no-save-tensors", "--tensors", "query"),
+    "layers of a run that records nothing": (*RUN, "--no-save-tensors", "--capture-layers", "first"),
+    "bytes of a run that records nothing": (*RUN, "--no-save-tensors", "--max-bytes", "1M"),
+    "bytes of values that are not kept": (*RUN, "--no-raw", "--max-bytes", "1"),
+    "checkpoint of a name too long": (*RUN, "--load-hf", "x" * 300),
     "negative learning rate": (*RUN, "--learning-rate", "-0.1"),
     "learning rate that is no number": (*RUN, "--learning-rate", "nan"),
     "infinite learning rate": (*RUN, "--learning-rate", "inf"),
     "seed beyond 64 bits": (*RUN, "--seed", "9" * 30),
     "negative seed": (*RUN, "--seed", "-1"),
+    **{
+        f"more than a thousand million as {option}": (*RUN, f"--{option}", "9" * 20, "--dry-run")
+        for option in (
+            "control-iter",
+            "train-iters",
+            "warmup-iterations",
+            "micro-batches",
+            "vocab-size",
+            "dp",
+            "max-bytes",
+        )
+    },
     "sequence beyond the model": (*RUN, "--sequence-length", "131073"),
     **{
         f"{value} as {option}": (*RUN, f"--{option}", value)
@@ -147,6 +166,16 @@ def test_an_unwritable_root_is_exit_1(command, capsys, tmp_path, root):
     out, err = capsys.readouterr()
     assert one_line(err) and "cannot write to" in err and "--tensor-save-dir" in err
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("arguments", [RUN, ("compare",), ("import", "."), ("jobs",)], ids=" ".join)
+@pytest.mark.parametrize("root", ["a\udcff", "~nobody-of-that-name/runs"])
+def test_a_root_that_cannot_be_written_down_is_exit_1(command, capsys, tmp_path, monkeypatch, root, arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TENSOR_SAVE_DIR", root)
+    assert command(*arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and one_line(err) and "--tensor-save-dir" in err and list(tmp_path.iterdir()) == []
 
 
 def test_a_device_that_is_not_there_is_exit_2(command, capsys, tmp_path):
@@ -230,6 +259,12 @@ def test_dry_run_shows_what_is_skipped_and_recorded(command, capsys):
     assert line_of(out, "record").startswith(
         "query, input of core, qkv of layers 2-4,last, 2 of 2 micro-batches of iterations 0, 3, ..., 24; "
     )
+    assert line_of(out, "record").endswith("; values kept, 4.0 GiB at most")
+    for size, shown in (("1", "1 bytes"), ("1536", "1.5 KiB"), ("500M", "500.0 MiB"), ("3T", "3.0 TiB")):
+        assert command(*full, "--max-bytes", size) == 0
+        assert line_of(capsys.readouterr().out, "record").endswith(f"; values kept, {shown} at most")
+    assert command(*full, "--no-raw") == 0
+    assert line_of(capsys.readouterr().out, "record").endswith("; values not kept")
     assert command(*full, "--no-save-tensors") == 0
     assert line_of(capsys.readouterr().out, "record") == "nothing"
 
@@ -313,6 +348,42 @@ def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
     for run in runs:
         log = (run.directory / "log.txt").read_text().splitlines()
         assert all(line[9:] in lines for line in log) and len(log) >= 5
+
+
+def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
+    (tmp_path / "lög.jsonl").write_text('{"text": "' + "word " * 100 + '"}')
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--dataset")
+    environment = {"PYTHONIOENCODING": "ascii"}
+    runs = tmp_path / "räume"
+    done = run_collector(*RUN, *small, str(tmp_path / "lög.jsonl"), root=runs, env=environment)
+    assert (done.returncode, done.stderr) == (0, "") and r"l\xf6g.jsonl" in done.stdout
+    done = run_collector(*RUN, *small, str(tmp_path / "lüg.jsonl"), root=runs, env=environment)
+    assert done.returncode == 2 and r"l\xfcg.jsonl does not exist" in done.stderr and one_line(done.stderr)
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "bundle", "export", "x", "--output", "ü.zip", "--tensor-save-dir", str(runs)],
+        cwd=PROJECT, env=os.environ | environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.startswith("app: ") and done.stderr.count("\n") == 1
+
+
+SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
+
+
+@pytest.mark.parametrize("arguments", [("list",), (*RUN, "--dry-run"), ("jobs",), SMALL_RUN], ids=" ".join)
+def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "collector", *arguments],
+        cwd=PROJECT,
+        env=os.environ | {"TENSOR_SAVE_DIR": str(tmp_path)},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done"] * (arguments is SMALL_RUN)
 
 
 def test_a_terminal_gets_a_progress_bar(tmp_path):

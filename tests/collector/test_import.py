@@ -473,6 +473,8 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
     ("arguments", "said"),
     [
         (("nowhere",), "there is no directory"),
+        (("x" * 300,), "there is no directory"),
+        (("~nobody-of-that-name",), "there is no directory ~nobody-of-that-name"),
         (("file",), "is not a directory"),
         (("logs", "--workers", "0"), "--workers is 0"),
         (("logs", "--scores", "fp3"), "format 'fp3' is unknown"),
@@ -480,7 +482,7 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
         (("logs", "--workers", "x"), "invalid int"),
         (("runs",), "is the root of the runs"),
     ],
-    ids=["missing", "file", "workers", "scores", "none", "no number", "root"],
+    ids=["missing", "name too long", "nobody's home", "file", "workers", "scores", "none", "no number", "root"],
 )
 def test_wrong_input_is_exit_2(command, capsys, tmp_path, monkeypatch, logs, arguments, said):
     monkeypatch.chdir(tmp_path)

@@ -111,15 +111,20 @@ class TestAsking:
             "run",
             "quick mxfp8",
             "run --model deepseek2_lite --quantization linear_mxfp4 --router-quant bf16 --modules fc1,fc2 --tp 2",
-            "run --collect-micro-batches 0 --micro-batches 3 --no-raw --max-bytes 500M --scores= --seed 7",
+            "run --collect-micro-batches 0 --micro-batches 3 --max-bytes 500M --scores= --seed 7",
+            "run --no-raw",
+            "run --no-save-tensors",
             "run --capture-layers first,^layer2[.]core$ --skip-layers last --operand-quant qk.forward.key=mxfp4",
-            "run --tp 2 --sequence-parallel --dp 2 --ranks 0,3 --no-save-tensors --learning-rate 3e-05",
+            "run --tp 2 --sequence-parallel --dp 2 --ranks 0,3 --learning-rate 3e-05",
             "batch --training-config fast --warmup-iterations 2",
         ],
     )
     def test_arguments_are_the_configuration_again(self, line):
         runs = jobs.asked(line.split())
         assert [jobs.asked(jobs.arguments_of(config)) for config in runs] == [[config] for config in runs]
+
+    def test_a_budget_for_values_that_are_not_kept_is_left_out(self):
+        assert jobs.asked(jobs.arguments_of(RunConfig(raw=False, max_bytes=1))) == [RunConfig(raw=False)]
 
     def test_a_shown_command_asks_for_the_same_runs(self):
         runs = jobs.asked(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])

@@ -585,6 +585,23 @@ DAMAGE = {
     "an unknown rope": (
         lambda d: edit_config(d, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "'longrope' is none of"
     ),
+    "a rope of half the head": (lambda d: edit_config(d, partial_rotary_factor=0.5), "has partial_rotary_factor 0.5"),
+    "a rope of half the head since transformers 5": (
+        lambda d: edit_config(d, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor is 0.5, the models here have 1.0",
+    ),
+    "more layers than there can be": (
+        lambda d: edit_config(d, num_hidden_layers=3_000_000), "num_hidden_layers is 3000000, 1 to 1000 were expected"
+    ),
+    "no layers": (lambda d: edit_config(d, num_hidden_layers=0), "num_hidden_layers is 0, 1 to 1000 were expected"),
+    "quantized": (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), "is quantized"),
+    **{
+        f"weights in {dtype}": (
+            lambda d, dtype=dtype: edit_weights(d, **{"model.norm.weight": torch.ones(256).to(dtype)}),
+            f"model.norm.weight is {name}, F64, F32, F16, BF16 can be loaded",
+        )
+        for dtype, name in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"))
+    },
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
     "pickled weights": (to_pickle, "holds no weights: model.safetensors or .* was expected"),
     "a tensor is missing": (lambda d: edit_weights(d, drop="model.norm.weight"), "lacks the tensor model.norm.weight"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -297,6 +298,16 @@ def test_torchrun_with_another_number_of_ranks(tmp_path: Path):
     done = run_collector("run", "--tp", "2", root=tmp_path, env={"RANK": "0", "WORLD_SIZE": "3"})
     assert done.returncode == 2 and "is 2 ranks, torchrun started 3" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("rank", "size"), [("0", "x"), ("", "1"), ("1", "1")])
+def test_an_environment_that_torchrun_does_not_make(command, capsys, monkeypatch, tmp_path: Path, rank: str, size: str):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    assert command("run", "--backend", "torch") == 2
+    said = capsys.readouterr().err
+    assert re.match("collector: (the environment's WORLD_SIZE is 'x'|the environment's RANK is ''|RANK is 1)", said)
+    assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 
 def test_run_json_holds_the_ranks(runs: Path):

@@ -8,7 +8,7 @@ import pytest
 
 from collector.model import CoreAttention, GPTModel
 from collector.parallel import ParallelLinear
-from collector.selection import Selection, SelectionError, by_layer
+from collector.selection import Selection, SelectionError, Term, by_layer
 from collector.shapes import MODELS
 from collector.site import Site, sites
 
@@ -130,3 +130,7 @@ def test_what_the_model_does_not_have_is_refused(text, modules, message):
 def test_by_layer_says_it_in_few_lines(shape, text, lines):
     model = sites(shape)
     assert by_layer(model, Selection.parse(text).of(model), "bf16", "as below") == lines
+
+
+def test_a_pattern_that_python_warns_of_is_taken_in_silence(recwarn):
+    assert Term.parse("[[]qkv").pattern.search("[qkv") and not recwarn.list

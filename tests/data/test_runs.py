@@ -240,6 +240,24 @@ def test_what_is_no_run_is_passed_over_by_name(tmp_path):
     assert list_runs(tmp_path / "nowhere") == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("label", "named"),
+    [
+        ("meta-llama/Llama-3.2_1B", "meta-llama-Llama-3.2_1B"),
+        ("../../x", "-..-x"),
+        (".hidden", "hidden"),
+        ("größe 1\n\0", "gr--e-1--"),
+        ("", "run"),
+        ("x" * 999, "x" * 128),
+    ],
+)
+def test_a_label_is_part_of_a_plain_name(tmp_path, label, named):
+    writer = RunWriter.create(tmp_path / "runs", label, CONFIG)
+    assert [writer.directory] == list((tmp_path / "runs").iterdir()) and len(list(tmp_path.iterdir())) == 1
+    assert writer.run_id[15:].removeprefix("_").rpartition("_")[0] == named
+    assert list_runs(tmp_path / "runs")[0][0].run_id == writer.run_id
+
+
 def test_a_pid_that_is_no_number_is_nobody():
     assert process_start("a\0b") is None  # type: ignore[arg-type]
     assert process_start(2**22 + 1) is None
@@ -262,3 +280,7 @@ def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_pat
     monkeypatch.delenv("TENSOR_SAVE_DIR")
     assert resolve_root() == Path.cwd() / "data" / "runs"
     assert resolve_root("~/x") == Path.home() / "x"
+    with pytest.raises(RunError, match=r"a\\udcff is not valid Unicode"):
+        resolve_root(os.fsdecode(b"a\xff"))
+    with pytest.raises(RunError, match="~nobody-of-that-name is the home of nobody"):
+        resolve_root("~nobody-of-that-name")

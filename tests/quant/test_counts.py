@@ -70,3 +70,8 @@ def test_a_view_is_counted_as_it_stands(built):
     values, found = value_counts(x[::2, 3:77].T)
     want = value_counts(x[::2, 3:77].contiguous())
     assert np.array_equal(values, want[0]) and np.array_equal(found, want[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_without_a_16_bit_code_are_not_counted(dtype):
+    assert counts.counted(torch.ones(6, dtype=dtype)) is None
