@@ -145,7 +145,7 @@ def columns(groups: list[str]) -> int:
 
 def legend_height(groups: list[str]) -> int:
     """Pixels that a chart's legend needs, 0 for a single group: it has none."""
-    return 36 + 18 * math.ceil(len(groups) / columns(groups)) if len(groups) > 1 else 0
+    return 36 + 22 * math.ceil(len(groups) / columns(groups)) if len(groups) > 1 else 0
 
 
 def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | None:

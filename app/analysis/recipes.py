@@ -31,8 +31,9 @@ PARTS = ("linear", "QK", "PV", "router")
 
 
 def overview(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
-    """Every run, oldest first: run_id, recipe, label (unique), a column for each of PARTS ("bf16" where it runs as it
-    is), reference: the run_id of the newest bf16 run on the same data, or None; quantized."""
+    """Every run, oldest first: run_id, recipe, name (the recipe; the run's id where none is known: imports; what was
+    rounded where the recipe's name does not say it), label (the name, unique), a column for each of PARTS ("bf16" where
+    it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized."""
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started"]].copy()
     wide = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
@@ -41,7 +42,8 @@ def overview(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
     table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
     keys = [_key(config) for config in runs["config"]]
     table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
-    table["label"] = _labels(table)
+    table["name"] = [_name(row) for _, row in table.iterrows()]
+    table["label"] = run_labels(table)
     return table
 
 
@@ -57,16 +59,10 @@ def _reference(table: pd.DataFrame, keys: list[tuple], index: int) -> str | None
     return None
 
 
-def _labels(table: pd.DataFrame) -> list[str]:
-    """The recipe (the run's id where none is known: imports), or what was rounded, where the recipe's name does not say
-    it; told apart."""
-    names = []
-    for _, row in table.iterrows():
-        name = row["run_id"] if pd.isna(row["recipe"]) else row["recipe"]
-        if name == "bf16" and row["quantized"]:
-            name = " + ".join(f"{part}_{row[part]}" for part in PARTS if row[part] != "bf16")
-        names.append(name)
-    return run_labels(table.assign(name=names))
+def _name(run: pd.Series) -> str:
+    if run["recipe"] == "bf16" and run["quantized"]:
+        return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
+    return run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict]]) -> pd.DataFrame:

@@ -7,7 +7,8 @@ from typing import Any
 import pandas as pd
 
 from app import charts, style
-from app.analysis.labels import run_labels, thinned, thinned_note
+from app.analysis import recipes
+from app.analysis.labels import thinned, thinned_note
 from app.figure import Drawn, Figure
 from app.params import Param
 from app.roots import losses_of
@@ -23,12 +24,11 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     """All runs, whatever the filter."""
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
-    latest = runs.head(style.MAX_GROUPS).iloc[::-1]
-    labels = run_labels(latest.assign(name=latest["recipe"]))
+    latest = recipes.overview(runs.head(style.MAX_GROUPS), opened.parts())
     found = losses_of(opened, latest["run_id"].tolist())
     losses = [
         {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run_id, label in zip(latest["run_id"], labels, strict=True)
+        for run_id, label in zip(latest["run_id"], latest["label"], strict=True)
         for record in found[run_id]
     ]
     if not losses:

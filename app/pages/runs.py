@@ -8,6 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from app import show
+from app.analysis import recipes
 from app.figures import runs as figures
 from app.roots import bytes_text
 from app.state import catalog, explain_empty, explain_refused
@@ -34,7 +35,7 @@ def page() -> None:
         explain_empty(opened)
         return
     _totals(runs)
-    _table(runs)
+    _table(runs, recipes.overview(runs, opened.parts()))
     losses = figures.drawn(opened, Filter(), {}, [])
     for note in losses.problems:
         st.caption(note)
@@ -51,11 +52,13 @@ def _totals(runs: pd.DataFrame) -> None:
     )
 
 
-def _table(runs: pd.DataFrame) -> None:
+def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
+    names = named["name"].where(named["recipe"].notna())  # an import has no recipe
     source = runs["config"].map(_source).astype(object)
     seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
     table = runs.assign(
         state=runs["state"].map(STATES),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))),
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
@@ -75,7 +78,7 @@ def _table(runs: pd.DataFrame) -> None:
             "state": text("State", width=85),
             "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
             "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
-            "recipe": text("Recipe", width=125),
+            "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),
             "model": text("Model", width=105),
             "size": text("Size", width=55),
             "dataset": text("Dataset", width=95),

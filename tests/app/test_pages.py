@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import torch
 from streamlit.testing.v1 import AppTest
 
 from app import analysis
@@ -196,6 +197,7 @@ class FailingTensor:
 
     reshape = property(detach)
     shape = ()
+    dtype = torch.bfloat16
 
 
 @pytest.mark.parametrize("page", ["explore", "runs"])
