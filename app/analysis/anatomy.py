@@ -210,8 +210,8 @@ def block_values(found: Subject, block: int) -> pd.DataFrame:
 
 
 def codes(found: Subject) -> pd.DataFrame:
-    """Every code of the format: columns code, value, tier, count, share; in order of value, Inf and NaN last. Blocks
-    that NaN or Inf took have none. Of a 16-bit format only the codes that occur."""
+    """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
+    last. Blocks that NaN or Inf took have none. Of a 16-bit format only the codes that occur."""
     blocks = found.blocks
     element = blocks.plan.format.element
     used = blocks.valid & blocks.y.isfinite()
@@ -221,7 +221,8 @@ def codes(found: Subject) -> pd.DataFrame:
     if element.bits > 8:
         table = table[table["count"] > 0]
     table = table.assign(share=table["count"] / max(table["count"].sum(), 1))
-    return table.sort_values("value", kind="stable", ignore_index=True)
+    order = np.lexsort((~np.signbit(table["value"]), table["value"]))
+    return table.iloc[order].reset_index(drop=True)
 
 
 def tiers(table: pd.DataFrame) -> pd.DataFrame:
