@@ -8,7 +8,7 @@ of bins: the binade sketch's, an eighth of a binade wide, or a large float32 ten
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -81,14 +81,36 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
 
 
 def _fine(group: str, x: Tensor, moments: tuple[float, float] | None) -> Distribution:
-    bins, counts = upper_counts(x)
+    if moments is None:
+        summary = summarize(x)
+        moments = summary.mean, summary.std
+    return _of_upper(group, *upper_counts(x), moments)
+
+
+@dataclass
+class Pool:
+    """The values of several tensors together, in bins of 1/128 binade."""
+
+    group: str
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(1 << 16))
+
+    def add(self, x: Tensor, times: float = 1.0) -> None:
+        """times: how many values each of x stands for."""
+        bins, counts = upper_counts(x.float())
+        self.counts[bins] += counts * times
+
+    def distribution(self) -> Distribution:
+        """Mean and standard deviation are not known."""
+        bins = np.flatnonzero(self.counts)
+        return _of_upper(self.group, bins, np.rint(self.counts[bins]).astype(np.int64), (math.nan, math.nan))
+
+
+def _of_upper(group: str, bins: np.ndarray, counts: np.ndarray, moments: tuple[float, float]) -> Distribution:
+    """From the upper 16 bits of float32 values, and how often each occurs."""
     low, high = upper_edges(bins)
     keep = np.isfinite(low) & np.isfinite(high)
     low, high, counts = low[keep], high[keep], counts[keep]
     order = np.argsort(low + high, kind="stable")
-    if moments is None:
-        summary = summarize(x)
-        moments = summary.mean, summary.std
     return Distribution(group, low[order], high[order], counts[order], *moments, exact=False, bin_width=FINE_BIN)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import quant
-from app.analysis.distribution import Distribution, distribution_of
+from app.analysis.distribution import Distribution, Pool, distribution_of
 from app.analysis.formats import decibel
 from quant.blocks import look, sample
 from quant.formats import FORMATS
@@ -86,35 +86,37 @@ def try_formats(
     tensors: Iterable[tuple[Tensor, int]],
     trials: list[Trial],
     *,
-    distributions: bool = False,
+    together: bool = True,
     limit: int = LIMIT,
     done: Callable[[int], None] = lambda count: None,
 ) -> tuple[pd.DataFrame, list[Distribution]]:
-    """Round every (tensor, contracted axis) by every trial: (a row a trial, what the first tensor's values became).
+    """Round every (tensor, contracted axis) by every trial: (a row a trial, what the values became).
 
     Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
     codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
     with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, all of it is of
     the rotated values, which are what is coded; their SQNR is that of the values themselves.
 
-    The distributions are of the first tensor as captured and after each trial's round trip. done is told how
-    many roundings are through.
+    The distributions are of the values as captured and after each trial's round trip: of several tensors together, in
+    bins of 1/128 binade, else of the one tensor's own values. done is told how many roundings are through.
     """
     sums = [_Sum() for _ in trials]
-    shown: list[Distribution] = []
+    pools = [Pool(label) for label in ("as captured", *(one.label for one in trials))]
+    alone: list[Distribution] = []
     step = 0
-    for count, (x, dim) in enumerate(tensors):
+    for x, dim in tensors:
         part, every = sample(x, dim, limit)
-        along = dim if every == 1 else -1
-        if distributions and not count:
-            shown.append(distribution_of("as captured", part))
-        for one, total in zip(trials, sums, strict=True):
-            became = _add(part, along, one, total, x.numel() / max(part.numel(), 1))
-            if distributions and not count:
-                shown.append(distribution_of(one.label, became))
-            step += 1
+        along, share = dim if every == 1 else -1, x.numel() / max(part.numel(), 1)
+        for index, pool in enumerate(pools):
+            became = _add(part, along, trials[index - 1], sums[index - 1], share) if index else part
+            if together:
+                pool.add(became, share)
+            else:
+                alone.append(distribution_of(pool.group, became))
+            step += bool(index)
             done(step)
-    return pd.DataFrame([_row(one, total) for one, total in zip(trials, sums, strict=True)]), shown
+    table = pd.DataFrame([_row(one, total) for one, total in zip(trials, sums, strict=True)])
+    return table, [pool.distribution() for pool in pools] if together else alone
 
 
 def _add(x: Tensor, dim: int, one: Trial, total: _Sum, share: float) -> Tensor:

@@ -101,7 +101,7 @@ def _operands(look: Look, hadamard: int) -> tuple[list[str], str]:
 
 
 def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda count: None) -> Tried:
-    """(a row a trial, the distributions of a single tensor before and after); done is told how many are through."""
+    """(a row a trial, the distributions before and after); done is told how many are through."""
     rows = opened.rows_of(made.ids).set_index("tensor_id")
 
     def tensors() -> Iterator[tuple[Tensor, int]]:
@@ -112,8 +112,7 @@ def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda co
             except (CatalogError, TensorFileError):
                 continue
 
-    alone = len(made.ids) == 1
-    return whatif.try_formats(tensors(), made.trials, distributions=alone, limit=made.limit, done=done)
+    return whatif.try_formats(tensors(), made.trials, together=len(made.ids) > 1, limit=made.limit, done=done)
 
 
 def results(look: Look, made: Plan, tried: Tried) -> Drawn:
@@ -138,7 +137,8 @@ def results(look: Look, made: Plan, tried: Tried) -> Drawn:
     ]
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
-        chart = charts.log2_histogram(histogram, "as captured, and after each round trip", "values")
+        of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""
+        chart = charts.log2_histogram(histogram, f"as captured, and after each round trip{of}", "values")
         height = 360 + style.legend_height([d.group for d in shown])
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
         figures.append(Figure("trial_histogram", chart, histogram, words, height=height))

@@ -156,7 +156,7 @@ class TestWhatIf:
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
         one = whatif.trial(name, **options)
-        table, shown = whatif.try_formats([(gradient, -1)], [one], distributions=True)
+        table, shown = whatif.try_formats([(gradient, -1)], [one], together=False)
         x = gradient.double().numpy()
         y = quant.fake_quantize(gradient, name, **one.options).double().numpy()
         noise = ((y - x) ** 2).sum()
@@ -176,7 +176,7 @@ class TestWhatIf:
 
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
     def test_rotation(self, gradient, name):
-        table, shown = whatif.try_formats([(gradient, -1)], [whatif.trial(name, hadamard=32)], distributions=True)
+        table, shown = whatif.try_formats([(gradient, -1)], [whatif.trial(name, hadamard=32)], together=False)
         turned = quant.hadamard_rotate(gradient)
         y = quant.hadamard_rotate(quant.fake_quantize(turned, name)).double().numpy()
         x = gradient.double().numpy()
@@ -193,6 +193,22 @@ class TestWhatIf:
             signal, noise = signal + float(a.square().sum()), noise + float((b - a).square().sum())
         assert found["sqnr_db"] == pytest.approx(10 * math.log10(signal / noise), rel=1e-9)
         assert found["nbytes"] == sum(quant.quantize(x, "mxfp4").nbytes for x, _ in both)
+
+    @pytest.mark.parametrize("together", [True, False])
+    def test_distributions_are_of_all_values_before_and_after(self, gradient, probs, together):
+        tensors = [gradient, probs] if together else [gradient]
+        trials = [whatif.trial("mxfp4"), whatif.trial("nvfp4")]
+        _, shown = whatif.try_formats([(x, -1) for x in tensors], trials, together=together)
+        assert [d.group for d in shown] == ["as captured", "mxfp4", "nvfp4"]
+        for d, change in zip(shown, (None, "mxfp4", "nvfp4"), strict=True):
+            became = [x if change is None else quant.fake_quantize(x, change) for x in tensors]
+            values = np.sort(torch.cat([x.flatten() for x in became]).double().numpy())
+            bounds = np.repeat(d.low, d.count), np.repeat(d.high, d.count)
+            inner, outer = np.minimum(*np.abs(bounds)), np.maximum(*np.abs(bounds))
+            assert d.total == values.size and d.exact is not together
+            assert (np.sort(np.abs(values)) >= np.sort(inner)).all() and (
+                np.sort(np.abs(values)) <= np.sort(outer)
+            ).all()
 
     def test_options_that_do_not_apply_are_named(self):
         one = whatif.trial("hifp8", scale_rule="ceil", block_size=16, overflow="inf", rounding="nearest")
