@@ -17,6 +17,7 @@ from app.address import plain
 from app.figure import Figure
 from app.pins import Pin
 from app.session import Session, SessionError, View
+from app.state import catalog
 from data.access import ReadOnly, read_only
 from data.catalog import Catalog
 from data.runs import RunError, resolve_root
@@ -71,6 +72,19 @@ def change(**changes: object) -> None:
         put(replace(draft, session=replace(draft.session, **changes)))
 
 
+def runs_of(pin: Pin) -> tuple[str, ...] | None:
+    """The runs that a pin of the open session is drawn from: those it was saved with; None for a pin that is not saved
+    yet, which shows what is here."""
+    if (draft := current()) is None:
+        return None
+    saved = draft.on_disk or (draft.session if draft.session.runs else None)  # deleted since, its runs are known
+    return saved.run_ids if saved and _place(pin) in map(_place, saved.pins) else None
+
+
+def _place(pin: Pin) -> Pin:
+    return replace(pin, caption="")
+
+
 def pin(figure: Figure) -> None:
     """Pin a chart of the view that is shown; a session is begun if none is open."""
     view = shown_view()
@@ -90,8 +104,9 @@ def pin(figure: Figure) -> None:
 def save(catalog: Catalog, session: Session) -> bool:
     """Save and keep open what was saved; whether it went well. What others saved meanwhile stays in the history."""
     draft = current()
+    before = draft.on_disk if draft else None
     try:
-        saved, number = sessions.save(catalog.root, sessions.marked(catalog, session))
+        saved, number = sessions.save(catalog.root, sessions.marked(catalog, session, before))
     except (SessionError, ReadOnly, RunError) as error:
         st.session_state["notices"] = [str(error)]
         return False
@@ -103,6 +118,11 @@ def save(catalog: Catalog, session: Session) -> bool:
             f"This session was saved elsewhere since you opened it: yours is now version {number}, theirs are in its "
             "history."
         ]
+    if before and before.runs and (more := len(set(saved.run_ids) - set(before.run_ids))):
+        st.session_state["notices"].append(
+            f"The session speaks of {more} more run{'s' * (more != 1)} now: pins that name no run show "
+            f"{'them' if more != 1 else 'it'} too."
+        )
     return True
 
 
@@ -110,7 +130,11 @@ def open_version(version: sessions.Version) -> None:
     """Open a saved version, and say what it speaks of that is missing."""
     assert version.session
     put(Draft(version.session, version.number, version.session))
-    st.session_state["notices"] = sessions.missing_runs(resolve_root(), version.session)
+    found = sessions.missing_runs(resolve_root(), version.session)
+    if more := len(sessions.strangers(catalog(), version.session)):
+        run, is_ = ("run", "is") if more == 1 else ("runs", "are")
+        found.append(f"{more} {run} here {is_} not of this session: its page shows what is here, its pins do not.")
+    st.session_state["notices"] = found
 
 
 def show(view: View) -> NoReturn:

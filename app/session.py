@@ -116,6 +116,10 @@ class Session:
     runs: tuple[RunMark, ...] = ()
 
     @property
+    def run_ids(self) -> tuple[str, ...]:
+        return tuple(run.run_id for run in self.runs)
+
+    @property
     def said(self) -> tuple[object, ...]:
         """All that its keeper wrote and chose: what a save changes beyond the time."""
         return self.name, self.view, self.notes, self.pins
@@ -403,12 +407,34 @@ def _read(directory: Path, number: int) -> Version:
 # What it says
 
 
-def marked(catalog: Catalog, session: Session) -> Session:
-    """The session with the runs it speaks of as they are now. Those it spoke of that are not here stay as they were."""
-    ids = runs_of(catalog, (Pin(session.view.page, session.view.params), *session.pins))
+def marked(catalog: Catalog, session: Session, before: Session | None = None) -> Session:
+    """The session with the runs it speaks of as they are now. Those it spoke of that are not here stay as they were.
+
+    before: the session as it was saved last. What it said already, its view and pins, goes on speaking of its runs
+    alone; what is new speaks of any that are here.
+    """
+    said, new = _views(session), []
+    among = before.run_ids if before else ()
+    if among and before:
+        former = [replace(pin, caption="") for pin in _views(before)]
+        new = [pin for pin in said if replace(pin, caption="") not in former]
+        said = [pin for pin in said if pin not in new]
+    found = {*runs_of(catalog, said, among), *(runs_of(catalog, new) if new else ())}
+    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in found]
     absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
     marks = [RunMark(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
     return replace(session, runs=(*marks, *absent))
+
+
+def _views(session: Session) -> list[Pin]:
+    return [Pin(session.view.page, session.view.params), *session.pins]
+
+
+def strangers(catalog: Catalog, session: Session) -> list[str]:
+    """The runs that the session's view shows here, beyond those that it was saved with: they came later, or are of
+    another root."""
+    shown = runs_of(catalog, _views(session)[:1]) if session.runs else []
+    return [run for run in shown if run not in session.run_ids]
 
 
 def missing_runs(root: Path, session: Session) -> list[str]:

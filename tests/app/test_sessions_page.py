@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +79,30 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     beside = visit(root, "explore", session=one.id, quant_type="mxfp8")  # the address's own view stays
     assert beside.title[0].value == "Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
     assert "A finding" in words(beside)
+
+
+def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: Path, tmp_path: Path):
+    late = next(run for run in roots.runs_of(root) if "mxfp4" in run.name)
+    late.rename(tmp_path / late.name)
+    with Catalog.open(root) as catalog:
+        view = View("explore")
+        wanted = session.new("All of it", view, pins=(Pin("explore", {}, "histogram"),))
+        one, _ = session.save(root, session.marked(catalog, wanted))
+        seen = draw(catalog, one.pins[0]).figures[0]
+    (tmp_path / late.name).rename(late)
+    at = visit(root, "overview", session=one.id)
+    assert at.title[0].value == "Explore" and "1 run here is not of this session" in words(at)
+    at = press(visit(root, "sessions"), "Read")
+    spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
+    assert spec["title"]["subtitle"] == seen.chart.title.subtitle
+    at.text_area[0].set_value("a word")
+    press(rerun(at), "Save")
+    now = session.load(root, one.id).session
+    assert now and now.notes == "a word" and now.run_ids == one.run_ids  # a note brings no run in
+    with Catalog.open(root) as catalog:
+        written = bundles.export(catalog, now, tmp_path / "b.zip")
+        assert len(session.marked(catalog, wanted).runs) == 4
+    assert written.runs == 3
 
 
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
