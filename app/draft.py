@@ -138,8 +138,12 @@ def open_version(version: sessions.Version) -> None:
 
 
 def show(view: View) -> NoReturn:
-    """Go to a view."""
+    """Go to a view; where its page is not served, to the open session, and say so."""
     state = st.session_state
+    if view.page not in state["pages"]:
+        word = f"The session's page, {view.page.upper()}, is not served read-only: its notes and pins are here."
+        state["notices"] = [*(one for one in state.get("notices", []) if one != word), word]
+        view = View("sessions", {"part": ["open"]})
     state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
     for name in ("left", "filter"):
         state.pop(name, None)

@@ -171,6 +171,18 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     assert session.load(root, one.id).number == 1
 
 
+def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
+    view, pin = View("sql", {"q": ["SELECT 1"]}), Pin("worst", VIEW.params, "depth")
+    one, _ = session.save(root, session.new("By SQL", view, pins=(pin,)))
+    assert visit(root, "overview", session=one.id).title[0].value == "SQL"
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    at = visit(root, "overview", session=one.id)
+    assert at.title[0].value == "Sessions" and charts(at) == 1
+    assert "SQL, is not served read-only" in words(at)
+    at = press(at, "Its view")
+    assert at.title[0].value == "Sessions" and words(at).count("SQL, is not served read-only") == 1
+
+
 def test_a_damaged_session_is_named(visit: Visit, root: Path):
     one = saved(root)
     (session.folder(root) / one.id / "0001.json").write_bytes(b"{")
