@@ -145,7 +145,7 @@ class Difference:
 
 def new(name: str, view: View, **more: Any) -> Session:
     """A session that is not saved yet, with an id of its own that begins like the name."""
-    words = "-".join(re.findall(r"[a-z0-9]+", name.lower()))[:32].strip("-")
+    words = "-".join(re.findall(r"[a-z0-9]+", name.lower())[:8])[:32].strip("-")
     time = now()
     return Session(f"{words}-{secrets.token_hex(3)}".lstrip("-"), name, time, time, view, **more)
 

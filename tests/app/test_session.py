@@ -181,6 +181,19 @@ def test_the_pages_are_those_that_can_be_drawn():
     assert set(session.PAGES) == {*PAGES, "sql"}
 
 
+@settings(max_examples=500, deadline=None)
+@given(some.text(letters, min_size=1, max_size=120) | some.from_regex(r"([a-z0-9]{1,3}[ ?-]){1,30}", fullmatch=True))
+def test_a_session_of_any_name_can_be_saved(name: str):
+    name = f"{name[:119]}!"  # a name that is nothing but spaces is refused
+    for one in (session.new(name, VIEW), session.copied(session.new("a", VIEW), name)):
+        assert session.parse(session.to_json(one).encode()) == one
+        assert len(one.id) <= 39 and re.fullmatch(r"([a-z0-9]+-){0,8}[0-9a-f]{6}", one.id)
+
+
+def test_the_id_is_of_the_first_words():
+    assert session.new("Is QK or PV at L1 the 1 to go?", VIEW).id.startswith("is-qk-or-pv-at-l1-the-1-")
+
+
 def test_each_save_keeps_the_former(tmp_path: Path):
     first, number = session.save(tmp_path, session.new("mxfp4 breaks fc2!", VIEW))
     assert number == 1 and re.fullmatch(r"mxfp4-breaks-fc2-[0-9a-f]{6}", first.id)
