@@ -85,6 +85,11 @@ def _place(pin: Pin) -> Pin:
     return replace(pin, caption="")
 
 
+def tell(text: str, icon: str) -> None:
+    """A word in passing. It may hold someone's text, which stays text."""
+    st.toast(plain(text), icon=icon)
+
+
 def pin(figure: Figure) -> None:
     """Pin a chart of the view that is shown; a session is begun if none is open."""
     view = shown_view()
@@ -93,12 +98,12 @@ def pin(figure: Figure) -> None:
     draft = current() or Draft(sessions.new("Untitled", view))
     added = Pin(view.page, view.params, figure.name, figure.title)
     if len(draft.session.pins) >= sessions.MOST_PINS:
-        st.toast(f"A session holds {sessions.MOST_PINS} pins at most.", icon=":material/error:")
+        tell(f"A session holds {sessions.MOST_PINS} pins at most.", ":material/error:")
     elif added in draft.session.pins:
-        st.toast("This chart is pinned already.", icon=":material/push_pin:")
+        tell("This chart is pinned already.", ":material/push_pin:")
     else:
         put(replace(draft, session=replace(draft.session, pins=(*draft.session.pins, added))))
-        st.toast(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", icon=":material/push_pin:")
+        tell(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", ":material/push_pin:")
 
 
 def save(catalog: Catalog, session: Session) -> bool:
@@ -112,7 +117,7 @@ def save(catalog: Catalog, session: Session) -> bool:
         return False
     put(Draft(saved, number, saved))
     st.session_state["notices"] = []
-    st.toast(f"Saved “{saved.name}”, version {number}", icon=":material/save:")
+    tell(f"Saved “{saved.name}”, version {number}", ":material/save:")
     if draft and draft.session.id == saved.id and number > draft.number + 1:
         st.session_state["notices"] = [
             f"This session was saved elsewhere since you opened it: yours is now version {number}, theirs are in its "

@@ -189,7 +189,7 @@ def _delete(opened: Catalog, one: Session) -> None:
         return
     if (now := draft.current()) and now.session.id == one.id:
         draft.put(Draft(now.session))  # what is open stays open, unsaved
-    st.toast(f"Deleted “{one.name}”", icon=":material/delete:")
+    draft.tell(f"Deleted “{one.name}”", ":material/delete:")
 
 
 # The open session

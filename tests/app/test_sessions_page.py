@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from app import bundles, session
 from app.__main__ import main
@@ -181,6 +182,23 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
     assert "SQL, is not served read-only" in words(at)
     at = press(at, "Its view")
     assert at.title[0].value == "Sessions" and words(at).count("SQL, is not served read-only") == 1
+
+
+def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
+    one = saved(root, "![p](http://203.0.113.7/n.png) <b>*x*</b> [a](b)")
+    at = press(visit(root, "sessions"), "Read")
+    at.text_area[0].set_value("changed")
+    at = press(rerun(at), "Save")
+    told = [toast.value for toast in at.toast]
+    at = turn_to(at, "saved")
+    at.checkbox(key=f"sure_{one.id}").check()
+    at = rerun(at)
+    at.button(key=f"delete_{one.id}").click()
+    told += [toast.value for toast in rerun(at).toast]
+    assert [word.split()[0] for word in told] == ["Saved", "Deleted"]
+    for word in told:
+        kinds = {token.type for token in MarkdownIt("commonmark").parseInline(word)[0].children or []}
+        assert kinds == {"text"} and one.name in MarkdownIt("commonmark").parseInline(word)[0].children[0].content
 
 
 def test_a_damaged_session_is_named(visit: Visit, root: Path):
