@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.exceptions import ValidationError
 
 from app.params import TITLES
 from app.pins import Pin, runs_of
@@ -36,6 +36,7 @@ LONGEST_FILE = 2_000_000  # bytes
 LONGEST_NOTES = 50_000  # characters
 MOST_PINS = 200
 MOST_VERSIONS = 9999
+MOST_VALUES = 50_000  # texts, lists and objects in a file
 REFUSED = "This is no session that can be opened"
 PAGES = ("overview", "explore", "worst", "tensor", "recipes", "runs", "sql")
 ID = r"^[a-z0-9]{1,40}(-[a-z0-9]{1,40}){0,9}\Z"
@@ -58,7 +59,7 @@ def _object(**properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list(of: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": of, "maxItems": most}
+    return {"type": "array", "maxItems": most, "items": of}  # checked in this order
 
 
 _PARAMS = {
@@ -207,8 +208,10 @@ def parse(content: bytes) -> Session:
         _refuse(
             f"its version is {str(version)[:20]}, and this Binade reads version {VERSION}: use the Binade that wrote it"
         )
+    if _values(given) > MOST_VALUES:
+        _refuse(f"it holds more than {MOST_VALUES:,} values")
     try:
-        problem = best_match(_VALIDATOR.iter_errors(given))
+        problem = next(_VALIDATOR.iter_errors(given), None)  # the first: there may be as many as values
     except RecursionError:
         _refuse("it is nested too deeply")
     if problem is not None:
@@ -224,6 +227,17 @@ def parse(content: bytes) -> Session:
         tuple(Pin(**pin) for pin in given["pins"]),
         tuple(RunMark(**run) for run in given["runs"]),
     )
+
+
+def _values(given: Any) -> int:
+    """How many values a document holds, as far as MOST_VALUES."""
+    count, left = 0, [given]
+    while left and count <= MOST_VALUES:
+        count += 1
+        inner = left.pop()
+        if isinstance(inner, dict | list):
+            left += inner.values() if isinstance(inner, dict) else inner
+    return count
 
 
 def _refuse(reason: str) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,31 @@ def test_hostile_files(raw: bytes, words: str):
 )
 def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
     assert words in refusal(content(**changes))
+
+
+def _view(params: dict[str, Any]) -> dict[str, Any]:
+    return {"view": {"page": "explore", "params": params}}
+
+
+LARGE = {
+    "pins": {"pins": [{}] * 450_000},
+    "marks": {"runs": [{}] * 450_000},
+    "texts": _view({"a": [1] * 600_000}),
+    "names": _view({f"A{index}": [] for index in range(120_000)}),
+    "every": {
+        "pins": [{"page": "explore", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
+    },
+    "within": {"pins": [{"page": "x", "params": {name: [1] * 240 for name in "a"}, "chart": "", "caption": ""}] * 199},
+}
+
+
+@pytest.mark.parametrize("changes", LARGE.values(), ids=LARGE)
+def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
+    raw = json.dumps(content(**changes)).encode()
+    assert len(raw) < session.LONGEST_FILE
+    start = time.process_time()
+    refusal(raw)
+    assert time.process_time() - start < 2  # finding all that is wrong takes up to 12 s
 
 
 def test_the_pages_are_those_that_can_be_drawn():
