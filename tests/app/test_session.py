@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from markdown_it import MarkdownIt
 
 from app import notes, session
 from app.params import TITLES
@@ -305,11 +306,34 @@ def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     assert ["is not here" in problem for problem in session.missing_runs(tmp_path, one)] == [True]
 
 
+HALF = 25_000
+DEEP = {
+    "quotes": ">" * 2 * HALF,
+    "lists": "1. " * (2 * HALF // 3),
+    "stars": f"{'*' * (HALF - 1)}x{'*' * (HALF - 1)}",
+    "emphasis": "*a _b " * 4000 + "c_ d* " * 4000,
+    "colours": ":red[" * 8000 + "x" + "]" * 8000,
+    "formula": f"${'{' * (HALF - 1)}{'}' * (HALF - 1)}$",
+    "lines": "\n".join("  " * depth + "- a" for depth in range(200)),
+    "late": "fine\n\n" + "> " * 3000 + "![p](http://elsewhere/x.png)",
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_notes_nested_too_deeply_are_plain(text: str):
+    *_, block = shown = MarkdownIt("commonmark").parse(notes.safe(text))
+    assert [token.type for token in shown] == ["paragraph_open", "inline", "paragraph_close", "code_block"]
+    assert block.content == f"{text}\n"
+
+
+def test_notes_within_reason_are_left_alone():
+    text = "# A\n\n" + "\n".join("  " * depth + "- *a* **b _c_** [d](e(f))" for depth in range(8)) + "\n> > > quoted"
+    assert notes.safe(text) == text
+
+
 @settings(max_examples=500, deadline=None)
 @given(some.text("![]()a \\\n`<>", max_size=40))
 def test_notes_hold_no_picture(text: str):
-    from markdown_it import MarkdownIt
-
     def kinds(tokens: list) -> set[str]:
         return {token.type for token in tokens} | {kind for token in tokens for kind in kinds(token.children or [])}
 

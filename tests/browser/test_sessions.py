@@ -144,6 +144,16 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
     assert not [url for url in page.requests if "203.0.113.7" in url]
 
 
+def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
+    one, _ = sessions.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
+    page = visit(f"/?session={one.id}", base=served)
+    turn_to(page, "Sessions")
+    press(page, "Open session")
+    page.get_by_text("nested too deeply").first.wait_for()
+    settle(page)
+    assert "RangeError" not in page.locator("[data-testid=stApp]").inner_text() and not page.complaints
+
+
 def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: str, own_root: Path, tmp_path: Path):
     page = visit("/sessions", base=served)
     press(page, "Import")
