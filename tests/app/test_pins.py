@@ -23,7 +23,7 @@ from app.pins import Pin
 from data.catalog import Catalog
 from data.filter import FIELDS
 from tests.app import roots
-from tests.app.test_pages import first
+from tests.app.test_pages import first, words
 
 Visit = Callable[..., AppTest]
 VIEWS_OF = {
@@ -172,6 +172,20 @@ def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collect
         drawn = pins.draw(catalog, Pin(page, params))
         assert not drawn.figures and drawn.problems, (page, params)
     assert pins.draw(catalog, Pin("explore", {"layer_index": ["1", "77"]}, "histogram")).figures
+
+
+@pytest.mark.parametrize(
+    ("view", "asked", "name"), [("attention", "head", "head_map"), ("blocks", "block", "block_values")]
+)
+def test_a_head_or_a_block_beyond_the_last(
+    visit: Visit, catalog: Catalog, collected: Path, view: str, asked: str, name: str
+):
+    params = {"tensor": first(collected, tensor_name=["query"]), "view": view}
+    assert pins.draw(catalog, Pin("tensor", lists(params | {asked: "1"}), name)).figures
+    drawn = pins.draw(catalog, Pin("tensor", lists(params | {asked: "999999"}), name))
+    assert not drawn.figures and drawn.problems[0].startswith(f"There is no {asked} 9")
+    at = visit(collected, "tensor", **params, **{asked: "999999"})
+    assert f"There is no {asked} 9" in words(at)
 
 
 def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):
