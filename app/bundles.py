@@ -32,11 +32,11 @@ def export(
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Written:
     """Write a session and the runs it speaks of. values: whose go along, a key of VALUES. The session in the bundle
-    speaks of the runs as they are now; runs that are not here are left out. Raises BundleError, SessionError."""
-    now = sessions.marked(catalog, session)
+    speaks of its runs as they are now; runs that are not here are left out. Raises BundleError, SessionError."""
+    now = sessions.marked(catalog, session, before=session)
     here = [run.run_id for run in now.runs if (catalog.root / run.run_id).is_dir()]
     pins = (Pin(session.view.page, session.view.params), *session.pins)
-    chosen = {"charts": lambda: tensors_of(catalog, pins), "all": lambda: None, "none": list}[values]()
+    chosen = {"charts": lambda: tensors_of(catalog, pins, now.run_ids), "all": lambda: None, "none": list}[values]()
     return bundle.write(catalog.root, target, here, chosen, {SESSION: sessions.to_json(now).encode()}, done)
 
 

@@ -17,6 +17,7 @@ from app.address import plain
 from app.figure import Figure
 from app.pins import Pin
 from app.session import Session, SessionError, View
+from app.state import catalog
 from data.access import ReadOnly, read_only
 from data.catalog import Catalog
 from data.runs import RunError, resolve_root
@@ -71,6 +72,24 @@ def change(**changes: object) -> None:
         put(replace(draft, session=replace(draft.session, **changes)))
 
 
+def runs_of(pin: Pin) -> tuple[str, ...] | None:
+    """The runs that a pin of the open session is drawn from: those it was saved with; None for a pin that is not saved
+    yet, which shows what is here."""
+    if (draft := current()) is None:
+        return None
+    saved = draft.on_disk or (draft.session if draft.session.runs else None)  # deleted since, its runs are known
+    return saved.run_ids if saved and _place(pin) in map(_place, saved.pins) else None
+
+
+def _place(pin: Pin) -> Pin:
+    return replace(pin, caption="")
+
+
+def tell(text: str, icon: str) -> None:
+    """A word in passing. It may hold someone's text, which stays text."""
+    st.toast(plain(text), icon=icon)
+
+
 def pin(figure: Figure) -> None:
     """Pin a chart of the view that is shown; a session is begun if none is open."""
     view = shown_view()
@@ -79,30 +98,36 @@ def pin(figure: Figure) -> None:
     draft = current() or Draft(sessions.new("Untitled", view))
     added = Pin(view.page, view.params, figure.name, figure.title)
     if len(draft.session.pins) >= sessions.MOST_PINS:
-        st.toast(f"A session holds {sessions.MOST_PINS} pins at most.", icon=":material/error:")
+        tell(f"A session holds {sessions.MOST_PINS} pins at most.", ":material/error:")
     elif added in draft.session.pins:
-        st.toast("This chart is pinned already.", icon=":material/push_pin:")
+        tell("This chart is pinned already.", ":material/push_pin:")
     else:
         put(replace(draft, session=replace(draft.session, pins=(*draft.session.pins, added))))
-        st.toast(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", icon=":material/push_pin:")
+        tell(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", ":material/push_pin:")
 
 
 def save(catalog: Catalog, session: Session) -> bool:
     """Save and keep open what was saved; whether it went well. What others saved meanwhile stays in the history."""
     draft = current()
+    before = draft.on_disk if draft else None
     try:
-        saved, number = sessions.save(catalog.root, sessions.marked(catalog, session))
+        saved, number = sessions.save(catalog.root, sessions.marked(catalog, session, before))
     except (SessionError, ReadOnly, RunError) as error:
         st.session_state["notices"] = [str(error)]
         return False
     put(Draft(saved, number, saved))
     st.session_state["notices"] = []
-    st.toast(f"Saved “{saved.name}”, version {number}", icon=":material/save:")
+    tell(f"Saved “{saved.name}”, version {number}", ":material/save:")
     if draft and draft.session.id == saved.id and number > draft.number + 1:
         st.session_state["notices"] = [
             f"This session was saved elsewhere since you opened it: yours is now version {number}, theirs are in its "
             "history."
         ]
+    if before and before.runs and (more := len(set(saved.run_ids) - set(before.run_ids))):
+        st.session_state["notices"].append(
+            f"The session speaks of {more} more run{'s' * (more != 1)} now: pins that name no run show "
+            f"{'them' if more != 1 else 'it'} too."
+        )
     return True
 
 
@@ -110,12 +135,20 @@ def open_version(version: sessions.Version) -> None:
     """Open a saved version, and say what it speaks of that is missing."""
     assert version.session
     put(Draft(version.session, version.number, version.session))
-    st.session_state["notices"] = sessions.missing_runs(resolve_root(), version.session)
+    found = sessions.missing_runs(resolve_root(), version.session)
+    if more := len(sessions.strangers(catalog(), version.session)):
+        run, is_ = ("run", "is") if more == 1 else ("runs", "are")
+        found.append(f"{more} {run} here {is_} not of this session: its page shows what is here, its pins do not.")
+    st.session_state["notices"] = found
 
 
 def show(view: View) -> NoReturn:
-    """Go to a view."""
+    """Go to a view; where its page is not served, to the open session, and say so."""
     state = st.session_state
+    if view.page not in state["pages"]:
+        word = f"The session's page, {view.page.upper()}, is not served read-only: its notes and pins are here."
+        state["notices"] = [*(one for one in state.get("notices", []) if one != word), word]
+        view = View("sessions", {"part": ["open"]})
     state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
     for name in ("left", "filter"):
         state.pop(name, None)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import ValidationError, best_match
+from jsonschema.exceptions import ValidationError
 
 from app.params import TITLES
 from app.pins import Pin, runs_of
@@ -36,6 +36,7 @@ LONGEST_FILE = 2_000_000  # bytes
 LONGEST_NOTES = 50_000  # characters
 MOST_PINS = 200
 MOST_VERSIONS = 9999
+MOST_VALUES = 50_000  # texts, lists and objects in a file
 REFUSED = "This is no session that can be opened"
 PAGES = ("overview", "explore", "worst", "tensor", "recipes", "runs", "sql")
 ID = r"^[a-z0-9]{1,40}(-[a-z0-9]{1,40}){0,9}\Z"
@@ -58,7 +59,7 @@ def _object(**properties: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list(of: dict[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": of, "maxItems": most}
+    return {"type": "array", "maxItems": most, "items": of}  # checked in this order
 
 
 _PARAMS = {
@@ -116,6 +117,10 @@ class Session:
     runs: tuple[RunMark, ...] = ()
 
     @property
+    def run_ids(self) -> tuple[str, ...]:
+        return tuple(run.run_id for run in self.runs)
+
+    @property
     def said(self) -> tuple[object, ...]:
         """All that its keeper wrote and chose: what a save changes beyond the time."""
         return self.name, self.view, self.notes, self.pins
@@ -141,7 +146,7 @@ class Difference:
 
 def new(name: str, view: View, **more: Any) -> Session:
     """A session that is not saved yet, with an id of its own that begins like the name."""
-    words = "-".join(re.findall(r"[a-z0-9]+", name.lower()))[:32].strip("-")
+    words = "-".join(re.findall(r"[a-z0-9]+", name.lower())[:8])[:32].strip("-")
     time = now()
     return Session(f"{words}-{secrets.token_hex(3)}".lstrip("-"), name, time, time, view, **more)
 
@@ -203,8 +208,10 @@ def parse(content: bytes) -> Session:
         _refuse(
             f"its version is {str(version)[:20]}, and this Binade reads version {VERSION}: use the Binade that wrote it"
         )
+    if _values(given) > MOST_VALUES:
+        _refuse(f"it holds more than {MOST_VALUES:,} values")
     try:
-        problem = best_match(_VALIDATOR.iter_errors(given))
+        problem = next(_VALIDATOR.iter_errors(given), None)  # the first: there may be as many as values
     except RecursionError:
         _refuse("it is nested too deeply")
     if problem is not None:
@@ -220,6 +227,17 @@ def parse(content: bytes) -> Session:
         tuple(Pin(**pin) for pin in given["pins"]),
         tuple(RunMark(**run) for run in given["runs"]),
     )
+
+
+def _values(given: Any) -> int:
+    """How many values a document holds, as far as MOST_VALUES."""
+    count, left = 0, [given]
+    while left and count <= MOST_VALUES:
+        count += 1
+        inner = left.pop()
+        if isinstance(inner, dict | list):
+            left += inner.values() if isinstance(inner, dict) else inner
+    return count
 
 
 def _refuse(reason: str) -> NoReturn:
@@ -403,12 +421,34 @@ def _read(directory: Path, number: int) -> Version:
 # What it says
 
 
-def marked(catalog: Catalog, session: Session) -> Session:
-    """The session with the runs it speaks of as they are now. Those it spoke of that are not here stay as they were."""
-    ids = runs_of(catalog, (Pin(session.view.page, session.view.params), *session.pins))
+def marked(catalog: Catalog, session: Session, before: Session | None = None) -> Session:
+    """The session with the runs it speaks of as they are now. Those it spoke of that are not here stay as they were.
+
+    before: the session as it was saved last. What it said already, its view and pins, goes on speaking of its runs
+    alone; what is new speaks of any that are here.
+    """
+    said, new = _views(session), []
+    among = before.run_ids if before else ()
+    if among and before:
+        former = [replace(pin, caption="") for pin in _views(before)]
+        new = [pin for pin in said if replace(pin, caption="") not in former]
+        said = [pin for pin in said if pin not in new]
+    found = {*runs_of(catalog, said, among), *(runs_of(catalog, new) if new else ())}
+    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in found]
     absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
     marks = [RunMark(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
     return replace(session, runs=(*marks, *absent))
+
+
+def _views(session: Session) -> list[Pin]:
+    return [Pin(session.view.page, session.view.params), *session.pins]
+
+
+def strangers(catalog: Catalog, session: Session) -> list[str]:
+    """The runs that the session's view shows here, beyond those that it was saved with: they came later, or are of
+    another root."""
+    shown = runs_of(catalog, _views(session)[:1]) if session.runs else []
+    return [run for run in shown if run not in session.run_ids]
 
 
 def missing_runs(root: Path, session: Session) -> list[str]:

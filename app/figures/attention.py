@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +51,10 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     if maps is None:
         return Drawn(problems=(NOTHING,))
     by_head = heads(look, maps)
+    if problems := beyond(maps.shape, values):
+        return Drawn(by_head.figures, by_head.verdict, problems)
     name = values["map"] if values["map"] in maps.heads else next(iter(maps.heads))
-    one = head_map(maps, name, within(values["head"], maps.shape[1]), within(values["sequence"], maps.shape[0]))
+    one = head_map(maps, name, values["head"], values["sequence"])
     return Drawn((*by_head.figures, one), by_head.verdict)
 
 
@@ -85,6 +88,16 @@ def _sibling(look: Look, name: str) -> pd.Series | None:
     # One import may hold logs in several formats.
     alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
     return None if rows.empty else rows.loc[alike.idxmax()]
+
+
+def beyond(shape: tuple[int, ...], asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """A sentence for a head or a sequence that is asked for and beyond the maps' shape."""
+    counts = {"head": shape[1], "sequence": shape[0]}
+    return tuple(
+        f"There is no {name} {asked[name]:,}: the last is {count:,}."
+        for name, count in counts.items()
+        if (asked.get(name) or 1) > count
+    )
 
 
 def within(value: int | None, count: int) -> int:

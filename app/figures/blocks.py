@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -42,6 +42,8 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     if found is None:
         return Drawn(problems=(problem,))
     whole = overall(look, found, values["block_metric"])
+    if problem := beyond(found, values["block"]):
+        return replace(whole, problems=(*whole.problems, problem), tables={"worst blocks": found.worst})
     figures = (*whole.figures, block(look, found, values["block"])[0])
     return Drawn(figures, whole.verdict, whole.problems, {"worst blocks": found.worst})
 
@@ -92,9 +94,15 @@ def _verdict(look: Look, table: pd.DataFrame, size: int) -> str:
     )
 
 
+def beyond(found: Blocks, asked: int | None) -> str:
+    """What to say of a block that is asked for and beyond the last; "" of any other."""
+    last = len(found.table) - 1
+    return f"There is no block {asked:,}: the last is {last:,}." if asked is not None and asked > last else ""
+
+
 def block(look: Look, found: Blocks, asked: int | None) -> tuple[Figure, int]:
-    """(the values of one block, its number): the one asked for, else the worst."""
-    number = int(found.worst.iloc[0]["block"]) if asked is None or asked >= len(found.table) else int(asked)
+    """(the values of one block, its number): the one asked for, with None the worst."""
+    number = int(found.worst.iloc[0]["block"]) if asked is None else asked
     values = anatomy.block_values(found.subject, number)
     row = found.table.iloc[number]
     line, place = divmod(number, found.per_line)

@@ -63,6 +63,8 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     if not opened.totals(where).tensors:
         return Drawn(problems=(f"No tensor matches: {where.sentence()}.",))
     tensor_id = in_filter(opened, where, values["tensor"], values["format"])
+    if values["tensor"] not in (None, tensor_id):
+        return Drawn(problems=(f"The tensor {values['tensor']} is not among: {where.sentence()}.",))
     rows = listed(opened, where, tensor_id)
     try:
         x = opened.load(tensor_id)

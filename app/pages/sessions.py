@@ -189,7 +189,7 @@ def _delete(opened: Catalog, one: Session) -> None:
         return
     if (now := draft.current()) and now.session.id == one.id:
         draft.put(Draft(now.session))  # what is open stays open, unsaved
-    st.toast(f"Deleted “{one.name}”", icon=":material/delete:")
+    draft.tell(f"Deleted “{one.name}”", ":material/delete:")
 
 
 # The open session
@@ -276,7 +276,7 @@ def _pin(opened: Catalog, index: int, pin: Pin, of: int, key: str) -> None:
             assert now
             draft.change(pins=(*now.session.pins[:index], *now.session.pins[index + 1 :]))
             st.rerun()
-        drawn = _drawn(opened, pin)
+        drawn = _drawn(opened, pin, draft.runs_of(pin))
         for problem in drawn.problems:
             st.caption(plain(problem))
         for figure in drawn.figures:
@@ -304,17 +304,17 @@ def _memory() -> dict[tuple, Drawn]:
     return {}
 
 
-def _drawn(opened: Catalog, pin: Pin) -> Drawn:
-    runs = opened.runs()
-    state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))
+def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
+    here = opened.runs()
+    state = tuple(zip(here["run_id"], here["tensors"], here["state"], here["iteration"], strict=True))
     params = tuple((name, tuple(texts)) for name, texts in sorted(pin.params.items()))
-    asked = (str(opened.root), state, pin.page, params, pin.chart)
+    asked = (str(opened.root), state, pin.page, params, pin.chart, runs)
     memory = _memory()
     if asked not in memory:
         while len(memory) >= REMEMBERED:
             memory.pop(next(iter(memory)), None)
         with st.spinner("Drawing …"):
-            memory[asked] = pins.draw(opened, pin)
+            memory[asked] = pins.draw(opened, pin, runs)
     return memory[asked]
 
 

@@ -30,7 +30,7 @@ def filter_of(opened: Catalog, session: Session) -> Filter:
 
 
 def parts(opened: Catalog, session: Session, command: str) -> Iterator[Part]:
-    """The parts of a session's report, drawn anew from the runs as they are now; what is missing is said."""
+    """The parts of a session's report, drawn anew from its runs as they are now; what is missing is said."""
     if session.pins:
         yield _pins(opened, session)
     yield _view(opened, session)
@@ -43,7 +43,7 @@ def _pins(opened: Catalog, session: Session) -> Part:
     found: list[Plate] = []
     problems: list[str] = []
     for number, pin in enumerate(session.pins, 1):
-        drawn = draw(opened, pin)
+        drawn = draw(opened, pin, session.run_ids)
         problems += [f"Pin {number}: {problem}" for problem in drawn.problems]
         found += [Plate(f"pins/{number:02d}_{f.name}", _said(f, pin, drawn)) for f in drawn.figures]
     return Part("pins", "Pinned charts", tuple(found), problems=tuple(problems))
@@ -56,7 +56,7 @@ def _said(figure: Figure, pin: Pin, drawn: Drawn) -> Figure:
 
 
 def _view(opened: Catalog, session: Session) -> Part:
-    drawn = draw(opened, Pin(session.view.page, session.view.params))
+    drawn = draw(opened, Pin(session.view.page, session.view.params), session.run_ids)
     tables = tuple(
         Table(f"view_{number}", title.capitalize(), frame)
         for number, (title, frame) in enumerate(drawn.tables.items(), 1)

@@ -22,7 +22,8 @@ from app.figures.tensor import VIEWS
 from app.pins import Pin
 from data.catalog import Catalog
 from data.filter import FIELDS
-from tests.app.test_pages import first
+from tests.app import roots
+from tests.app.test_pages import first, words
 
 Visit = Callable[..., AppTest]
 VIEWS_OF = {
@@ -112,6 +113,79 @@ def test_chosen_tensors_are_drawn_from_their_values(catalog: Catalog, collected:
     tensor_id = first(collected, tensor_name=["weight"])
     drawn = pins.draw(catalog, Pin("explore", {"tensor": [tensor_id, "gone/r00-000001"]}, "histogram"))
     assert "exact" in drawn.figures[0].caption and "'gone/r00-000001' is not here" in drawn.problems[0]
+
+
+@pytest.fixture(scope="module")
+def smaller(collected: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A root of two of the runs: what the keeper of a session had."""
+    root = tmp_path_factory.mktemp("smaller")
+    for run in roots.runs_of(collected):
+        if "bf16" in run.name or "mxfp8" in run.name:
+            roots.copy_run(run, root / run.name)
+    with Catalog.open(root) as opened:
+        yield opened
+
+
+KEPT = [
+    ("overview", {}),
+    ("explore", {}),
+    ("explore", {"by": ["recipe"], "layer_index": ["1"]}),
+    ("worst", {"view": ["training"]}),
+    ("tensor", {"view": ["drift"], "recipe": ["mxfp8"]}),
+    ("recipes", {"quant_type": ["mxfp8"]}),
+    ("runs", {}),
+]
+
+
+@pytest.mark.parametrize(("page", "params"), KEPT, ids=[f"{page}-{'-'.join(params)}" for page, params in KEPT])
+def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Catalog, page: str, params: dict):
+    theirs = pins.draw(smaller, Pin(page, params))
+    runs = pins.runs_of(smaller, [Pin(page, params)])
+    ours = pins.draw(catalog, Pin(page, params), runs)
+    assert theirs.figures and drawn_again(ours.figures) == drawn_again(theirs.figures)
+    assert ours.verdict == theirs.verdict and ours.problems == theirs.problems
+    if page in ("overview", "explore", "worst"):  # their filter is all that tells what they are of
+        assert all(run in figure.caption for run in runs for figure in ours.figures)
+
+
+def test_runs_of_a_session_that_are_gone_are_said(catalog: Catalog, smaller: Catalog):
+    runs = smaller.runs()["run_id"].tolist()
+    half = pins.draw(catalog, Pin("explore", {}, "histogram"), [runs[0], "gone"])
+    assert half.figures and half.problems == ("1 of its session's 2 runs is not here.",)
+    assert not pins.draw(catalog, Pin("explore", {}, "histogram"), ["gone"]).figures
+    named = pins.draw(catalog, Pin("explore", {"run_id": [runs[1]]}, "histogram"), runs[:1])
+    assert named.figures and not named.problems and runs[1] in named.figures[0].caption
+
+
+def test_nothing_is_drawn_in_the_stead_of_what_is_gone(catalog: Catalog, collected: Path):
+    here = first(collected, tensor_name=["weight"])
+    for page, params in (
+        ("explore", {"run_id": ["gone_run"]}),
+        ("explore", {"quant_type": ["mxfp8"], "layer_index": ["77", "x"]}),
+        ("explore", {"tensor": ["nope/x"]}),
+        ("tensor", {"tensor": ["nope/x"]}),
+        ("tensor", {"tensor": [here], "view": ["law"], "law": ["tensor"], "other": ["nope/x"]}),
+        ("tensor", {"tensor": [here], "view": ["drift"], "against": ["gone_run"]}),
+        ("tensor", {"tensor": [here], "tensor_name": ["query"]}),
+        ("worst", {"view": ["depth"], "metric": ["of another time"]}),
+    ):
+        drawn = pins.draw(catalog, Pin(page, params))
+        assert not drawn.figures and drawn.problems, (page, params)
+    assert pins.draw(catalog, Pin("explore", {"layer_index": ["1", "77"]}, "histogram")).figures
+
+
+@pytest.mark.parametrize(
+    ("view", "asked", "name"), [("attention", "head", "head_map"), ("blocks", "block", "block_values")]
+)
+def test_a_head_or_a_block_beyond_the_last(
+    visit: Visit, catalog: Catalog, collected: Path, view: str, asked: str, name: str
+):
+    params = {"tensor": first(collected, tensor_name=["query"]), "view": view}
+    assert pins.draw(catalog, Pin("tensor", lists(params | {asked: "1"}), name)).figures
+    drawn = pins.draw(catalog, Pin("tensor", lists(params | {asked: "999999"}), name))
+    assert not drawn.figures and drawn.problems[0].startswith(f"There is no {asked} 9")
+    at = visit(collected, "tensor", **params, **{asked: "999999"})
+    assert f"There is no {asked} 9" in words(at)
 
 
 def test_the_runs_and_tensors_behind_a_pin(catalog: Catalog):

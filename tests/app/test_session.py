@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from markdown_it import MarkdownIt
 
 from app import notes, session
 from app.params import TITLES
@@ -177,8 +179,46 @@ def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
     assert words in refusal(content(**changes))
 
 
+def _view(params: dict[str, Any]) -> dict[str, Any]:
+    return {"view": {"page": "explore", "params": params}}
+
+
+LARGE = {
+    "pins": {"pins": [{}] * 450_000},
+    "marks": {"runs": [{}] * 450_000},
+    "texts": _view({"a": [1] * 600_000}),
+    "names": _view({f"A{index}": [] for index in range(120_000)}),
+    "every": {
+        "pins": [{"page": "explore", "params": {name: ["x"] * 600 for name in "abc"}, "chart": "", "caption": ""}] * 199
+    },
+    "within": {"pins": [{"page": "x", "params": {name: [1] * 240 for name in "a"}, "chart": "", "caption": ""}] * 199},
+}
+
+
+@pytest.mark.parametrize("changes", LARGE.values(), ids=LARGE)
+def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
+    raw = json.dumps(content(**changes)).encode()
+    assert len(raw) < session.LONGEST_FILE
+    start = time.process_time()
+    refusal(raw)
+    assert time.process_time() - start < 2  # finding all that is wrong takes up to 12 s
+
+
 def test_the_pages_are_those_that_can_be_drawn():
     assert set(session.PAGES) == {*PAGES, "sql"}
+
+
+@settings(max_examples=500, deadline=None)
+@given(some.text(letters, min_size=1, max_size=120) | some.from_regex(r"([a-z0-9]{1,3}[ ?-]){1,30}", fullmatch=True))
+def test_a_session_of_any_name_can_be_saved(name: str):
+    name = f"{name[:119]}!"  # a name that is nothing but spaces is refused
+    for one in (session.new(name, VIEW), session.copied(session.new("a", VIEW), name)):
+        assert session.parse(session.to_json(one).encode()) == one
+        assert len(one.id) <= 39 and re.fullmatch(r"([a-z0-9]+-){0,8}[0-9a-f]{6}", one.id)
+
+
+def test_the_id_is_of_the_first_words():
+    assert session.new("Is QK or PV at L1 the 1 to go?", VIEW).id.startswith("is-qk-or-pv-at-l1-the-1-")
 
 
 def test_each_save_keeps_the_former(tmp_path: Path):
@@ -266,11 +306,34 @@ def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     assert ["is not here" in problem for problem in session.missing_runs(tmp_path, one)] == [True]
 
 
+HALF = 25_000
+DEEP = {
+    "quotes": ">" * 2 * HALF,
+    "lists": "1. " * (2 * HALF // 3),
+    "stars": f"{'*' * (HALF - 1)}x{'*' * (HALF - 1)}",
+    "emphasis": "*a _b " * 4000 + "c_ d* " * 4000,
+    "colours": ":red[" * 8000 + "x" + "]" * 8000,
+    "formula": f"${'{' * (HALF - 1)}{'}' * (HALF - 1)}$",
+    "lines": "\n".join("  " * depth + "- a" for depth in range(200)),
+    "late": "fine\n\n" + "> " * 3000 + "![p](http://elsewhere/x.png)",
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_notes_nested_too_deeply_are_plain(text: str):
+    *_, block = shown = MarkdownIt("commonmark").parse(notes.safe(text))
+    assert [token.type for token in shown] == ["paragraph_open", "inline", "paragraph_close", "code_block"]
+    assert block.content == f"{text}\n"
+
+
+def test_notes_within_reason_are_left_alone():
+    text = "# A\n\n" + "\n".join("  " * depth + "- *a* **b _c_** [d](e(f))" for depth in range(8)) + "\n> > > quoted"
+    assert notes.safe(text) == text
+
+
 @settings(max_examples=500, deadline=None)
 @given(some.text("![]()a \\\n`<>", max_size=40))
 def test_notes_hold_no_picture(text: str):
-    from markdown_it import MarkdownIt
-
     def kinds(tokens: list) -> set[str]:
         return {token.type for token in tokens} | {kind for token in tokens for kind in kinds(token.children or [])}
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from app import bundles, session
 from app.__main__ import main
@@ -80,6 +82,30 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     assert "A finding" in words(beside)
 
 
+def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: Path, tmp_path: Path):
+    late = next(run for run in roots.runs_of(root) if "mxfp4" in run.name)
+    late.rename(tmp_path / late.name)
+    with Catalog.open(root) as catalog:
+        view = View("explore")
+        wanted = session.new("All of it", view, pins=(Pin("explore", {}, "histogram"),))
+        one, _ = session.save(root, session.marked(catalog, wanted))
+        seen = draw(catalog, one.pins[0]).figures[0]
+    (tmp_path / late.name).rename(late)
+    at = visit(root, "overview", session=one.id)
+    assert at.title[0].value == "Explore" and "1 run here is not of this session" in words(at)
+    at = press(visit(root, "sessions"), "Read")
+    spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
+    assert spec["title"]["subtitle"] == seen.chart.title.subtitle
+    at.text_area[0].set_value("a word")
+    press(rerun(at), "Save")
+    now = session.load(root, one.id).session
+    assert now and now.notes == "a word" and now.run_ids == one.run_ids  # a note brings no run in
+    with Catalog.open(root) as catalog:
+        written = bundles.export(catalog, now, tmp_path / "b.zip")
+        assert len(session.marked(catalog, wanted).runs) == 4
+    assert written.runs == 3
+
+
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
 def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
     at = visit(root, "overview", session=asked)
@@ -144,6 +170,35 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
     assert "nothing can be imported" in words(turn_to(at, "import"))
     assert session.load(root, one.id).number == 1
+
+
+def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
+    view, pin = View("sql", {"q": ["SELECT 1"]}), Pin("worst", VIEW.params, "depth")
+    one, _ = session.save(root, session.new("By SQL", view, pins=(pin,)))
+    assert visit(root, "overview", session=one.id).title[0].value == "SQL"
+    monkeypatch.setenv("BINADE_READ_ONLY", "1")
+    at = visit(root, "overview", session=one.id)
+    assert at.title[0].value == "Sessions" and charts(at) == 1
+    assert "SQL, is not served read-only" in words(at)
+    at = press(at, "Its view")
+    assert at.title[0].value == "Sessions" and words(at).count("SQL, is not served read-only") == 1
+
+
+def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
+    one = saved(root, "![p](http://203.0.113.7/n.png) <b>*x*</b> [a](b)")
+    at = press(visit(root, "sessions"), "Read")
+    at.text_area[0].set_value("changed")
+    at = press(rerun(at), "Save")
+    told = [toast.value for toast in at.toast]
+    at = turn_to(at, "saved")
+    at.checkbox(key=f"sure_{one.id}").check()
+    at = rerun(at)
+    at.button(key=f"delete_{one.id}").click()
+    told += [toast.value for toast in rerun(at).toast]
+    assert [word.split()[0] for word in told] == ["Saved", "Deleted"]
+    for word in told:
+        kinds = {token.type for token in MarkdownIt("commonmark").parseInline(word)[0].children or []}
+        assert kinds == {"text"} and one.name in MarkdownIt("commonmark").parseInline(word)[0].children[0].content
 
 
 def test_a_damaged_session_is_named(visit: Visit, root: Path):

@@ -123,6 +123,37 @@ HOSTILE = (
 )
 
 
+def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_root: Path):
+    """Pinned to, saved and deleted: each is told in passing, with the name."""
+    name = "![p](http://203.0.113.7/n.png)"
+    one, _ = sessions.save(own_root, sessions.new(name, sessions.View("runs")))
+    page = visit(f"/?session={one.id}", base=served)
+    pin(page, "losses")
+    turn_to(page, "Sessions")
+    press(page, "Open session")
+    page.get_by_role("button", name="Save", exact=True).click()
+    page.get_by_text(f"Saved “{name}”, version 2").first.wait_for()
+    press(page, "Saved")
+    page.locator("[data-testid=stLayoutWrapper]", has_text=one.id).get_by_role("button", name="More").last.click()
+    page.get_by_text("Yes, delete it").last.click()
+    settle(page)
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.get_by_text(f"Deleted “{name}”").first.wait_for()
+    settle(page)
+    assert page.locator("img[src*='203.0.113.7']").count() == 0
+    assert not [url for url in page.requests if "203.0.113.7" in url]
+
+
+def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
+    one, _ = sessions.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
+    page = visit(f"/?session={one.id}", base=served)
+    turn_to(page, "Sessions")
+    press(page, "Open session")
+    page.get_by_text("nested too deeply").first.wait_for()
+    settle(page)
+    assert "RangeError" not in page.locator("[data-testid=stApp]").inner_text() and not page.complaints
+
+
 def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: str, own_root: Path, tmp_path: Path):
     page = visit("/sessions", base=served)
     press(page, "Import")

@@ -36,6 +36,8 @@ def _choose(head: int) -> None:
 
 def _map(maps: Maps) -> None:
     shape = maps.shape
+    for problem in attention.beyond(shape, st.session_state):
+        st.info(problem, icon=":material/block:")
     for name, count in (("head", shape[1]), ("sequence", shape[0])):
         st.session_state[name] = attention.within(st.session_state.get(name), count)
     cells = st.columns([1.7, 1, 1])

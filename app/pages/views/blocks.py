@@ -64,7 +64,8 @@ def _drill(look: Look, found: Blocks) -> None:
                 "absmax": number("absmax", format="%.3g", width=85),
             },
         )
-        if st.session_state.get("block") is not None and st.session_state["block"] >= len(table):
+        if problem := blocks.beyond(found, st.session_state.get("block")):
+            st.info(problem, icon=":material/block:")
             st.session_state["block"] = None
         asked = st.number_input(
             "Block",
