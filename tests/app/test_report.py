@@ -437,6 +437,55 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
 
+def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(root, tmp_path, capsys, signals):
+    output = tmp_path / "draw"
+    output.mkdir()
+    (output / "heatmaps").write_text("mine")
+    assert main(["report", "--tensor-save-dir", str(root), "--output", str(output)]) == 2
+    said = capsys.readouterr()
+    assert "heatmaps is there and no report wrote it" in said.err and "charts" not in said.err
+    assert everything(output) == {"heatmaps"} and (output / "heatmaps").read_text() == "mine"
+
+
+def test_a_folder_that_nobody_foresaw_is_refused_before_anything_is_moved(tmp_path):
+    output = tmp_path / "draw"
+    output.mkdir()
+    (output / "later").symlink_to("nowhere")
+    with headless.Aside(output) as aside:
+        for name in ("first.png", "later/one.png", "report.json"):
+            aside.write(name, '{"files": []}')
+        with pytest.raises(headless.UsageError, match="later is there and no report wrote it"):
+            aside.publish(set())
+    assert [path.name for path in output.iterdir()] == ["later"]
+
+
+def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
+    output = tmp_path / "draw"
+    output.mkdir()
+    old = {"report.json": json.dumps({"files": ["old.png", "report.json"]}), "old.png": "old"}
+    new = {"report.json": json.dumps({"files": ["a.png", "b/c.png", "report.json"]}), "a.png": "new", "b/c.png": "new"}
+    for name, text in old.items():
+        (output / name).write_text(text)
+
+    def publish() -> None:
+        with headless.Aside(output) as aside:
+            for name, text in new.items():
+                aside.write(name, text)
+            aside.publish(headless._written_before(output))
+
+    move = os.replace
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="broken"):
+        patch.setattr(os, "replace", lambda a, b: fail() if Path(b).name == "c.png" else move(a, b))
+        publish()
+    assert everything(output) == {"report.json", "old.png", "a.png"}
+    publish()
+    assert everything(output) == set(new) and (output / "report.json").read_text() == new["report.json"]
+
+
+def fail() -> None:
+    raise OSError(5, "broken")
+
+
 def painters_of(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
