@@ -98,6 +98,8 @@ def _check(opened: Catalog, wanted: Wanted) -> None:
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(wanted.where).tensors:
         raise ReportError(f"no tensor matches: {wanted.where.sentence()}; take something out of the filter")
+    if not wanted.output.absolute().name:
+        raise UsageError(f"{wanted.output} is no folder for a report: give --output one of its own")
     if wanted.output.exists() and not wanted.output.is_dir():
         raise UsageError(f"{wanted.output} is a file: give --output a folder, new or of an earlier report")
     if wanted.archive is not None and wanted.archive.is_dir():
