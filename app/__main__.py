@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -50,6 +51,12 @@ def serve(port: int) -> int:
         advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
         print(f"app: port {port} is taken: {advice}", file=sys.stderr)
         return 1
+    from data.runs import RunError, resolve_root
+
+    try:
+        resolve_root()
+    except RunError as error:
+        return _fail(str(error), 2)
     from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
@@ -74,27 +81,45 @@ def serve(port: int) -> int:
 
 def report(given: argparse.Namespace, argv: list[str]) -> int:
     """Write the report; a failure is one line on stderr."""
+    from app.report import headless
+    from data.filter import FilterError
+    from data.runs import RunError, resolve_root
+
+    command = headless.command_of(argv)
+    try:
+        where = options.filter_of(given)
+        wanted = headless.Wanted(given.output, where, given.zip, given.theme, given.jobs, command, given.session)
+        return headless.run(resolve_root(given.tensor_save_dir), wanted)
+    except (headless.UsageError, FilterError) as error:
+        return _fail(str(error), 2)
+    except (headless.ReportError, headless.PaintError, headless.SessionError, RunError) as error:
+        return _fail(str(error), 1)
+    except OSError as error:
+        return _fail(headless.no_room(error), 1)
+
+
+def bundle(given: argparse.Namespace) -> int:
+    """Run a bundle command; a failure is one line on stderr."""
+    if given.verb == "export" and (given.output.is_dir() or not given.output.name):
+        return _fail(f"{given.output} is a folder: give --output a file's name", 2)
+    from app import bundles  # who only asks for help does not wait for torch
+    from data.runs import RunError
+
+    try:
+        return bundles.command(given)
+    except RunError as error:
+        return _fail(str(error), 1)
+
+
+def _cancellable(work: Callable[[], int], left: str) -> int:
+    """Run a command that SIGINT and SIGTERM end in order; then `left` says in one line what there is of it."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, _cancel)
     try:
-        from app.report import headless
-        from data.filter import FilterError
-        from data.runs import RunError, resolve_root
-
-        command = headless.command_of(argv)
-        try:
-            where = options.filter_of(given)
-            wanted = headless.Wanted(given.output, where, given.zip, given.theme, given.jobs, command, given.session)
-            return headless.run(resolve_root(given.tensor_save_dir), wanted)
-        except (headless.UsageError, FilterError) as error:
-            return _fail(str(error), 2)
-        except (headless.ReportError, headless.PaintError, headless.SessionError, RunError) as error:
-            return _fail(str(error), 1)
-        except OSError as error:
-            return _fail(headless.no_room(error), 1)
+        return work()
     except KeyboardInterrupt:
-        return _fail("cancelled: nothing of the report was kept", 130)
+        return _fail(f"cancelled: {left}", 130)
 
 
 def _cancel(signum: int, frame: FrameType | None) -> NoReturn:
@@ -138,15 +163,11 @@ def main(argv: list[str] | None = None) -> int:
     options.add_to(commands.add_parser("report", help="write every chart into a folder, with one HTML of them all"))
     _add_bundle(commands)
     given = parser.parse_args(argv)
+    if given.command == "report":
+        return _cancellable(lambda: report(given, argv), "nothing of the report was kept")
     if given.command == "bundle":
-        from app import bundles  # who only asks for help does not wait for torch
-        from data.runs import RunError
-
-        try:
-            return bundles.command(given)
-        except RunError as error:
-            return _fail(str(error), 1)
-    return report(given, argv) if given.command == "report" else serve(given.port)
+        return _cancellable(lambda: bundle(given), "no bundle was written or taken in")
+    return serve(given.port)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from data.catalog import Catalog
-from data.runs import read_losses
+from data.runs import sound_losses
 from quant.formats import FORMATS
 
 
@@ -19,10 +19,9 @@ def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, A
     found = {}
     for run_id in run_ids:
         try:
-            records = read_losses(opened.root / run_id)
-        except (OSError, ValueError):
-            records = []
-        found[run_id] = [r for r in records if isinstance(r, dict) and {"iteration", "loss"} <= set(r)]
+            found[run_id] = sound_losses(opened.root / run_id)
+        except OSError:
+            found[run_id] = []
     return found
 
 

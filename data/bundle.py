@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from data.access import check_writable
 from data.catalog import Catalog
-from data.runs import RUNNING, RunError, RunInfo, fingerprint, now, read_run
+from data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 
 VERSION = 1
@@ -424,13 +424,15 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: dict[str, 
 
 
 def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
-    """That each is a whole run whose rows the catalog takes and whose fingerprint is the one that is named."""
+    """That each is a whole run whose losses are such, whose rows the catalog takes, and whose fingerprint is the one
+    that is named."""
     for run_id, wanted in hashes.items():
         directory = runs / run_id
         (directory / "tensors").mkdir(exist_ok=True)
         (directory / "segments").mkdir(exist_ok=True)
         try:
             state = read_run(directory).status.state
+            check_losses(directory)
             _check_rows(directory)
             found = fingerprint(directory)
         except (RunError, OSError, ValueError, pa.ArrowException) as error:

@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 import socket
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -151,8 +152,10 @@ class RunWriter:
     ) -> RunWriter:
         """Make <root>/<run_id> with run.json and a first status, all at once. The id has the label, "-" in the place of
         what is not plain in a file's name. owner is the process whose life is the run's, this one unless given. Raises
-        RunError if the root cannot be written, and then leaves nothing there; ReadOnly."""
+        RunError if the root cannot be written or a word of the configuration is not what `read_run` takes, and then
+        leaves nothing there; ReadOnly."""
         check_writable("recording a run")
+        _check_config(config)
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
         aside = root / f".{run_id}.part"
@@ -288,6 +291,10 @@ def read_run(directory: Path) -> RunInfo:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise RunError(f"{directory.name} cannot be read: run.json is not an object")
+    try:
+        _check_config(config)
+    except RunError as error:
+        raise RunError(f"{directory.name} cannot be read: {error}") from None
     if status.state not in STATES:
         raise RunError(f"{directory.name} cannot be read: its state is {status.state!r}, not {', '.join(STATES)}")
     if status.state == RUNNING and _is_gone(status):
@@ -350,15 +357,85 @@ def fingerprint(directory: Path) -> str:
     return total.hexdigest()
 
 
-def read_losses(directory: Path) -> list[dict[str, Any]]:
+def read_losses(directory: Path) -> list[Any]:
     """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
     seconds since 1970, the step's own seconds and whether tensors were recorded in it (older runs lack these two). A
-    line cut short by a crash or damaged ends them."""
-    path = directory / "loss.jsonl"
+    line cut short by a crash or damaged ends them. They are as they stand: `is_loss` tells what can be used."""
     records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for line in _loss_lines(directory):
         try:
             records.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             break
     return records
+
+
+def sound_losses(directory: Path) -> list[dict[str, Any]]:
+    """Those of `read_losses` that can be used. Raises OSError."""
+    return [record for record in read_losses(directory) if is_loss(record)]
+
+
+def check_losses(directory: Path) -> None:
+    """Raise RunError for a line that is no loss, but for a last one that a crash cut short; OSError."""
+    lines = _loss_lines(directory)
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except RecursionError:
+            record = None
+        except ValueError:
+            if number == len(lines):
+                return
+            record = None
+        if not is_loss(record):
+            raise RunError(f"line {number} of its loss.jsonl is no loss")
+
+
+def is_loss(record: object) -> bool:
+    """Whether a record of loss.jsonl has a whole iteration, a finite loss and, if any, finite seconds and time."""
+    return (
+        isinstance(record, dict)
+        and _is_whole(record.get("iteration"))
+        and _is_finite(record.get("loss"))
+        and all(record.get(name) is None or _is_finite(record[name]) for name in ("seconds", "time"))
+    )
+
+
+def _loss_lines(directory: Path) -> list[bytes]:
+    path = directory / "loss.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def _is_finite(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[operator]
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+# What is read of run.json, beyond showing it: what each field must be, where it is there and not null.
+_TEXT_FIELDS = ("model", "size", "dataset", "recipe", "device", "backend", "command", "kind", "started")
+_WHOLE_FIELDS = (
+    *("train_iters", "control_iter", "capture_every", "warmup_iterations", "micro_batches", "collect_micro_batches"),
+    *("micro_batch_size", "sequence_length", "layers", "vocab_size", "max_bytes", "tp", "dp"),
+)
+_LIST_FIELDS = ("operands", "tensors", "modules", "scores")
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Raise RunError for the first field that is not what the collector writes there."""
+    for names, what, fits in (
+        (_TEXT_FIELDS, "a text", _is_text),
+        (_WHOLE_FIELDS, "a whole number", _is_whole),
+        (_LIST_FIELDS, "a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))),
+        (("ranks",), "a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
+        (("raw", "save_tensors"), "true or false", lambda value: isinstance(value, bool)),
+    ):
+        for name in names:
+            if config.get(name) is not None and not fits(config[name]):
+                raise RunError(f"run.json has {json.dumps(config[name])[:40]} as {name}, not {what}")

@@ -1,36 +1,38 @@
 """A user's own SQL, read-only, over a copy of the index: the one place where SQL from outside is run.
 
-The statement runs in a DuckDB of its own, in memory, that holds copies of the index's tables and nothing else. Before
-the first statement it is shut: no files, no network, no extensions, no spilling to disk, a memory limit, and a locked
-configuration. A statement must be a single SELECT; it is interrupted after a time, and the rows are limited.
+The copy is a DuckDB file without a name, so that it is gone with the app however that ends. Each statement is run by a
+process of its own (`data.statement`) that opens the copy read-only and is shut before it looks at the statement: no
+files, no network, no extensions, no spilling to disk, a locked configuration, a limit on its memory. A statement must
+be a single SELECT; its process is killed after a time, and the rows are limited.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 import duckdb
 import pandas as pd
+import pyarrow as pa
 
+from data import statement
 from data.catalog import PUBLIC_TABLES, Catalog
+from data.statement import MEMORY as MEMORY
 
 SECONDS = 5.0
 ROWS = 1000
-MEMORY = "512 MB"
-MAX_BYTES = 32 << 20  # of the rows that are handed on
-SHUT = (
-    "SET enable_external_access = false",
-    "SET python_enable_replacements = false",  # or a table's name could be a variable of this process
-    "SET autoinstall_known_extensions = false",
-    "SET autoload_known_extensions = false",
-    "SET allow_community_extensions = false",
-    "SET max_temp_directory_size = '0B'",
-    "SET threads = 2",
-    f"SET memory_limit = '{MEMORY}'",
-    "SET lock_configuration = true",
-)
+AT_ONCE = 4  # statements: each may hold its memory
+STARTUP = 60.0  # seconds until the process is ready, on a machine that is busy too
 
 
 class QueryError(ValueError):
@@ -47,87 +49,108 @@ class Answer:
 
 
 class Sandbox:
-    """A closed copy of a catalog's tables. Safe to use from several threads: one statement at a time."""
+    """A closed copy of a catalog's tables. Safe to use from several threads. Raises QueryError if there is no room for
+    the copy in the folder of temporary files."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._connection = duckdb.connect(":memory:")
-        self._lock = threading.Lock()
-        for name in PUBLIC_TABLES:
-            self._connection.register("incoming", catalog.table(name))
-            self._connection.execute(f"CREATE TABLE {name} AS FROM incoming")
-            self._connection.unregister("incoming")
-        for statement in SHUT:
-            self._connection.execute(statement)
+        self._turn = threading.BoundedSemaphore(AT_ONCE)
+        try:
+            self._copy, self._columns = _copy(catalog)
+        except (duckdb.IOException, OSError) as error:
+            reason = statement.one_line(error)
+            raise QueryError(f"the index cannot be copied into {tempfile.gettempdir()}: {reason}") from error
 
     def close(self) -> None:
-        self._connection.close()
+        self._copy.close()
 
     def columns(self) -> pd.DataFrame:
         """table, column, type: what can be asked for."""
-        rows = self._connection.execute(
-            'SELECT table_name AS "table", column_name AS "column", data_type AS type'
-            " FROM information_schema.columns ORDER BY table_name, ordinal_position"
-        )
-        return rows.df()
+        return self._columns.copy()
 
     def select(self, sql: str, limit: int = ROWS, seconds: float = SECONDS) -> Answer:
         """At most `limit` rows of a single SELECT. Raises QueryError."""
-        statement = _single_select(sql)
-        with self._lock:
-            cursor = self._connection.cursor()
-            expired = threading.Event()
-
-            def stop() -> None:
-                expired.set()
-                cursor.interrupt()
-
-            timer = threading.Timer(seconds, stop)
+        with self._turn, _Process(self._copy.fileno()) as process:
+            process.ask({"sql": sql, "limit": limit})
             start = time.monotonic()
-            timer.start()
-            try:
-                # The newline ends a comment on the last line.
-                rows = cursor.execute(f"FROM ({statement}\n) LIMIT {limit + 1}").df()
-            except duckdb.InterruptException:
-                raise QueryError(f"stopped after {seconds:g} s: ask for less, or aggregate") from None
-            except duckdb.OutOfMemoryException:
-                raise QueryError(f"it needs more than {MEMORY} of memory: ask for less, or aggregate") from None
-            except duckdb.Error as error:
-                if expired.is_set():
-                    raise QueryError(f"stopped after {seconds:g} s: ask for less, or aggregate") from None
-                raise QueryError(_one_line(error)) from None
-            finally:
-                timer.cancel()
-                cursor.close()
-            if (held := int(rows.memory_usage(deep=True).sum())) > MAX_BYTES:
-                raise QueryError(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
-            return Answer(rows.head(limit), len(rows) > limit, time.monotonic() - start)
+            rows = process.rows(seconds)
+            took = time.monotonic() - start
+        with duckdb.connect(":memory:") as connection:  # its types are shown as DuckDB shows them
+            frame = connection.from_arrow(rows).df()
+        return Answer(frame.head(limit), len(frame) > limit, took)
 
 
-def _single_select(sql: str) -> str:
-    """The text of the one SELECT in sql. Raises QueryError."""
-    if "\0" in sql:
-        raise QueryError("a statement cannot hold a NUL character")
-    try:
-        statements = duckdb.extract_statements(sql)
-    except duckdb.Error as error:
-        raise QueryError(_one_line(error)) from None
-    if len(statements) != 1:
-        raise QueryError(f"one SELECT is expected, not {len(statements)} statements")
-    if statements[0].type != duckdb.StatementType.SELECT:
-        raise QueryError(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
-    return _without_semicolon(statements[0].query)
+def _copy(catalog: Catalog) -> tuple[BinaryIO, pd.DataFrame]:
+    """A DuckDB file of the public tables, open and without a name; and their columns."""
+    with tempfile.TemporaryDirectory(prefix="binade-sql-") as folder:
+        path = Path(folder) / "index.duckdb"
+        with duckdb.connect(path) as connection:
+            for name in PUBLIC_TABLES:
+                connection.register("incoming", catalog.table(name))
+                connection.execute(f"CREATE TABLE {name} AS FROM incoming")
+                connection.unregister("incoming")
+            columns = connection.execute(
+                'SELECT table_name AS "table", column_name AS "column", data_type AS type'
+                " FROM information_schema.columns ORDER BY table_name, ordinal_position"
+            ).df()
+        return open(path, "rb"), columns
 
 
-def _without_semicolon(statement: str) -> str:
-    """The text before the semicolon that ends it, if one does."""
-    text = statement.encode()
-    ends = [
-        at
-        for at, kind in duckdb.tokenize(statement)
-        if kind == duckdb.token_type.operator and text[at : at + 1] == b";"
-    ]
-    return text[: ends[0]].decode() if ends else statement
+class _Process:
+    """The process of one statement; killed at the latest when this is left."""
 
+    def __init__(self, copy: int) -> None:
+        command = [sys.executable, "-P", statement.__file__, str(os.getpid()), str(copy)]
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, pass_fds=(copy,))
+        assert self._process.stdin and self._process.stdout
+        self._in, self._out = self._process.stdin, self._process.stdout
 
-def _one_line(error: duckdb.Error) -> str:
-    return " ".join(str(error).split("\n\nLINE")[0].split())[:400]
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with suppress(BrokenPipeError):
+            self._in.close()
+        self._out.close()
+        self._process.wait()
+
+    @contextmanager
+    def _limit(self, seconds: float) -> Iterator[threading.Event]:
+        """Kills the process if the block takes longer; what is given is then set."""
+        expired = threading.Event()
+
+        def stop() -> None:
+            expired.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, stop)
+        timer.start()
+        try:
+            yield expired
+        finally:
+            timer.cancel()
+
+    def ask(self, asked: dict[str, str | int]) -> None:
+        """Hand the statement over; returns when the process begins with it."""
+        with self._limit(STARTUP):
+            with suppress(BrokenPipeError):  # it has ended: its silence tells
+                self._in.write(json.dumps(asked).encode())
+                self._in.close()
+            if self._out.readline() != statement.READY:
+                raise QueryError("its process did not start: try again, and start the app anew if that does not help")
+
+    def rows(self, seconds: float) -> pa.Table:
+        """The rows, within this time."""
+        with self._limit(seconds) as expired:
+            kind, content = self._out.readline(), self._out.read()
+            status = self._process.wait()
+        if expired.is_set():
+            raise QueryError(f"stopped after {seconds:g} s: ask for less, or aggregate")
+        if kind == statement.ERROR:
+            raise QueryError(content.decode())
+        if status < 0:  # DuckDB may also abort where it cannot allocate
+            raise QueryError(statement.TOO_MUCH)
+        if kind != statement.ROWS or status:
+            raise QueryError("its process broke off without a word: write the statement in another way")
+        return pa.ipc.open_stream(content).read_all()

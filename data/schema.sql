@@ -82,7 +82,10 @@ CREATE TABLE tensor (
     max_abs_error DOUBLE,
     flush_to_zero DOUBLE,               -- of the nonzero elements
     underflow_of_all DOUBLE,            -- the same, of all elements
-    saturated     DOUBLE                -- of all elements
+    saturated     DOUBLE,               -- of all elements
+    -- an axis is one that the shape has: pages count on it
+    CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
+    CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
 
 -- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only.

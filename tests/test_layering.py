@@ -94,7 +94,7 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
     ("library", "at_home"),
     [
         ("triton", lambda path: path.startswith("quant/kernels")),
-        ("duckdb", lambda path: path in ("data/catalog.py", "data/sandbox.py")),
+        ("duckdb", lambda path: path in ("data/catalog.py", "data/sandbox.py", "data/statement.py")),
         (
             "streamlit",
             lambda path: (

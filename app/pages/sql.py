@@ -42,7 +42,11 @@ def page() -> None:
     st.session_state["shown"] = {"q": [sql]} if sql else {}
     if sql and sql != EXAMPLE:
         st.query_params.from_dict({"q": sql})
-    box = sandbox(opened)
+    try:
+        box = sandbox(opened)
+    except QueryError as error:
+        st.error(plain(str(error)), icon=":material/error:")
+        return
     with st.expander("Tables and columns"):
         st.dataframe(box.columns(), hide_index=True, height=300)
     if not sql.strip():

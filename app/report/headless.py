@@ -41,11 +41,14 @@ from app.session import Session, SessionError
 from app.theme import THEMES
 from data.catalog import Catalog
 from data.filter import Filter
+from data.store import write_atomic
 
 __all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
 
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
+FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
+SESSION_FOLDERS = ("pins", "view")
 Progress = Callable[[int, int, str], None]
 
 
@@ -78,7 +81,8 @@ def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
     if session:
         wanted = replace(wanted, where=session_parts.filter_of(opened, session))
     before = _written_before(wanted.output)
-    _refuse_foreign(wanted.output, ALWAYS, before)  # the usual case is told before the work
+    folders = SESSION_FOLDERS if wanted.session else FOLDERS
+    _refuse_foreign(wanted.output, ALWAYS, before, folders)  # the usual case is told before the work
     with Aside(wanted.output) as aside:
         drawn = _draw(opened, wanted, session, aside, progress)
         aside.publish(before)
@@ -94,6 +98,8 @@ def _check(opened: Catalog, wanted: Wanted) -> None:
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(wanted.where).tensors:
         raise ReportError(f"no tensor matches: {wanted.where.sentence()}; take something out of the filter")
+    if not wanted.output.absolute().name:
+        raise UsageError(f"{wanted.output} is no folder for a report: give --output one of its own")
     if wanted.output.exists() and not wanted.output.is_dir():
         raise UsageError(f"{wanted.output} is a file: give --output a folder, new or of an earlier report")
     if wanted.archive is not None and wanted.archive.is_dir():
@@ -114,13 +120,21 @@ def _written_before(output: Path) -> set[str]:
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
 
 
-def _refuse_foreign(output: Path, files: Iterable[str], before: set[str]) -> None:
-    """Raise UsageError if one of the files is there and not from an earlier report."""
-    foreign = sorted(name for name in files if name not in before and (output / name).exists())
+def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folders: Iterable[str] = ()) -> None:
+    """Raise UsageError if one of the files is there and not from an earlier report, or is a folder, or if one of the
+    folders, which may be theirs, is no folder."""
+    files = list(files)
+    foreign = {name for name in files if _is_there(output / name) and name not in before or (output / name).is_dir()}
+    wanted = {*folders, *(str(parent) for name in files for parent in PurePosixPath(name).parents[:-1])}
+    foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
     if foreign:
         raise UsageError(
-            f"{output / foreign[0]} is there and no report wrote it: give --output another folder, or move it"
+            f"{output / min(foreign)} is there and no report wrote it: give --output another folder, or move it"
         )
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
 
 
 class Aside:
@@ -151,11 +165,17 @@ class Aside:
         if not self.output.exists():
             os.replace(self.folder, self.output)
             return
-        for name in before - set(self.files):
-            (self.output / name).unlink(missing_ok=True)
-        for name in sorted(self.files, key=lambda name: (name == "index.html", name == MANIFEST)):
+        # Until all is in place, the manifest names the old files and the new ones: who is broken off can begin again.
+        manifest = json.loads((self.folder / MANIFEST).read_bytes())
+        either = manifest | {"files": sorted({*manifest["files"], *before})}
+        write_atomic(self.output / MANIFEST, json.dumps(either).encode())
+        for name in sorted(set(self.files) - {MANIFEST}, key=lambda name: (name == "index.html", name)):
             (self.output / name).parent.mkdir(exist_ok=True)
             os.replace(self.folder / name, self.output / name)
+        for old in (self.output / name for name in before - set(self.files)):
+            if old.is_file() or old.is_symlink():
+                old.unlink()
+        os.replace(self.folder / MANIFEST, self.output / MANIFEST)
 
 
 def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside, progress: Progress) -> int:

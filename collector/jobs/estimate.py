@@ -11,7 +11,6 @@ Time   from the iterations of former runs of the same model, size, device and ba
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collector.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig
+from collector.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig, check
 from collector.memory import available_host_memory, check_memory, needed
 from collector.shapes import DeepseekShape, Shape
 from collector.site import Site, sites
-from data.runs import DONE, read_losses
+from data.runs import DONE, list_runs, sound_losses
 
 # Without a run to go by. FLOP a second of a training step, seconds for each element that is quantized, by backend, and
 # for each value and format of what is recorded: orders of magnitude, not measurements. A first run replaces them.
@@ -224,16 +223,17 @@ class Former:
 
 
 def former(root: Path) -> list[Former]:
-    """The finished runs under a root that tell what their iterations took, newest first."""
+    """The finished runs under a root that tell what their iterations took, newest first; a damaged one is left out."""
     found = []
-    for path in sorted(root.glob("[!.]*/run.json"), reverse=True):
+    for run in reversed(list_runs(root)[0]):
+        if run.status.state != DONE:
+            continue
         try:
-            config = json.loads(path.read_bytes())
-            done = json.loads((path.parent / "status.json").read_bytes())["state"] == DONE
-            losses = [r for r in read_losses(path.parent) if "seconds" in r and "recorded" in r]
+            losses = [r for r in sound_losses(run.directory) if r.get("seconds") is not None and "recorded" in r]
+            check(_config_of(run.config))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-        if not done or not losses or not isinstance(config, dict):
+        if not losses:
             continue
         # The first iteration of a kind also compiles and fills caches: it counts only where it is alone.
         kinds = (
@@ -241,7 +241,7 @@ def former(root: Path) -> list[Former]:
             [r["seconds"] for r in losses if r["iteration"] >= 0 and not r["recorded"]],
             [r["seconds"] for r in losses if r["iteration"] >= 0 and r["recorded"]],
         )
-        found.append(Former(config, *(median(k[1:] or k) if k else None for k in kinds)))
+        found.append(Former(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 
 

@@ -380,6 +380,7 @@ def signals() -> Iterator[None]:
         (["--tensor-save-dir", "{tmp}"], 1, "holds no recorded tensor"),
         (["--tensor-save-dir", "{file}"], 1, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a folder"),
+        (["--output", "/"], 2, "/ is no folder for a report"),
         (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is no number"),
@@ -437,6 +438,55 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
 
+def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(root, tmp_path, capsys, signals):
+    output = tmp_path / "draw"
+    output.mkdir()
+    (output / "heatmaps").write_text("mine")
+    assert main(["report", "--tensor-save-dir", str(root), "--output", str(output)]) == 2
+    said = capsys.readouterr()
+    assert "heatmaps is there and no report wrote it" in said.err and "charts" not in said.err
+    assert everything(output) == {"heatmaps"} and (output / "heatmaps").read_text() == "mine"
+
+
+def test_a_folder_that_nobody_foresaw_is_refused_before_anything_is_moved(tmp_path):
+    output = tmp_path / "draw"
+    output.mkdir()
+    (output / "later").symlink_to("nowhere")
+    with headless.Aside(output) as aside:
+        for name in ("first.png", "later/one.png", "report.json"):
+            aside.write(name, '{"files": []}')
+        with pytest.raises(headless.UsageError, match="later is there and no report wrote it"):
+            aside.publish(set())
+    assert [path.name for path in output.iterdir()] == ["later"]
+
+
+def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
+    output = tmp_path / "draw"
+    output.mkdir()
+    old = {"report.json": json.dumps({"files": ["old.png", "report.json"]}), "old.png": "old"}
+    new = {"report.json": json.dumps({"files": ["a.png", "b/c.png", "report.json"]}), "a.png": "new", "b/c.png": "new"}
+    for name, text in old.items():
+        (output / name).write_text(text)
+
+    def publish() -> None:
+        with headless.Aside(output) as aside:
+            for name, text in new.items():
+                aside.write(name, text)
+            aside.publish(headless._written_before(output))
+
+    move = os.replace
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="broken"):
+        patch.setattr(os, "replace", lambda a, b: fail() if Path(b).name == "c.png" else move(a, b))
+        publish()
+    assert everything(output) == {"report.json", "old.png", "a.png"}
+    publish()
+    assert everything(output) == set(new) and (output / "report.json").read_text() == new["report.json"]
+
+
+def fail() -> None:
+    raise OSError(5, "broken")
+
+
 def painters_of(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -485,6 +535,43 @@ def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     else:
         assert process.returncode == 130 and "cancelled" in error and "Traceback" not in error, error
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("output", [".", "/", "{tmp}"])
+def test_a_bundle_is_no_folder(tmp_path, capsys, signals, output):
+    given = ["bundle", "export", "absent", "--output", output.format(tmp=tmp_path), "--tensor-save-dir", str(tmp_path)]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert "is a folder: give --output a file's name" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
+    root, out = tmp_path / "root", tmp_path / "out"
+    out.mkdir()
+    if verb == "import":
+        os.mkfifo(tmp_path / "endless.zip")  # nobody writes into it
+        arguments, watched = [str(tmp_path / "endless.zip")], root
+    else:
+        run = make_run(root, tensors(1))
+        with open(run.directory / "log.txt", "ab") as log:
+            log.truncate(4 << 30)  # takes a while to pack
+        with Catalog.open(root) as opened:
+            made = sessions.marked(opened, sessions.new("Long", sessions.View("explore", {})))
+            saved, _ = sessions.save(root, made)
+        arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app", "bundle", verb, *arguments, "--tensor-save-dir", str(root)],
+        cwd=PROJECT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 60
+    while not list(watched.glob(".*.part")) and time.monotonic() < end and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "app: cancelled: no bundle was written or taken in\n")
+    assert not list(out.iterdir()) and not list(root.glob(".*.part")) and root.exists() == (verb == "export")
 
 
 def test_a_full_disk_is_said(tmp_path, capsys, signals, root):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,28 @@ def test_values_that_were_not_kept(visit: Visit, tmp_path: Path):
 def test_recipes(visit: Visit, collected: Path, view: str):
     at = visit(collected, "recipes", view=view)
     assert charts(at) == 2 and not at.info
+
+
+@pytest.fixture(scope="module")
+def damaged_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run but the last is damaged in its own way."""
+    root = tmp_path_factory.mktemp("damaged")
+    shutil.copytree(collected, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("index.duckdb*"))
+    runs = sorted(path.parent for path in root.glob("*/run.json"))
+    (runs[0] / "run.json").write_text(
+        (runs[0] / "run.json").read_text().replace('"capture_every": 1', '"capture_every": "x"')
+    )
+    (runs[1] / "loss.jsonl").write_bytes(b"[" * 200_000)
+    bad = ('{"iteration": 0, "loss": "high"}', '{"iteration": "x", "loss": 5.0, "seconds": 1, "recorded": true}')
+    bad += ('{"iteration": 0, "loss": 5.0, "seconds": "long", "recorded": true}',)
+    (runs[2] / "loss.jsonl").write_text("\n".join(bad))
+    return root
+
+
+@pytest.mark.parametrize("page", ["overview", "runs", "recipes", "worst", "collect"])
+def test_damaged_runs_break_no_page(visit: Visit, damaged_root: Path, page: str):
+    at = visit(damaged_root, page, **({"view": "training"} if page == "worst" else {}))
+    assert page == "collect" or "capture_every" in words(at) + str([text.value for text in at.text])
 
 
 def test_recipes_without_a_reference(visit: Visit, odd_root: Path):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -99,3 +102,12 @@ def assorted(seed: int, **words: Any) -> list[tuple[Tensor, dict]]:
         (torch.empty(0, 8), {"module": None, "expert": 3} | words),
         (torch.randn(2, 5, 3, generator=generator).half(), {"raw": False, "micro_batch": 1} | words),
     ]
+
+
+def with_column(content: bytes, column: str, value: str | int) -> bytes:
+    """A Parquet file whose rows all have this value, of the column's own type."""
+    table = pq.read_table(io.BytesIO(content))
+    place, field = table.schema.get_field_index(column), table.schema.field(column)
+    sink = io.BytesIO()
+    pq.write_table(table.set_column(place, field, pa.array([value] * len(table), field.type)), sink)
+    return sink.getvalue()

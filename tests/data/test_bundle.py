@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import posixpath
@@ -11,6 +10,7 @@ import random
 import shutil
 import socket
 import stat
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +28,8 @@ from data import bundle
 from data.bundle import BundleError
 from data.catalog import Catalog, CatalogError
 from data.filter import Filter
-from data.runs import RUNNING, fingerprint, process_start
-from tests.data.builder import assorted, make_run
+from data.runs import RUNNING, fingerprint, process_start, sound_losses
+from tests.data.builder import assorted, make_run, with_column
 
 
 @pytest.fixture(scope="module")
@@ -190,19 +190,35 @@ def segment(archive: Archive, name: str) -> str:
     return next(path for path in archive.files if path.endswith(f"{name}.parquet"))
 
 
-def repath(path: str | None) -> Callable[[Archive], None]:
-    """A row that names another file."""
+def every_row(column: str, value: str | int) -> Callable[[Archive], None]:
+    """Rows that all have this value."""
 
     def change(archive: Archive) -> None:
         name = segment(archive, "tensor")
-        table = pq.read_table(io.BytesIO(archive.files[name]))
-        place = table.schema.get_field_index("path")
-        sink = io.BytesIO()
-        field = table.schema.field("path")
-        pq.write_table(table.set_column(place, field, pa.array([path] * len(table), field.type)), sink)
-        archive.put(name, sink.getvalue())
+        archive.put(name, with_column(archive.files[name], column, value))
+        with tempfile.TemporaryDirectory() as folder:
+            for path in archive.files:
+                (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / path).write_bytes(archive.files[path])
+            archive.listed["runs"][0]["hash"] = fingerprint(Path(folder) / run_of(archive))
 
     return change
+
+
+def repath(path: str) -> Callable[[Archive], None]:
+    return every_row("path", path)
+
+
+def run_json(**changes: Any) -> Callable[[Archive], None]:
+    def change(archive: Archive) -> None:
+        name = f"{run_of(archive)}/run.json"
+        archive.put(name, json.dumps(json.loads(archive.files[name]) | changes).encode())
+
+    return change
+
+
+def losses(content: bytes) -> Callable[[Archive], None]:
+    return lambda archive: archive.put(f"{run_of(archive)}/loss.jsonl", content)
 
 
 def put(name: str, content: bytes = b"x") -> Callable[[Archive], None]:
@@ -259,6 +275,7 @@ def status(**changes: Any) -> Callable[[Archive], None]:
     return change
 
 
+LOSS = b'{"iteration": 0, "loss": 5.0, "seconds": 0.5, "recorded": true}\n'
 HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "absolute": (put("/etc/cron.d/x"), "no name that a bundle may hold"),
     "parent": (put("runs/../../x.json"), "no name that a bundle may hold"),
@@ -296,6 +313,15 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "running": (status(state="running", host="", pid=1), "is"),
     "odd status": (status(iteration="many"), "cannot be indexed"),
     "odd state": (status(state="<b>"), "cannot be read"),
+    "a text as capture_every": (run_json(capture_every="x"), '"x" as capture_every, not a whole number'),
+    "a number as recipe": (run_json(recipe=8), "8 as recipe, not a text"),
+    "deep losses": (losses(b"[" * 200_000), "line 1 of its loss.jsonl is no loss"),
+    "a text as loss": (losses(LOSS + LOSS.replace(b"5.0", b'"high"')), "line 2 of its loss.jsonl is no loss"),
+    "a text as iteration": (losses(LOSS.replace(b" 0,", b' "x",')), "line 1 of its loss.jsonl is no loss"),
+    "a text as seconds": (losses(LOSS.replace(b"0.5", b'"long"')), "line 1 of its loss.jsonl is no loss"),
+    "a loss that is none": (losses(LOSS.replace(b"5.0", b"NaN")), "line 1 of its loss.jsonl is no loss"),
+    "an axis that is not there": (every_row("contracted_axis", 9), "cannot be indexed: .*contracted_axis"),
+    "an axis of shards that is not there": (every_row("shard_axis", -4), "cannot be indexed: .*shard_axis"),
     "deep run.json": (lambda a: a.put(f"{run_of(a)}/run.json", b"[" * 100_000), "cannot be read"),
 }  # fmt: skip
 
@@ -310,6 +336,14 @@ def test_hostile_bundles_change_nothing(case: str, packed: Path, tmp_path: Path)
         archive.put(name, json.dumps(json.loads(archive.files[name]) | live()).encode())
         words = "still running"
     refused(archive.write(tmp_path / "hostile.zip"), tmp_path, words)
+
+
+def test_losses_cut_short_by_a_crash_are_taken_in(packed: Path, tmp_path: Path):
+    archive = Archive(packed)
+    losses(LOSS + LOSS[:20])(archive)
+    taken = bundle.take_in(tmp_path / "root", archive.write(tmp_path / "cut.zip"))
+    found = sound_losses(tmp_path / "root" / run_of(archive).removeprefix("runs/"))
+    assert len(taken.added) == 2 and [record["loss"] for record in found] == [5.0]
 
 
 def live() -> dict[str, Any]:

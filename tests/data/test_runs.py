@@ -22,17 +22,19 @@ from data.runs import (
     RUNNING,
     RunError,
     RunWriter,
+    check_losses,
     list_runs,
     process_start,
     read_losses,
     read_run,
     resolve_root,
+    sound_losses,
 )
 from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
 from quant.metrics import Errors
 from quant.summary import summarize
 from tests.conftest import PROJECT
-from tests.data.builder import CONFIG, assorted, make_run, row
+from tests.data.builder import CONFIG, assorted, make_run, row, with_column
 
 STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 
@@ -189,6 +191,12 @@ BROKEN = {
     "run.json started at a number": ("run.json", b'{"started": 5}'),
     "run.json asks for a text of iterations": ("run.json", b'{"control_iter": "many"}'),
     "run.json with half a character": ("run.json", b'{"model": "\\ud800"}'),
+    "run.json with a text as capture_every": ("run.json", b'{"capture_every": "x"}'),
+    "run.json with a truth as tp": ("run.json", b'{"tp": true}'),
+    "run.json with a number among operands": ("run.json", b'{"operands": ["linear", 5]}'),
+    "run.json with texts as ranks": ("run.json", b'{"ranks": ["0"]}'),
+    "run.json with a word for raw": ("run.json", b'{"raw": "yes"}'),
+    "run.json of a list as model": ("run.json", b'{"model": ["x"]}'),
     "status.json empty": ("status.json", b""),
     "status.json a list": ("status.json", b"[]"),
     "status.json without a state": ("status.json", b'{"pid": 1, "pid_started": 1.0}'),
@@ -271,6 +279,38 @@ def test_losses_survive_a_crash_in_the_last_line(tmp_path):
     with open(writer.directory / "loss.jsonl", "a") as file:
         file.write('{"iteration": 3, "lo')
     assert [record["loss"] for record in read_losses(writer.directory)] == [5.0, 4.0, 3.0]
+
+
+GOOD = b'{"iteration": 3, "loss": 5.0, "seconds": 0.5, "time": 1e9, "recorded": true}'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"[" * 200_000, b"17", b"{}", b'"x"'),
+        *(GOOD.replace(b"5.0", bad) for bad in (b'"high"', b"NaN", b"-Infinity", b"null", b"true", b"9" * 400)),
+        *(GOOD.replace(b"3,", bad + b",") for bad in (b'"x"', b"1.5", b"null", b"9" * 30)),
+        *(GOOD.replace(b"0.5", bad) for bad in (b'"long"', b"Infinity", b"[]")),
+        GOOD.replace(b"1e9", b'"noon"'),
+    ],
+    ids=lambda line: line.decode()[:60],
+)
+def test_what_is_no_loss_is_left_out_and_named(tmp_path, line):
+    path = tmp_path / "loss.jsonl"
+    path.write_bytes(GOOD + b"\n" + line + b"\n")
+    assert sound_losses(tmp_path) == [json.loads(GOOD)]
+    with pytest.raises(RunError, match="line 2 of its loss.jsonl is no loss"):
+        check_losses(tmp_path)
+
+
+def test_an_axis_that_the_shape_has_not_is_refused(tmp_path):
+    good, bad = (make_run(tmp_path, assorted(seed), label="made") for seed in (1, 2))
+    (path,) = bad.directory.glob("segments/*/tensor.parquet")
+    path.write_bytes(with_column(path.read_bytes(), "contracted_axis", 9))
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["run_id"]) == {good.run_id}
+        (reason,) = catalog.refused
+        assert bad.run_id in reason and "contracted_axis" in reason and "\n" not in reason
 
 
 def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_path, monkeypatch):

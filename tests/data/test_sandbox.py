@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from data.catalog import PUBLIC_TABLES, Catalog
 from data.filter import Filter
+from data.runs import process_start
 from data.sandbox import QueryError, Sandbox
 
 
@@ -124,8 +131,84 @@ def test_is_stopped_after_a_time_and_goes_on(sandbox):
     [
         ("SELECT list(range) FROM range(1000000000)", "more than 512 MB"),
         ("SELECT repeat('x', 100000000) AS x", "fewer columns or shorter"),
+        ("SELECT [{'a': 1::TINYINT} FOR x IN range(1000000)] AS x", "fewer columns or shorter"),
+        # One value, which DuckDB neither counts nor lets be interrupted.
+        ("SELECT list_sum(range(100000000))", "more than 512 MB"),
+        ("SELECT repeat('x', 1000000000)", "more than 512 MB"),
     ],
 )
 def test_memory_is_limited(sandbox, sql, message):
+    before = peak_of_children()
     with pytest.raises(QueryError, match=message):
         sandbox.select(sql, seconds=30)
+    assert peak_of_children() <= max(before, 1400 << 20)
+
+
+def peak_of_children() -> int:
+    """Bytes of memory that the largest child so far held."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+
+
+def test_what_cannot_be_interrupted_is_stopped_too(sandbox):
+    # One value of one function, in little memory: DuckDB looks up between chunks only.
+    slow = "SELECT levenshtein(repeat('a', 200000), repeat('b', 200000))"
+    start = time.monotonic()
+    with pytest.raises(QueryError, match=r"stopped after 0\.5 s"):
+        sandbox.select(slow, seconds=0.5)
+    assert time.monotonic() - start < 5
+
+
+def test_a_long_statement_keeps_nobody_waiting(sandbox):
+    slow = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(sandbox.select, slow, seconds=5)
+        assert sandbox.select("SELECT 1 AS one").rows["one"].item() == 1
+        assert not other.done()
+        with pytest.raises(QueryError, match="stopped after 5 s"):
+            other.result()
+
+
+def test_the_process_of_a_statement_ends_with_the_app(catalog, tmp_path):
+    """The app is killed in the middle of a statement: what ran it goes too."""
+    app = """
+import sys
+from pathlib import Path
+from data.catalog import Catalog
+from data.sandbox import Sandbox
+with Catalog.open(Path(sys.argv[1])) as catalog:
+    box = Sandbox(catalog)
+    print(flush=True)
+    box.select("SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3", seconds=90)
+"""
+    running = subprocess.Popen(
+        [sys.executable, "-c", app, str(catalog.root)], env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert running.stdout and running.stdout.readline()
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    until = time.monotonic() + 30
+    while not (found := children.read_text().split()) and time.monotonic() < until:
+        time.sleep(0.02)
+    (child,) = map(int, found)
+    assert process_start(child) is not None
+    running.kill()
+    running.communicate()
+    while process_start(child) is not None and time.monotonic() < until:
+        time.sleep(0.02)
+    assert process_start(child) is None
+
+
+def test_the_copy_has_no_name_on_the_disk(catalog, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    box = Sandbox(catalog)
+    assert not list(tmp_path.iterdir()) and box.select("SELECT count(*) FROM run").rows.iloc[0, 0] == 4
+    box.close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(QueryError, match="cannot be copied into .*missing"):
+        Sandbox(catalog)
+
+
+def test_the_copy_cannot_be_read_as_a_file(sandbox):
+    path = sandbox.select("SELECT path FROM duckdb_databases() WHERE path IS NOT NULL").rows["path"].item()
+    with pytest.raises(QueryError, match="disabled"):
+        sandbox.select(f"SELECT * FROM read_blob('{path}')")

@@ -1,0 +1,150 @@
+"""One SQL statement of a user, in a process of its own: the child's side of `data.sandbox`. Run as a script.
+
+One value of a gigabyte is neither counted by DuckDB's memory limit nor interrupted by its clock. So the limits that
+hold are the operating system's: of the address space here, and the parent kills at its timeout. It imports as little as
+it can, for a statement waits for that.
+
+    python data/statement.py PARENT COPY    the parent's pid, and the open file of the index's copy
+    stdin    {"sql": text, "limit": rows} as JSON
+    stdout   READY when the clock may start, then ROWS and an Arrow stream, or ERROR and one line of text
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+MEMORY = "512 MB"
+MEMORY_BYTES = 512 * 10**6
+# Address space above what the open database takes: DuckDB's own limit, and as much again for what it does not count
+# and what the allocators of its threads hold in reserve.
+ADDRESS_SPACE = 2 * MEMORY_BYTES
+MAX_BYTES = 32 << 20  # of the rows that are handed on
+VALUE = 64  # bytes that a value takes in Python beside its own
+SHUT = (
+    "SET enable_external_access = false",
+    "SET disabled_filesystems = 'LocalFileSystem'",  # or the index's own file, open already, could be read as bytes
+    "SET python_enable_replacements = false",  # or a table's name could be a variable of this process
+    "SET autoinstall_known_extensions = false",
+    "SET autoload_known_extensions = false",
+    "SET allow_community_extensions = false",
+    "SET max_temp_directory_size = '0B'",
+    "SET threads = 2",
+    f"SET memory_limit = '{MEMORY}'",
+    "SET lock_configuration = true",
+)
+TOO_MUCH = f"it needs more than {MEMORY} of memory: ask for less, or aggregate"
+READY, ROWS, ERROR = b"ready\n", b"rows\n", b"error\n"
+PR_SET_PDEATHSIG = 1
+
+
+class Refused(ValueError):
+    """The statement cannot be run. The message says why, in one line."""
+
+
+def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Table:
+    """At most limit + 1 rows of a single SELECT. Raises Refused."""
+    statement = _single_select(sql)
+    try:
+        # The newline ends a comment on the last line.
+        rows = connection.sql(f"FROM ({statement}\n) LIMIT {limit + 1}").to_arrow_table()
+    except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
+        raise Refused(TOO_MUCH) from None
+    except (duckdb.Error, pa.ArrowException) as error:
+        raise Refused(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
+    held = rows.nbytes + VALUE * sum(_values(chunk) for column in rows.columns for chunk in column.chunks)
+    if held > MAX_BYTES:
+        raise Refused(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
+    return rows
+
+
+def _values(array: pa.Array) -> int:
+    """How many values an array holds, with those inside of lists, maps, structs and unions."""
+    kind = array.type
+    if pa.types.is_struct(kind):
+        return len(array) + sum(map(_values, array.flatten()))
+    if pa.types.is_union(kind):
+        return len(array) + sum(_values(array.field(index)) for index in range(kind.num_fields))
+    if pa.types.is_map(kind):
+        return len(array) + _values(array.keys) + _values(array.items)
+    return len(array) + (_values(array.flatten()) if pa.types.is_nested(kind) else 0)
+
+
+def _single_select(sql: str) -> str:
+    """The text of the one SELECT in sql. Raises Refused."""
+    if "\0" in sql:
+        raise Refused("a statement cannot hold a NUL character")
+    try:
+        statements = duckdb.extract_statements(sql)
+    except duckdb.Error as error:
+        raise Refused(one_line(error)) from None
+    if len(statements) != 1:
+        raise Refused(f"one SELECT is expected, not {len(statements)} statements")
+    if statements[0].type != duckdb.StatementType.SELECT:
+        raise Refused(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
+    return _without_semicolon(statements[0].query)
+
+
+def _without_semicolon(statement: str) -> str:
+    """The text before the semicolon that ends it, if one does."""
+    text = statement.encode()
+    ends = [
+        at
+        for at, kind in duckdb.tokenize(statement)
+        if kind == duckdb.token_type.operator and text[at : at + 1] == b";"
+    ]
+    return text[: ends[0]].decode() if ends else statement
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split("\n\nLINE")[0].split())[:400]
+
+
+def _confine() -> None:
+    """From here on: no more memory than ADDRESS_SPACE, no file written, no core dump."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _die_with(parent: int) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was gone before that
+        os._exit(1)
+
+
+def main() -> None:
+    _die_with(int(sys.argv[1]))
+    asked: dict[str, Any] = json.load(sys.stdin)
+    connection = duckdb.connect(f"/proc/self/fd/{int(sys.argv[2])}", read_only=True)
+    for statement in SHUT:
+        connection.execute(statement)
+    _confine()
+    out = sys.stdout.buffer
+    out.write(READY)
+    out.flush()
+    try:
+        rows = answer(connection, asked["sql"], asked["limit"])
+    except Refused as error:
+        out.write(ERROR + str(error).encode(errors="replace"))
+    else:
+        out.write(ROWS)
+        with pa.ipc.new_stream(out, rows.schema) as sink:
+            sink.write_table(rows)
+    out.flush()
+    os._exit(0)  # nothing is left to be put away
+
+
+if __name__ == "__main__":
+    main()
