@@ -155,7 +155,7 @@ class RunWriter:
         RunError if the root cannot be written or a word of the configuration is not what `read_run` takes, and then
         leaves nothing there; ReadOnly."""
         check_writable("recording a run")
-        _check_config(config)
+        _check_config(json.loads(json.dumps(config)))  # as it will be read
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
         aside = root / f".{run_id}.part"
