@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 from app import bundles, session
 from app.__main__ import main
 from app.pins import Pin, draw
+from app.report import sessions as report
 from app.session import RunMark, View
 from data.catalog import Catalog
 from tests.app import roots
@@ -103,7 +104,10 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     with Catalog.open(root) as catalog:
         written = bundles.export(catalog, now, tmp_path / "b.zip")
         assert len(session.marked(catalog, wanted).runs) == 4
-    assert written.runs == 3
+        pinned = next(report.parts(catalog, now, "")).plates[0].figure
+    assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
+    at = press(visit(root, "overview", session=one.id), "Save session")  # the page as it is now, with the late run
+    assert "speaks of 1 more run now" in words(at)
 
 
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
