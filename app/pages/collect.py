@@ -48,13 +48,15 @@ def _begin() -> None:
     """Fill the fields: from the job that the address names, else as they were left, else from the quick preset."""
     state = st.session_state
     asked = st.query_params.get("from")
-    if asked and state.get("collect_from") != asked and asked.isdecimal() and len(asked) < 10:
+    if asked and state.get("collect_from") != asked:
         state["collect_from"] = asked
         try:
+            if not (asked.isdecimal() and len(asked) < 10):
+                raise JobError("a job's number was expected")
             job = jobs.find(resolve_root(), int(asked))
             config = jobs.asked(job.arguments)[0]
         except (*REFUSED, *FAILED) as error:
-            st.warning(plain(f"Job {asked} cannot be cloned: {error}."), icon=":material/warning:")
+            st.warning(plain(f"Job {asked[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
             return

@@ -122,6 +122,12 @@ class TestCollect:
         assert at.text_input(key="collect_title").value == "an old one"
         assert "--operand-quant qk.forward.key=mxfp4" in words(at)
 
+    @pytest.mark.parametrize("number", ["abc", "9", "1" * 99])
+    def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
+        at = visit(root, "collect", **{"from": number})
+        assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value
+        assert chosen(at) == jobs.asked(["quick", "mxfp8"])
+
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
