@@ -382,6 +382,8 @@ def signals() -> Iterator[None]:
         (["--output", "{file}"], 2, "is a file: give --output a folder"),
         (["--output", "/"], 2, "/ is no folder for a report"),
         (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
+        (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is a place of the report's own files"),
+        (["--zip", "{tmp}/absent/x.zip"], 2, "absent is no folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is no number"),
         (["--quant-type", ","], 2, "names are expected"),
@@ -485,6 +487,34 @@ def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
 
 def fail() -> None:
     raise OSError(5, "broken")
+
+
+def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
+    places = (output / "r.zip", output / "more" / "r.zip", tmp_path / "r.zip", shared)
+    try:
+        for place in places:
+            with Catalog.open(root) as opened:
+                headless.make(opened, Wanted(output, Filter(), archive=place, jobs=1), lambda *_: None)
+            assert "index.html" in zipfile.ZipFile(place).namelist()
+        assert len({place.read_bytes() for place in places}) == 1
+    finally:
+        shared.unlink(missing_ok=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "r.zip"] and not list(output.glob(".*"))
+
+
+def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise headless.UsageError("refused")
+
+    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    monkeypatch.setattr(headless.Aside, "publish", refuse)
+    for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
+        wanted = Wanted(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
+        with Catalog.open(root) as opened, pytest.raises(headless.UsageError, match="refused"):
+            headless.make(opened, wanted, lambda *_: None)
+        assert list(tmp_path.iterdir()) == []
 
 
 def painters_of(pid: int) -> list[int]:
