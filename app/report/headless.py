@@ -242,7 +242,7 @@ def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside
                     waiting.append((plate, painters.paint(plate.figure, plate.spec, theme)))
                     collect(4 * painters.jobs)
             collect(0)
-            report = describe(opened, where, tuple(found), title, notes)
+            report = describe(opened, where, tuple(found), title, notes, archive is not None)
             html = frozen.page(report, bundle.result())
         numbers = stats.tensor_stats(opened, where)
         texts = {
@@ -267,8 +267,15 @@ def _keep(aside: Aside, archive: Archive | None, plate: Plate, painted: Painted)
         archive.plate(plate, painted)
 
 
-def describe(opened: Catalog, where: Filter, parts: tuple[Part, ...], title: str = "", notes: str = "") -> Report:
-    """The report of these parts. notes: HTML that was made safe."""
+def describe(
+    opened: Catalog,
+    where: Filter,
+    parts: tuple[Part, ...],
+    title: str = "",
+    notes: str = "",
+    archived: bool = False,
+) -> Report:
+    """The report of these parts. notes: HTML that was made safe; archived: whether a ZIP is made as well."""
     totals = opened.totals(where)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = (
@@ -279,7 +286,7 @@ def describe(opened: Catalog, where: Filter, parts: tuple[Part, ...], title: str
         ("Runs", f"{totals.runs:,}"),
     )
     subtitle = f"Made {made} from {opened.root.name}. Shown: {where.sentence()}."
-    return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes)
+    return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes, archived)
 
 
 def _manifest(opened: Catalog, wanted: Wanted, files: list[str]) -> str:

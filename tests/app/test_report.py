@@ -30,10 +30,11 @@ from app.__main__ import main
 from app.analysis import hifp8
 from app.figure import Figure
 from app.pins import Pin
-from app.report import contents, headless, runs
+from app.report import contents, frozen, headless, runs
 from app.report.headless import Wanted
 from app.report.painting import PaintError, Painters, sized, spec_of
-from app.report.plates import Plate, shown
+from app.report.plates import Plate, axis_of, shown
+from app.style import MEASURES
 from app.theme import THEMES
 from data.catalog import Catalog
 from data.filter import Filter
@@ -185,6 +186,34 @@ def test_shown_tables_lose_no_column(root):
         for part in contents.parts(opened, Filter(), "here"):
             for frame in [*(t.frame for t in part.tables), *(p.figure.table for p in part.plates)]:
                 assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
+
+
+def test_shown_columns_have_names_and_units(root):
+    raw, found = set(), []
+    with Catalog.open(root) as opened:
+        for part in contents.parts(opened, Filter(), "here"):
+            found += part.plates
+            for plate in part.plates:
+                names = shown(plate.figure.table).columns
+                raw |= {(plate.path, name) for name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
+    assert {name for _, name in raw} <= {measure.axis for measure in MEASURES.values()}, raw
+    named = {
+        plate.path: shown(plate.figure.table, axis_of(plate.spec)).columns
+        for plate in found
+        if plate.path.startswith(("distributions/histogram", "statistics/boxes"))
+    }
+    linear = named.pop("distributions/histogram_quant_type_linear")
+    assert "From, value" in linear and "Share (%)" in linear
+    assert all(", log₂ |value| (binades)" in " ".join(names) for names in named.values()) and len(named) > 10
+    histogram = shown(pd.DataFrame({"low": [-3.0], "high": [-2.5], "share": [0.25]}), "value")
+    assert histogram.iloc[0].to_dict() == {"From, value": -3.0, "To, value": -2.5, "Share (%)": 25.0}
+
+
+def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
+    cells = frozen.CSV_CELLS // 100 + 1
+    plate = Plate("x/y", Figure("y", alt.Chart(), pd.DataFrame(np.zeros((cells, 100))), "c"))
+    assert "see the ZIP" in frozen._figure(plate, True)
+    assert "see the ZIP" not in frozen._figure(plate, False) and "made with --zip" in frozen._figure(plate, False)
 
 
 def test_hifp8_precisions_are_those_of_the_values(root):
@@ -389,6 +418,7 @@ def signals() -> Iterator[None]:
         (["--quant-type", ","], 2, "names are expected"),
         (["--query", "layer_index=one"], 2, "which is no number"),
         (["--query", "mxfp8"], 2, "is no query"),
+        (["--query", "http://[::1"], 2, "'http://[::1' is no query"),
         (["--jobs", "0"], 2, "no number of processes"),
         (["--session", "absent"], 1, "There is no session 'absent'"),
         (["--session", "../x"], 1, "is no session's id"),
