@@ -1,12 +1,11 @@
 """A report as a ZIP: each chart as PNG, SVG, CSV and its Vega-Lite specification, each table as CSV and JSON.
 
-Written beside its place and renamed; entries carry no time of day, so that the same report makes the same bytes.
+Entries carry no time of day, so that the same report makes the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from pathlib import Path
 
@@ -18,23 +17,16 @@ EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 class Archive:
-    """A ZIP that appears whole or not at all. A context manager; raises OSError."""
+    """A ZIP that is being made: closed by the `with`, whole unless that was left by an error. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._zip = zipfile.ZipFile(self._aside, "w", zipfile.ZIP_DEFLATED)
+        self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
 
     def __enter__(self) -> Archive:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            self._zip.close()
-            if kind is None:
-                os.replace(self._aside, self.path)
-        finally:
-            self._aside.unlink(missing_ok=True)
+    def __exit__(self, *_: object) -> None:
+        self._zip.close()
 
     def add(self, name: str, content: bytes | str) -> None:
         """One entry; pictures are stored as they are."""

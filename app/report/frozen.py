@@ -18,13 +18,13 @@ from typing import Any
 
 import pandas as pd
 
-from app.report.plates import Part, Plate, Report, Table, shown
+from app.report.plates import Part, Plate, Report, Table, axis_of, shown
 from app.theme import DARK, FONT, LIGHT, MONO, Theme
 
 HERE = Path(__file__).parent
 LONG = 12  # lines of a text that is folded away
 SHOWN_ROWS = 100  # of a chart's numbers; of a table all
-CSV_CELLS = 60_000  # a table with more is in the ZIP alone
+CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
 
 
 def page(report: Report, bundle: str) -> str:
@@ -49,7 +49,7 @@ def page(report: Report, bundle: str) -> str:
             '<div class="body">',
             _navigation(report),
             "<main>",
-            *(_part(part) for part in report.parts),
+            *(_part(part, report.archived) for part in report.parts),
             "</main></div>",
             _data("themes", themes),
             *(_data(_id(plate), _embedded(plate)) for plate in plates),
@@ -110,11 +110,11 @@ def _navigation(report: Report) -> str:
     return f'<nav aria-label="Sections">{links}<button type="button" id="scheme">Light or dark</button></nav>'
 
 
-def _part(part: Part) -> str:
+def _part(part: Part, archived: bool) -> str:
     texts = [f"<p>{escape(part.text)}</p>"] if part.text else []
     texts += [f'<p class="verdict">{escape(part.verdict)}</p>'] if part.verdict else []
     texts += [f'<p class="problem">{escape(problem)}</p>' for problem in part.problems]
-    figures = "".join(_figure(plate) for plate in part.plates)
+    figures = "".join(_figure(plate, archived) for plate in part.plates)
     return (
         f'<section id="{escape(part.name)}"><h2>{escape(part.title)}</h2>{"".join(texts)}'
         + (f'<div class="figures">{figures}</div>' if figures else "")
@@ -130,7 +130,7 @@ def _text(title: str, text: str) -> str:
     return f'<details class="long-text"><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>'
 
 
-def _figure(plate: Plate) -> str:
+def _figure(plate: Plate, archived: bool) -> str:
     figure = plate.figure
     label = escape(f"{figure.title}. {figure.caption}", quote=True)
     caption = "".join(f"<div>{escape(line)}</div>" for line in (*figure.caption.splitlines(), plate.note) if line)
@@ -143,9 +143,11 @@ def _figure(plate: Plate) -> str:
     numbers = ""
     if rows and whole:
         first = f"The first {SHOWN_ROWS} of {rows:,} rows; all are in the CSV" if rows > SHOWN_ROWS else ""
-        numbers = f"<details><summary>Numbers</summary>{_rows(figure.table.head(SHOWN_ROWS), first)}</details>"
+        table = _rows(figure.table.head(SHOWN_ROWS), first, axis_of(plate.spec))
+        numbers = f"<details><summary>Numbers</summary>{table}</details>"
     elif rows:
-        numbers = f'<div class="note">{rows:,} × {figure.table.shape[1]:,} numbers: see the ZIP</div>'
+        where = "see the ZIP" if archived else "too many to be shown here; a report made with --zip has them"
+        numbers = f'<div class="note">{rows:,} × {figure.table.shape[1]:,} numbers: {where}</div>'
     return (
         f'<figure><div class="chart" role="img" aria-label="{label}" data-plate="{escape(_id(plate))}"'
         f' data-name="{escape(plate.file)}" style="min-height:{plate.height}px"></div>'
@@ -159,8 +161,8 @@ def _table(table: Table) -> str:
     return f'<h3 id="table-{escape(table.name)}">{escape(table.title)}</h3>{note}{_rows(table.frame)}'
 
 
-def _rows(frame: pd.DataFrame, caption: str = "") -> str:
-    frame = shown(frame)
+def _rows(frame: pd.DataFrame, caption: str = "", axis: str = "") -> str:
+    frame = shown(frame, axis)
     numeric = [pd.api.types.is_numeric_dtype(kind) and kind is not bool for kind in frame.dtypes]
     classes = [' class="n"' if n else "" for n in numeric]
     head = "".join(f"<th{c}>{escape(str(name))}</th>" for name, c in zip(frame.columns, classes, strict=True))

@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -86,7 +87,20 @@ def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
     with Aside(wanted.output) as aside:
         drawn = _draw(opened, wanted, session, aside, progress)
         aside.publish(before)
+        if wanted.archive:
+            _place(aside.archive, wanted.archive)
     return drawn
+
+
+def _place(made: Path, target: Path) -> None:
+    """Move a file to its place, on another disk too: it appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)  # within the report
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        shutil.move(made, beside)
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _check(opened: Catalog, wanted: Wanted) -> None:
@@ -104,6 +118,18 @@ def _check(opened: Catalog, wanted: Wanted) -> None:
         raise UsageError(f"{wanted.output} is a file: give --output a folder, new or of an earlier report")
     if wanted.archive is not None and wanted.archive.is_dir():
         raise UsageError(f"{wanted.archive} is a folder: give --zip a file's name")
+    if wanted.archive is not None:
+        _check_archive(wanted.archive.absolute(), wanted.output.absolute())
+
+
+def _check_archive(archive: Path, output: Path) -> None:
+    """Raise UsageError for a ZIP in a folder that is not there, but for the report's own, or by the name of one of the
+    report's files."""
+    within = archive.relative_to(output).parts if archive.is_relative_to(output) else ()
+    if within and within[0] in (*ALWAYS, *FOLDERS, *SESSION_FOLDERS):
+        raise UsageError(f"{archive} is a place of the report's own files: give --zip another name")
+    if not within and not archive.parent.is_dir():
+        raise UsageError(f"{archive.parent} is no folder: make it first, or give --zip a place that is there")
 
 
 def _written_before(output: Path) -> set[str]:
@@ -138,11 +164,14 @@ def _is_there(path: Path) -> bool:
 
 
 class Aside:
-    """A folder beside the output, filled and then moved into it; gone afterwards, whatever happened."""
+    """A folder beside the output, filled and then moved into it; gone afterwards, whatever happened, with the folders
+    above it that were made for it and are empty. archive: where a ZIP can be made."""
 
     def __init__(self, output: Path) -> None:
         self.output = output
-        self.folder = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.part")
+        self._all = output.absolute().with_name(f".{output.absolute().name}.{os.getpid()}.part")
+        self._above = [folder for folder in self._all.parents if not folder.exists()]
+        self.folder, self.archive = self._all / "report", self._all / "report.zip"
         self.files: list[str] = []
 
     def __enter__(self) -> Aside:
@@ -150,7 +179,10 @@ class Aside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self._all, ignore_errors=True)
+        with suppress(OSError):  # not empty: the report is there
+            for folder in self._above:
+                folder.rmdir()
 
     def write(self, name: str, content: bytes | str) -> None:
         path = self.folder / name
@@ -185,8 +217,8 @@ def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside
         title, notes = session.name, session_parts.notes_html(session)
     else:
         parts, title, notes = contents.parts(opened, where, wanted.command), "", ""
-    archive = Archive(wanted.archive) if wanted.archive else None
-    try:
+    with ExitStack() as stack:
+        archive = stack.enter_context(Archive(aside.archive)) if wanted.archive else None
         with Painters(wanted.jobs) as painters:
             bundle = painters.bundle()
             found: list[Part] = []
@@ -210,7 +242,7 @@ def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside
                     waiting.append((plate, painters.paint(plate.figure, plate.spec, theme)))
                     collect(4 * painters.jobs)
             collect(0)
-            report = describe(opened, where, tuple(found), title, notes)
+            report = describe(opened, where, tuple(found), title, notes, archive is not None)
             html = frozen.page(report, bundle.result())
         numbers = stats.tensor_stats(opened, where)
         texts = {
@@ -225,12 +257,6 @@ def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside
         for table in [table for part in found for table in part.tables] if archive else []:
             archive.table(table)
         aside.write(MANIFEST, _manifest(opened, wanted, aside.files))
-    except BaseException:
-        if archive:
-            archive.__exit__(*sys.exc_info())
-        raise
-    if archive:
-        archive.__exit__(None)
     return total
 
 
@@ -241,8 +267,15 @@ def _keep(aside: Aside, archive: Archive | None, plate: Plate, painted: Painted)
         archive.plate(plate, painted)
 
 
-def describe(opened: Catalog, where: Filter, parts: tuple[Part, ...], title: str = "", notes: str = "") -> Report:
-    """The report of these parts. notes: HTML that was made safe."""
+def describe(
+    opened: Catalog,
+    where: Filter,
+    parts: tuple[Part, ...],
+    title: str = "",
+    notes: str = "",
+    archived: bool = False,
+) -> Report:
+    """The report of these parts. notes: HTML that was made safe; archived: whether a ZIP is made as well."""
     totals = opened.totals(where)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     facts = (
@@ -253,7 +286,7 @@ def describe(opened: Catalog, where: Filter, parts: tuple[Part, ...], title: str
         ("Runs", f"{totals.runs:,}"),
     )
     subtitle = f"Made {made} from {opened.root.name}. Shown: {where.sentence()}."
-    return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes)
+    return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes, archived)
 
 
 def _manifest(opened: Catalog, wanted: Wanted, files: list[str]) -> str:

@@ -44,8 +44,11 @@ def filter_of(given: argparse.Namespace) -> Filter:
 
 def _query(text: str) -> Filter:
     """Parameters that are no filter fields are a page's own, and left out."""
-    query = urlsplit(text).query if "://" in text else text.lstrip("?")
-    if "=" not in query and "://" not in text:
+    try:
+        query = urlsplit(text).query if "://" in text else text.lstrip("?")
+    except ValueError:  # brackets that do not close
+        query = None
+    if query is None or ("=" not in query and "://" not in text):
         raise argparse.ArgumentTypeError(
             f"{text[:80]!r} is no query: expected quant_type=mxfp8&layer_index=1 or the like, or an address of the app"
         )

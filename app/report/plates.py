@@ -79,17 +79,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """notes: HTML that was made safe, "" for none; facts: (name, value) as they stand under the title."""
+    """notes: HTML that was made safe, "" for none; facts: (name, value) as they stand under the title; archived:
+    whether a ZIP was made as well."""
 
     title: str
     subtitle: str
     facts: tuple[tuple[str, str], ...]
     parts: tuple[Part, ...]
     notes: str = ""
+    archived: bool = False
 
 
-def shown(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table as people read it: metrics by their names and units, shares in percent, words for columns."""
+def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
+    """A table as people read it: metrics by their names and units, shares in percent, words for columns. axis: of the
+    chart that it is drawn as, see `axis_of`."""
+    unit = f", {axis}" if axis else ""
+    places = next((names for sign, names in PLACES.items() if sign in frame.columns), {})
     columns = {}
     for name in frame.columns:
         values = frame[name]
@@ -99,7 +104,8 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
         elif name in TITLES:
             name = TITLES[name]
         else:
-            name = COLUMNS.get(name, str(name).replace("_", " "))
+            values = values * 100 if name in SHARES else values
+            name = f"{places[name]}{unit}" if name in places else COLUMNS.get(name, _words(str(name)))
         columns[name] = values
     return pd.DataFrame(columns)
 
@@ -109,8 +115,36 @@ COLUMNS = {
     "min": "Min", "max": "Max", "absmin": "Smallest |x| > 0", "zeros": "Zeros", "nans": "NaN", "infs": "Inf",
     "state": "State", "started": "Started", "loss_last": "Last loss (nats)", "rank": "Rank", "place": "Place",
     "tensor_id": "Worst tensor", "gap": "Mean gap (nats)", "last": "Last gap (nats)", "label": "Run’s recipe",
-    "parts": "Rounded", "iterations": "Iterations",
+    "parts": "Rounded", "iterations": "Iterations", "only": "Rounded alone", "loss": "Loss (nats)", "format": "Format",
+    "theoretical": "Quantile of the law (in its scale)", "sample": "Quantile of the values (in its scale)",
+    "share": "Share (%)", "mass": "Probability held (%)", "head": "Head", "entropy": "Mean entropy (bits)",
+    "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Even attention (bits)",
+    "precision": "Precision", "tier": "Precision", "code": "Code", "codes": "Codes", "used": "Codes used",
+    "count": "Values", "low": "Lowest", "q1": "25 %", "median": "Median", "q3": "75 %", "high": "Highest",
 }  # fmt: skip
+SHARES = ("share", "mass")
+# What places are called in a table that has this column; their unit is that of the chart's axis.
+PLACES = {
+    "share": {"low": "From", "high": "To"},
+    "p0_1": {
+        "min": "Min", "p0_1": "0.1 %", "q1": "25 %", "median": "Median", "q3": "75 %", "p99_9": "99.9 %", "max": "Max",
+    },
+}  # fmt: skip
+
+
+def axis_of(spec: Any) -> str:
+    """The title of a chart's axis of places, of a histogram or boxes; "" for another chart."""
+    if isinstance(spec, dict):
+        x = spec.get("x")
+        if isinstance(x, dict) and x.get("field") in ("low", "p0_1") and x.get("title"):
+            return str(x["title"])
+    inner = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else ()
+    return next(filter(None, map(axis_of, inner)), "")
+
+
+def _words(name: str) -> str:
+    """A column's name that has none of its own here, as words: "column 3" as "Column 3"."""
+    return name[:1].upper() + name[1:].replace("_", " ")
 
 
 def plates(folder: str, figures: Iterable[Figure], suffix: str = "") -> tuple[Plate, ...]:

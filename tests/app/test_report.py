@@ -30,10 +30,11 @@ from app.__main__ import main
 from app.analysis import hifp8
 from app.figure import Figure
 from app.pins import Pin
-from app.report import contents, headless, runs
+from app.report import contents, frozen, headless, runs
 from app.report.headless import Wanted
 from app.report.painting import PaintError, Painters, sized, spec_of
-from app.report.plates import Plate, shown
+from app.report.plates import Plate, axis_of, shown
+from app.style import MEASURES
 from app.theme import THEMES
 from data.catalog import Catalog
 from data.filter import Filter
@@ -185,6 +186,34 @@ def test_shown_tables_lose_no_column(root):
         for part in contents.parts(opened, Filter(), "here"):
             for frame in [*(t.frame for t in part.tables), *(p.figure.table for p in part.plates)]:
                 assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
+
+
+def test_shown_columns_have_names_and_units(root):
+    raw, found = set(), []
+    with Catalog.open(root) as opened:
+        for part in contents.parts(opened, Filter(), "here"):
+            found += part.plates
+            for plate in part.plates:
+                names = shown(plate.figure.table).columns
+                raw |= {(plate.path, name) for name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
+    assert {name for _, name in raw} <= {measure.axis for measure in MEASURES.values()}, raw
+    named = {
+        plate.path: shown(plate.figure.table, axis_of(plate.spec)).columns
+        for plate in found
+        if plate.path.startswith(("distributions/histogram", "statistics/boxes"))
+    }
+    linear = named.pop("distributions/histogram_quant_type_linear")
+    assert "From, value" in linear and "Share (%)" in linear
+    assert all(", log₂ |value| (binades)" in " ".join(names) for names in named.values()) and len(named) > 10
+    histogram = shown(pd.DataFrame({"low": [-3.0], "high": [-2.5], "share": [0.25]}), "value")
+    assert histogram.iloc[0].to_dict() == {"From, value": -3.0, "To, value": -2.5, "Share (%)": 25.0}
+
+
+def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
+    cells = frozen.CSV_CELLS // 100 + 1
+    plate = Plate("x/y", Figure("y", alt.Chart(), pd.DataFrame(np.zeros((cells, 100))), "c"))
+    assert "see the ZIP" in frozen._figure(plate, True)
+    assert "see the ZIP" not in frozen._figure(plate, False) and "made with --zip" in frozen._figure(plate, False)
 
 
 def test_hifp8_precisions_are_those_of_the_values(root):
@@ -382,11 +411,14 @@ def signals() -> Iterator[None]:
         (["--output", "{file}"], 2, "is a file: give --output a folder"),
         (["--output", "/"], 2, "/ is no folder for a report"),
         (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
+        (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is a place of the report's own files"),
+        (["--zip", "{tmp}/absent/x.zip"], 2, "absent is no folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is no number"),
         (["--quant-type", ","], 2, "names are expected"),
         (["--query", "layer_index=one"], 2, "which is no number"),
         (["--query", "mxfp8"], 2, "is no query"),
+        (["--query", "http://[::1"], 2, "'http://[::1' is no query"),
         (["--jobs", "0"], 2, "no number of processes"),
         (["--session", "absent"], 1, "There is no session 'absent'"),
         (["--session", "../x"], 1, "is no session's id"),
@@ -485,6 +517,34 @@ def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
 
 def fail() -> None:
     raise OSError(5, "broken")
+
+
+def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
+    places = (output / "r.zip", output / "more" / "r.zip", tmp_path / "r.zip", shared)
+    try:
+        for place in places:
+            with Catalog.open(root) as opened:
+                headless.make(opened, Wanted(output, Filter(), archive=place, jobs=1), lambda *_: None)
+            assert "index.html" in zipfile.ZipFile(place).namelist()
+        assert len({place.read_bytes() for place in places}) == 1
+    finally:
+        shared.unlink(missing_ok=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "r.zip"] and not list(output.glob(".*"))
+
+
+def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise headless.UsageError("refused")
+
+    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    monkeypatch.setattr(headless.Aside, "publish", refuse)
+    for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
+        wanted = Wanted(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
+        with Catalog.open(root) as opened, pytest.raises(headless.UsageError, match="refused"):
+            headless.make(opened, wanted, lambda *_: None)
+        assert list(tmp_path.iterdir()) == []
 
 
 def painters_of(pid: int) -> list[int]:
