@@ -19,7 +19,7 @@ from typing import Any
 from collector.jobs.processes import Process, boot, host, marked
 from collector.jobs.store import Job, folder, place, read_jobs, read_json
 from data import runs
-from data.runs import RunError, RunInfo, read_losses, read_run, read_status
+from data.runs import RunError, RunInfo, read_run, read_status, sound_losses
 
 QUEUED, STARTING, RUNNING, CANCELLING = ACTIVE = "queued", "starting", "running", "cancelling"
 DONE, CANCELLED, FAILED, CRASHED = "done", "cancelled", "failed", "crashed"
@@ -269,9 +269,9 @@ def progress(view: JobView) -> Progress:
 
 
 def losses_of(run: RunInfo) -> list[dict[str, Any]]:
-    """The records of loss.jsonl; none where it cannot be read."""
+    """The records of loss.jsonl that can be used; none where it cannot be read."""
     try:
-        return [record for record in read_losses(run.directory) if isinstance(record, dict)]
+        return sound_losses(run.directory)
     except OSError:
         return []
 
