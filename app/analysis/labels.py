@@ -78,6 +78,8 @@ def thinned_note(step: int) -> str:
 def run_labels(runs: pd.DataFrame) -> list[str]:
     """Of columns name, started, run_id: the name; where several share one, when they started, with the day if they are
     of several; where that is the same, the end of the directory's name."""
+    if runs.empty:
+        return []
     name = runs["name"]
     again = name.duplicated(keep=False)
     days = runs.loc[again, "started"].dt.date.nunique()

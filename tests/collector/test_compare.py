@@ -465,7 +465,7 @@ class TestSections:
             {"load_hf": "checkpoint"},
             {"device": "NVIDIA H100"},
             {"tp": 2},
-            {"model": ["odd"]},
+            {"model": "another"},
         ],
         ids=str,
     )

@@ -205,7 +205,8 @@ REFUSED = {
     "no vocabulary": (lambda p: ("--vocab-size", "0"), "--vocab-size is 0: it must be 1 or more"),
     "a negative vocabulary": (lambda p: ("--vocab-size", "-5"), "--vocab-size is -5"),
     "a vocabulary of words": (lambda p: ("--vocab-size", "many"), "argument --vocab-size: invalid int value: 'many'"),
-    "a vocabulary beyond the memory": (lambda p: ("--vocab-size", "9" * 20), " GiB are free on cpu"),
+    "a vocabulary beyond the memory": (lambda p: ("--vocab-size", "9" * 9), " GiB are free on cpu"),
+    "a vocabulary without end": (lambda p: ("--vocab-size", "9" * 20), "it must be at most 1000000000"),
 }
 
 
