@@ -185,7 +185,7 @@ def start(root: Path) -> tuple[subprocess.Popen, Path]:
     until = time.monotonic() + 120
     while time.monotonic() < until and launcher.poll() is None:
         runs = list_runs(root)[0]
-        if runs and len(runs[0].segments) >= 4:
+        if runs and len(runs[0].segments) >= 4 and len(rank_statuses(runs[0].directory)) == 2:
             return launcher, runs[0].directory
         time.sleep(0.2)
     launcher.kill()
