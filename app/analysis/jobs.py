@@ -102,7 +102,7 @@ def losses(view: JobView) -> tuple[pd.DataFrame, int]:
     rows = [
         {"group": str(view.run.config.get("recipe")), "iteration": record["iteration"], "loss": record["loss"]}
         for record in records
-        if view.run and {"iteration", "loss"} <= set(record)
+        if view.run
     ]
     return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), MOST_POINTS)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+import pandas as pd
 import streamlit as st
 
 from app import charts, show, style
@@ -286,12 +287,13 @@ def _live(root: Path, number: int, state: str) -> None:
         st.rerun()
     if view.state != state:
         st.rerun()
-    _progress(view)
-    _results(view)
+    losses, step = told.losses(view)
+    _progress(view, losses)
+    _results(view, losses, step)
     _log(root, view)
 
 
-def _progress(view: JobView) -> None:
+def _progress(view: JobView, losses: pd.DataFrame) -> None:
     done = jobs.progress(view)
     if view.active:
         words = told.line(view, done)
@@ -301,20 +303,18 @@ def _progress(view: JobView) -> None:
     if not view.run:
         return
     status = view.run.status
-    table, _ = told.losses(view)
     cells = st.columns(4)
     cells[0].metric("Iterations", f"{done.done:,}", border=True)
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
-    cells[3].metric("Loss", "–" if table.empty else f"{table['loss'].iloc[-1]:.4f}", border=True)
+    cells[3].metric("Loss", "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}", border=True)
     if status.tensors_without_raw:
         st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
 
 
-def _results(view: JobView) -> None:
+def _results(view: JobView, table: pd.DataFrame, step: int) -> None:
     if not view.run:
         return
-    table, step = told.losses(view)
     opened = catalog()
     fmt, worst = told.worst(opened, view.run.run_id)
     height = max(300, ranking_height(worst)) if fmt else 300

@@ -263,7 +263,7 @@ def progress(view: JobView) -> Progress:
         return Progress(0, 0, None)
     config = view.run.config
     total = _whole(config.get("warmup_iterations")) + _whole(config.get("train_iters"))
-    losses = [record for record in losses_of(view.run) if "iteration" in record]
+    losses = losses_of(view.run)
     left = _seconds_left(config, losses) if view.state == RUNNING else None
     return Progress(len(losses), total, left)
 
