@@ -4,15 +4,22 @@ them. One thread does it, in the order in which it was asked for.
 A tensor's values are copied at once: on a GPU to pinned memory without waiting; the thread waits for the copy, and for
 the statistics that a file or row needs. Who offers faster than the disk takes waits once IN_FLIGHT bytes are on their
 way. A failure is raised by the next call.
+
+Ctrl-C can end the training loop between any two steps of Python, and a lock that it leaves taken there is taken for
+good. The conditions, events and futures of the standard library are written in Python; so between the two threads there
+are only a queue and locks that C takes and gives back, and what one thread alone writes.
 """
 
 from __future__ import annotations
 
-import threading
+import atexit
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -38,129 +45,154 @@ class Pending:
     row: Callable[[], TensorRow]
 
 
+def _taken() -> Lock:
+    lock = Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(frozen=True, eq=False)
+class _OnWay:
+    """Values on their way to a file. `lock` is given back once they are there, or were refused."""
+
+    nbytes: int
+    lock: Lock = field(default_factory=_taken)
+
+
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all."""
 
     def __init__(self, writer: RunWriter, max_bytes: int) -> None:
         self._writer = writer
-        self._left = max_bytes
-        self._changed = threading.Condition()  # guards all below
-        self._in_flight = 0
+        self._max_bytes = max_bytes
+        self._on_way: list[_OnWay] = []
+        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._failures: deque[Exception] = deque()
+        # The thread's own from here on.
         self._bytes = 0
         self._published = 0
         self._without_values = 0
-        self._unnamed: set[Path] = set()  # offered, and in no row so far
-        self._lost: set[Path] = set()  # could not be written
-        self._failure: Exception | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._files: list[Future[None]] = []
+        self._unnamed: set[Path] = set()  # written, and in no row so far
+        self._thread = Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)  # who never closes this is not to lose what was asked for
 
     def offer(self, relative: Path, x: Tensor, describe: Description) -> bool:
         """Have x written as <run>/relative; False if it would not fit the budget. Raises an earlier failure."""
         self._raise()
         nbytes = x.numel() * x.element_size()
-        reserved = nbytes + OVERHEAD
-        if reserved > self._left:
-            self._await_files()  # which took less than was reserved
-        with self._changed:
-            if reserved > self._left:
+        while True:
+            on_way = self._on_way = [each for each in self._on_way if each.lock.locked()]
+            on_way_bytes = sum(each.nbytes for each in on_way)
+            # A file that takes less than was reserved for it leaves room for the next.
+            fits = self._bytes + on_way_bytes + nbytes + (len(on_way) + 1) * OVERHEAD <= self._max_bytes
+            if fits and (not on_way or on_way_bytes + nbytes <= IN_FLIGHT):
+                break
+            if not on_way:
                 return False
-            self._changed.wait_for(lambda: not self._in_flight or self._in_flight + nbytes <= IN_FLIGHT)
-            self._in_flight += nbytes
-            self._left -= reserved
-            self._unnamed.add(relative)
-        copy, wait = _copy(x)
-        self._files = [file for file in self._files if not file.done()]
-        self._files.append(self._thread.submit(self._file, relative, copy, wait, describe))
+            on_way.pop(0).lock.acquire()
+        copy, arrived = _copy(x)
+        own = _OnWay(nbytes)
+        self._asked.put(lambda: self._file(relative, copy, arrived, describe, own.lock))
+        self._on_way.append(own)
         return True
 
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
         """Have the rows whose files were offered published as a segment, and the run's status say so, with what else it
         is to say. Raises an earlier failure."""
-        self._thread.submit(self._segment, list(pending), status)
+        rows = list(pending)
+        self._asked.put(lambda: self._segment(rows, status))
         self._raise()
 
     def settle(self) -> None:
         """Wait until all that was asked for is done. Raises a failure that has not been raised."""
-        self._thread.submit(lambda: None).result()
+        turn = _taken()
+        self._asked.put(turn.release)
+        turn.acquire()
         self._raise()
 
     def close(self) -> Exception | None:
         """Wait for all, delete files that no row names and end the thread; a failure that has not been raised."""
-        self._thread.shutdown()
-        self._drop(self._unnamed)
-        failure, self._failure = self._failure, None
-        return failure
+        self._end()
+        atexit.unregister(self._end)
+        return self._failures.popleft() if self._failures else None
+
+    def _end(self) -> None:
+        self._asked.put(None)
+        self._thread.join()
 
     def _raise(self) -> None:
-        with self._changed:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
-            self._failure = self._failure or error
-
-    def _await_files(self) -> None:
-        for file in self._files:
-            file.result()
-        self._files.clear()
+        """The first failure speaks for those that followed it."""
+        if self._failures:
+            first = self._failures[0]
+            self._failures.clear()
+            raise first
 
     # In the thread from here on.
 
-    def _file(self, relative: Path, x: Tensor, wait: Callable[[], None], describe: Description) -> None:
-        size = 0
-        nbytes = x.numel() * x.element_size()
+    def _work(self) -> None:
+        while self._attend():
+            pass
+        if self._unnamed:
+            self._attempt(lambda: self._drop(set(self._unnamed)))
+            self._attempt(self._tell)
+
+    def _attend(self) -> bool:
+        """Wait for the next thing asked for and do it, if there is more to come; then nothing holds its values."""
+        asked = self._asked.get()
+        if asked is None:
+            return False
+        self._attempt(asked)
+        return True
+
+    def _attempt(self, task: Callable[[], None]) -> bool:
+        """Do it; a failure is carried to the training loop, whatever it is."""
         try:
-            wait()
+            task()
+        except Exception as error:
+            self._failures.append(error)
+            return False
+        return True
+
+    def _file(self, relative: Path, x: Tensor, arrived: Callable[[], None], describe: Description, lock: Lock) -> None:
+        try:
+            arrived()
             content = encode(x, *describe())
             path = self._writer.directory / relative
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
-            size = len(content)
-        except Exception as error:  # carried to the training loop, whatever it is
-            self._fail(error)
-            self._lost.add(relative)
+            self._unnamed.add(relative)
+            self._bytes += len(content)
         finally:
-            with self._changed:
-                self._bytes += size
-                self._left += nbytes + OVERHEAD - size
-                self._in_flight -= nbytes
-                self._changed.notify_all()
+            lock.release()
 
     def _segment(self, pending: list[Pending], status: dict[str, Any]) -> None:
-        kept = [each for each in pending if each.path not in self._lost]
+        kept = [each for each in pending if each.path is None or each.path in self._unnamed]
         named = {each.path for each in kept if each.path}
-        try:
-            if kept:
-                rows = [each.row() for each in kept]
-                write_segment(self._writer.directory / "segments", self._writer.next_segment_name(), rows)
-        except Exception as error:  # carried to the training loop, whatever it is
-            self._fail(error)
-            self._drop(named)
-            kept = []
-        with self._changed:
+        if kept and self._attempt(lambda: self._write(kept)):
             self._unnamed -= named
-        self._published += len(kept)
-        self._without_values += sum(each.path is None for each in kept)
-        try:
-            counts = {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
-            self._writer.update(**counts, **status)
-        except OSError as error:
-            self._fail(error)
+            self._published += len(kept)
+            self._without_values += sum(each.path is None for each in kept)
+        else:
+            self._drop(named)
+        self._tell(**status)
+
+    def _tell(self, **status: Any) -> None:
+        counts = {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
+        self._writer.update(**counts, **status)
+
+    def _write(self, kept: list[Pending]) -> None:
+        rows = [each.row() for each in kept]
+        write_segment(self._writer.directory / "segments", self._writer.next_segment_name(), rows)
 
     def _drop(self, paths: set[Path]) -> None:
         """Delete files that no row will name."""
         for relative in paths:
-            path = self._writer.directory / relative
-            if relative in self._lost or not path.exists():  # who offered it was interrupted before it was asked for
-                continue
-            size = path.stat().st_size
-            path.unlink()
-            with self._changed:
-                self._bytes -= size
-                self._left += size
+            self._unnamed.discard(relative)
+            with suppress(FileNotFoundError):  # somebody deleted it first
+                path = self._writer.directory / relative
+                self._bytes -= path.stat().st_size
+                path.unlink()
 
 
 def _copy(x: Tensor) -> tuple[Tensor, Callable[[], None]]:

@@ -16,12 +16,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, Thread
 
 import torch
 
@@ -55,7 +56,7 @@ class CannotBuild(RuntimeError):
     """There is no C++ compiler, or it failed."""
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _loaded: dict[Unit, ctypes.CDLL | None] = {}
 _worked: dict[Unit, int] = {}
 
@@ -132,18 +133,43 @@ def directory() -> Path:
     return path if os.access(path, os.W_OK) else Path(tempfile.mkdtemp(prefix="binade-"))
 
 
-@lru_cache(maxsize=1)
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a fork inherits none."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="quant")
+@cache
+def _helpers(count: int, process: int) -> SimpleQueue[Callable[[], None]]:
+    """What `count` threads of this process (a fork inherits none) are asked to do."""
+    asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    for _ in range(count):
+        Thread(target=_help, args=(asked,), name="quant", daemon=True).start()
+    return asked
+
+
+def _help(asked: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        asked.get()()
 
 
 def share_out(items: int, per_item: int, part: Callable[[int, int], None]) -> None:
     """Call part(first, last) for all of `items`, of per_item values each, on as many threads as torch may use and the
-    work is worth."""
+    work is worth. Raises what a part raised.
+
+    Ctrl-C may end this at any step; queues of C, unlike the futures of the standard library, are then still whole.
+    """
     threads = max(1, min(torch.get_num_threads(), items * per_item // PER_THREAD))
-    if threads == 1:
-        part(0, items)
-    else:
-        cuts = [items * i // threads for i in range(threads + 1)]
-        list(_pool(torch.get_num_threads(), os.getpid()).map(part, cuts[:-1], cuts[1:]))
+    cuts = [items * i // threads for i in range(threads + 1)]
+    done: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def attempt(first: int, last: int) -> None:
+        try:
+            part(first, last)
+        except Exception as error:  # for who asked, whatever it is
+            done.put(error)
+        else:
+            done.put(None)
+
+    if threads > 1:
+        asked = _helpers(torch.get_num_threads() - 1, os.getpid())
+        for first, last in pairwise(cuts[1:]):
+            asked.put(partial(attempt, first, last))
+    attempt(*cuts[:2])
+    failures = [error for _ in range(threads) if (error := done.get())]
+    if failures:
+        raise failures[0]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from datetime import datetime
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from data.segment import Identity, TensorRow, segment_names
 from data.store import load
 from quant.summary import summarize
 from tests.collector.test_capture import batch, build
+from tests.interrupts import interrupted
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -116,7 +119,9 @@ def test_what_the_disk_refuses_is_raised_once_and_the_rest_is_kept(run):
 
 def threads_turn(files: Writing) -> None:
     """Let the thread finish without asking it how it went."""
-    files._thread.submit(lambda: None).result()
+    done = threading.Event()
+    files._asked.put(done.set)
+    assert done.wait(20)
 
 
 def test_rows_that_cannot_be_published_take_their_files_along(run):
@@ -159,7 +164,7 @@ def test_a_recorded_step_waits_for_nothing(tmp_path, device):
         recorder.step()
         recorder.settle()
         stopped = threading.Event()
-        recorder._writing._thread.submit(stopped.wait, 60)
+        recorder._writing._asked.put(lambda: stopped.wait(60))
         try:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")
@@ -171,3 +176,28 @@ def test_a_recorded_step_waits_for_nothing(tmp_path, device):
                 torch.cuda.set_sync_debug_mode("default")
             stopped.set()
     assert read_status(recorder.writer.directory).tensors == 136
+
+
+def test_an_interrupt_at_any_step_stops_nobody_else(run):
+    """Whatever instruction it comes at: the end is reached, every row's file is there and no other."""
+    x = values(8)
+
+    def use(files: Writing, step: int) -> None:
+        files.offer(name(step), x, describe)
+        files.publish([pending(run, step, x, name(step))])
+        files.settle()
+
+    for step in itertools.count():
+        files = Writing(run, 1 << 30)
+        came = interrupted(lambda files=files, step=step: use(files, step), step)
+        end = threading.Thread(target=files.close, daemon=True)
+        end.start()
+        end.join(20)
+        assert not end.is_alive(), f"interrupted at step {step}, the thread waits for ever"
+        if not came:
+            break
+    assert step > 100
+    tables = [pq.read_table(table) for table in run.directory.glob("segments/*/tensor.parquet")]
+    rows = [path for table in tables for path in table.column("path").to_pylist()]
+    assert sorted(rows) == sorted(str(path.relative_to(run.directory)) for path in run.directory.rglob("*.pt"))
+    assert str(name(step)) in rows and len(rows) < step

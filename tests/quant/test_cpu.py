@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from quant import cpu, fake_quantize, native
 from quant.metrics import Errors, errors, saturated_fraction, score, score_of
 from quant.quantizer import apply, plan, tensor_absmax
+from tests.interrupts import interrupted
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
 
 FLOAT32 = cpu.Kind("float", 1, 0, 0)
@@ -157,3 +160,39 @@ def test_pieces_are_the_whole(name, monkeypatch):
     whole = apply(x, plan(name), 0)[0]
     monkeypatch.setattr(cpu, "PIECE", 200)
     assert_same_bits(cpu.in_pieces(x, plan(name), 0, tensor_absmax(x))[0], whole)
+
+
+def test_an_interrupt_at_any_step_leaves_the_threads_at_work(monkeypatch):
+    """Whatever instruction it comes at, the next call's parts are all done."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    def share(done: list[int]) -> None:
+        def part(first: int, last: int) -> None:
+            done[first:last] = [1] * (last - first)
+
+        native.share_out(len(done), native.PER_THREAD, part)
+
+    for step in itertools.count():
+        came = interrupted(lambda: share([0] * 8), step)
+        done = [0] * 8
+        after = threading.Thread(target=share, args=(done,), daemon=True)
+        after.start()
+        after.join(20)
+        assert not after.is_alive() and min(done) == 1, f"interrupted at step {step}"
+        if not came:
+            break
+    assert step > 30
+
+
+def test_what_a_part_raises_is_raised(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    done = []
+
+    def part(first: int, last: int) -> None:
+        done.append(first)
+        if first:
+            raise MemoryError(f"at {first}")
+
+    with pytest.raises(MemoryError, match="at [2-6]"):
+        native.share_out(8, native.PER_THREAD, part)
+    assert len(done) == 3
