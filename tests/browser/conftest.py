@@ -26,10 +26,21 @@ def app(collected: Path) -> Iterator[str]:
         yield address
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
 @pytest.fixture
-def visit(browser: Browser, app: str) -> Iterator[Callable[..., Page]]:
+def visit(browser: Browser, app: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Page]]:
     """visit(path="/", base=None, **context): a page in a browser of its own, at rest. `page.requests` and
-    `page.complaints` (console errors, exceptions) are kept while it lives."""
+    `page.complaints` (console errors, exceptions) are kept while it lives; what a failed test saw last is printed."""
     contexts = []
 
     def open_page(path: str = "/", base: str | None = None, **options) -> Page:
@@ -45,5 +56,8 @@ def visit(browser: Browser, app: str) -> Iterator[Callable[..., Page]]:
         return page
 
     yield open_page
+    for page in (page for context in contexts for page in context.pages if request.node.stash.get(FAILED, False)):
+        script = page.evaluate("document.querySelector('[data-testid=stApp]')?.dataset.testScriptState")
+        print(f"{page.url}, script {script}, complaints {page.complaints}:\n{page.locator('body').inner_text()[:5000]}")
     for context in contexts:
         context.close()

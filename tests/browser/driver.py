@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -38,31 +39,36 @@ def free_port() -> int:
 
 @contextmanager
 def serving(root: Path) -> Iterator[str]:
-    """The real app on a root, in a process of its own; yields its address."""
+    """The real app on a root, in a process of its own; yields its address. Where a test fails meanwhile, what the app
+    said is printed."""
     port = free_port()
     address = f"http://127.0.0.1:{port}"
-    app = subprocess.Popen(
-        [sys.executable, "-m", "app", "serve", "--port", str(port)],
-        cwd=PROJECT,
-        env={**os.environ, "TENSOR_SAVE_DIR": str(root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        wait_for_health(app, address)
-        yield address
-    finally:
-        app.terminate()
+    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
+        app = subprocess.Popen(
+            [sys.executable, "-m", "app", "serve", "--port", str(port)],
+            cwd=PROJECT,
+            env={**os.environ, "TENSOR_SAVE_DIR": str(root)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
         try:
-            app.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            app.kill()
-            app.communicate()
+            wait_for_health(app, address)
+            yield address
+        except BaseException:
+            output.seek(0)
+            print(f"the app said:\n{output.read()[-10_000:]}")
+            raise
+        finally:
+            app.terminate()
+            try:
+                app.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                app.kill()
+                app.wait()
 
 
-def wait_for_health(app: subprocess.Popen[str], address: str) -> None:
-    """Return when the app answers; fail with its output if it ends before."""
+def wait_for_health(app: subprocess.Popen[bytes], address: str) -> None:
+    """Return when the app answers; fail if it ends before."""
     for _ in range(STARTUP * 5):
         try:
             with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
@@ -71,10 +77,10 @@ def wait_for_health(app: subprocess.Popen[str], address: str) -> None:
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             pass
         try:
-            output, _ = app.communicate(timeout=0.2)
+            app.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
             continue
-        raise AssertionError(f"the app ended with exit status {app.returncode}: {output}")
+        raise AssertionError(f"the app ended with exit status {app.returncode}")
     raise AssertionError(f"the app did not answer at {address} within {STARTUP} s")
 
 
