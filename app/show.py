@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -172,17 +172,41 @@ def problems(drawn: Drawn) -> None:
 
 
 @contextmanager
-def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar for what may take over a second; gone when it is through. Any click in the page ends what runs."""
-    if total <= 1:
-        with st.spinner(f"{what} …"):
-            yield lambda count: None
-        return
-    bar = st.progress(0.0, text=f"{what} …")
+def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int], None]]:
+    """A bar for what may take over a second, moved by (how many, of how many), beside a button that stops it; gone when
+    it is through. asked: what is computed, if drawing the page is enough to compute it: `stopped` remembers it."""
+    place = st.empty()
+    with place.container(horizontal=True, vertical_alignment="bottom"):
+        bar = st.progress(0.0, text=f"{what} …")
+        # Any click ends what runs: the page is drawn anew.
+        st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
+    shown = 0
+
+    def done(count: int, of: int) -> None:
+        nonlocal shown
+        percent = 100 * min(count, of) // max(of, 1)
+        if percent != shown:
+            shown = percent
+            bar.progress(percent, text=f"{what} … {percent} %")
+
     try:
-        yield lambda count: bar.progress(min(count / total, 1.0), text=f"{what}: {count:,} of {total:,}")
+        yield done
     finally:
-        bar.empty()
+        place.empty()
+
+
+def stopped(what: str, asked: Hashable) -> bool:
+    """Whether the reader has stopped just this; if so the page says so, with a button to start again."""
+    if st.session_state.get(f"stopped_{what}") != asked:
+        return False
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.info(f"{what}: stopped.", icon=":material/stop_circle:")
+        st.button("Start again", icon=":material/replay:", key=f"start_{what}", on_click=_stop, args=(what, None))
+    return True
+
+
+def _stop(what: str, asked: Hashable) -> None:
+    st.session_state[f"stopped_{what}"] = asked
 
 
 def verdict(text: str) -> None:

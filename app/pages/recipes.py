@@ -91,8 +91,13 @@ def _gradients(opened: Catalog, where: Filter, table: pd.DataFrame) -> None:
         st.session_state["at"] = iterations[0]
     at = int(right.select_slider("Iteration", iterations, key="at") if len(iterations) > 1 else iterations[0])
     compared = partial(_compared, opened, str(opened.root))
-    with show.progress(len(figures.runs_compared(table)), "Comparing gradients") as done:
-        drawn = figures.gradients(where, table, name, at, iterations, compared, done)
+    runs = figures.runs_compared(table)
+    asked = (name, at, *runs["run_id"])
+    if show.stopped("Comparing gradients", asked):
+        return
+    with show.progress("Comparing gradients", asked) as done:
+        told = partial(done, of=len(runs))
+        drawn = figures.gradients(where, table, name, at, iterations, compared, told)
     if not drawn.figures:
         st.info(drawn.problems[0], icon=":material/block:")
         return

@@ -127,12 +127,12 @@ def _share(opened: Catalog, one: Session) -> None:
 
 def _report(opened: Catalog, one: Session) -> None:
     """The frozen report of the newest saved version, and the same as a ZIP of pictures and numbers."""
-    with tempfile.TemporaryDirectory() as folder, show.progress(20, "Drawing") as done:
+    with tempfile.TemporaryDirectory() as folder, show.progress("Drawing") as done:
         output, archive = Path(folder) / "report", Path(folder) / "report.zip"
         command = f"python -m app report --session {one.id}"
         wanted = headless.Wanted(output, Filter(), archive, command=command, session=one.id)
         try:
-            headless.make(opened, wanted, lambda count, of, name: done(20 * count // max(of, 1)))
+            headless.make(opened, wanted, lambda count, of, name: done(count, of))
         except (headless.ReportError, headless.PaintError, SessionError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
@@ -145,10 +145,10 @@ def _report(opened: Catalog, one: Session) -> None:
 
 
 def _bundle(opened: Catalog, one: Session, values: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, show.progress(2, "Bundling") as done:
+    with tempfile.TemporaryDirectory() as folder, show.progress("Bundling") as done:
         target = Path(folder) / "bundle.zip"
         try:
-            written = bundles.export(opened, one, target, values, lambda count, of: done(2 * count // max(of, 1)))
+            written = bundles.export(opened, one, target, values, done)
         except (BundleError, SessionError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
@@ -390,9 +390,7 @@ def _taken(opened: Catalog, given: st.runtime.uploaded_file_manager.UploadedFile
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "bundle.zip"
         source.write_bytes(given.getbuffer())
-        with show.progress(2, "Importing") as done:
-            taken, session, number = bundles.bring_in(
-                opened.root, source, lambda count, of: done(2 * count // max(of, 1))
-            )
+        with show.progress("Importing") as done:
+            taken, session, number = bundles.bring_in(opened.root, source, done)
     words = bundles.summary(taken)
     return session, f"{words} “{session.name}” is here as version {number}." if session else words

@@ -38,13 +38,16 @@ def view(look: Look) -> None:
     if not made.trials or not made.ids:
         st.info(made.said[-1], icon=":material/experiment:")
         return
-    with show.progress(len(made.ids) * len(made.trials), "Rounding") as done:
-        asked = (str(look.opened.root), *made.ids, *(one.label for one in made.trials))
-        memory = _memory()
-        if asked not in memory:
-            while len(memory) >= REMEMBERED:
-                memory.pop(next(iter(memory)), None)
-            memory[asked] = whatif.try_all(look.opened, made, done)
+    asked = (str(look.opened.root), *made.ids, *(one.label for one in made.trials))
+    memory, steps = _memory(), len(made.ids) * len(made.trials)
+    if asked not in memory:
+        if show.stopped("Rounding", asked):
+            return
+        with show.progress("Rounding", asked) as done:
+            tried = whatif.try_all(look.opened, made, lambda count: done(count, steps))
+        while len(memory) >= REMEMBERED:
+            memory.pop(next(iter(memory)), None)
+        memory[asked] = tried
     _results(look, made, memory[asked])
 
 

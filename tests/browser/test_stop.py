@@ -1,0 +1,33 @@
+"""What takes long is stopped by a click, and started again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from playwright.sync_api import Page, expect
+
+from quant.formats import FORMATS
+from tests.app.roots import record
+from tests.browser.driver import serving, settle
+
+pytestmark = pytest.mark.browser
+
+
+def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):
+    record(tmp_path, [torch.randn(512, 1024).bfloat16() for _ in range(12)])
+    formats = "&".join(f"formats={name}" for name in FORMATS)
+    with serving(tmp_path) as app:
+        page = visit(f"/tensor?view=whatif&{formats}&hadamard=32", base=app)
+        page.get_by_role("radio", name="the filter’s operands").click()
+        page.get_by_role("button", name="Stop").click()
+        expect(page.get_by_text("Rounding: stopped.")).to_be_visible()
+        settle(page)
+        assert page.get_by_test_id("stVegaLiteChart").count() == 0
+        page.get_by_role("button", name="Start again").click()
+        expect(page.get_by_text("Best of these by SQNR")).to_be_visible()
+        settle(page)
+        assert page.get_by_text("stopped").count() == 0 and page.get_by_test_id("stVegaLiteChart").count() > 0
+        assert page.get_by_test_id("stException").count() == 0
