@@ -95,12 +95,11 @@ MEASURES = {
 
 
 def short(value: float) -> str:
-    """A number of any size in at most four digits: "0.0123", "1.2e-07"."""
+    """A number of any size in at most four digits: "0.0123", "1.2e−07", with the minus of the axes."""
     if pd.isna(value):
         return "–"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.4g}"
-    return f"{value:.1e}"
+    text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+    return text.replace("-", "−")
 
 
 def ordered_colors(n: int) -> list[str]:

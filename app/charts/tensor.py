@@ -194,7 +194,7 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
     color = alt.Color(
         "tier:N",
         scale=alt.Scale(domain=names, range=[TIER_COLORS[name] for name in names]),
-        legend=alt.Legend(title=None, orient="top"),
+        legend=alt.Legend(title=None, orient="top", columns=3),
     )
     width = fmt.element.bits
     few = len(shown) <= 32
@@ -211,15 +211,14 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
     if few:
         x = alt.X("text:O", title="code’s value, over the scale", sort=None, axis=alt.Axis(labelAngle=0))
         shown["text"] = [
-            f"{text}" if text != "0" or code == 0 else "-0"
-            for text, code in zip(shown["text"], shown["code"], strict=True)
+            text if text != "0" or code == 0 else "−0" for text, code in zip(shown["text"], shown["code"], strict=True)
         ]
         return alt.Chart(shown).mark_bar().encode(x=x, y=y, color=color, tooltip=tooltip).properties(title=title)
     x = alt.X(
         "order:Q",
         title="codes, from the most negative value to the largest",
         scale=alt.Scale(domain=[0, len(shown)], nice=False),
-        axis=alt.Axis(labels=False, ticks=False),
+        axis=alt.Axis(labels=False, ticks=False, grid=False),
     )
     bars = alt.Chart(shown).mark_rect(strokeWidth=0)
     return bars.encode(x=x, x2="end:Q", y=y, y2="floor:Q", color=color, tooltip=tooltip).properties(title=title)
@@ -227,9 +226,17 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     """Of anatomy.tiers: the share of the values that have each precision."""
-    shown = table.assign(text=[f"{row.share:.1%} · {row.used} of {row.codes} codes" for row in table.itertuples()])
+    rows = list(table.itertuples())
+    shown = table.assign(
+        label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]
+    )
     base = alt.Chart(shown).encode(
-        y=alt.Y("tier:N", title=None, sort=shown["tier"].tolist(), axis=alt.Axis(ticks=False, domain=False)),
+        y=alt.Y(
+            "label:N",
+            title=None,
+            sort=shown["label"].tolist(),
+            axis=alt.Axis(ticks=False, domain=False, labelLimit=240),
+        ),
         tooltip=[
             alt.Tooltip("tier:N", title="precision"),
             alt.Tooltip("share:Q", title="share of values", format=".3~p"),

@@ -32,5 +32,7 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     note = f"{about_format(look.format)}. Codes that never occur have no bar."
     bars = Figure("codes", draw.codes(table, look.format, counted), table, caption, note=note, height=400)
     tiers = anatomy.tiers(table)
-    parts = Figure("tiers", draw.tiers(tiers, counted), tiers, caption, height=120 + 40 * len(tiers))
+    parts = Figure(
+        "tiers", draw.tiers(tiers, f"{counted} · codes used of all"), tiers, caption, height=120 + 40 * len(tiers)
+    )
     return Drawn((bars, parts), verdict)

@@ -17,6 +17,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import altair as alt
@@ -519,7 +520,16 @@ def fail() -> None:
     raise OSError(5, "broken")
 
 
+class Noon(datetime):
+    """A clock that stands still."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2026, 1, 1, 12, tzinfo=tz)
+
+
 def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(headless, "datetime", Noon)
     monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
     output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
     places = (output / "r.zip", output / "more" / "r.zip", tmp_path / "r.zip", shared)

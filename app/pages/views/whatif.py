@@ -86,19 +86,21 @@ def _table(table: pd.DataFrame) -> None:
             *("bits_per_value", "size"),
         ),
         column_config={
-            "label": text("Format and options", width=230),
-            "sqnr_db": number("SQNR (dB)", format="%.2f", help=METRICS["sqnr_db"].definition),
-            "flushed": number("Flushed (%)", format="%.3f", help=METRICS["flush_to_zero"].definition),
-            "clipped": number("Saturated (%)", format="%.3f", help=METRICS["saturated"].definition),
-            "codes": text("Codes used", width=110, help=METRICS["codes_used"].definition),
-            "code_entropy_bits": number("Entropy (bits)", format="%.2f", help=METRICS["code_entropy_bits"].definition),
-            "element_bits": number("Of (bits)", width=75),
+            "label": text("Format", width=max(90, min(330, 20 + 7 * int(shown["label"].str.len().max())))),
+            "sqnr_db": number("SQNR (dB)", width=85, format="%.2f", help=METRICS["sqnr_db"].definition),
+            "flushed": number("Flushed (%)", width=90, format="%.3f", help=METRICS["flush_to_zero"].definition),
+            "clipped": number("Saturated (%)", width=108, format="%.3f", help=METRICS["saturated"].definition),
+            "codes": text("Codes used", width=95, help=METRICS["codes_used"].definition),
+            "code_entropy_bits": number(
+                "Entropy (bits)", width=104, format="%.2f", help=METRICS["code_entropy_bits"].definition
+            ),
+            "element_bits": number("Of (bits)", width=72),
             "scales": text("log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out"),
-            "bits_per_value": number("Bits a value", format="%.3f", help="The block’s scale byte shared out"),
-            "size": text("Size", width=85, help="Of all the values in this format"),
+            "bits_per_value": number("Bits a value", width=94, format="%.3f", help="The block’s scale byte shared out"),
+            "size": text("Size", width=75, help="Of all the values in this format"),
         },
     )
 
 
 def _range(low: float, high: float) -> str:
-    return "no blocks" if pd.isna(low) else f"{low:.0f} to {high:.0f}"
+    return "no blocks" if pd.isna(low) else f"{low:.0f} to {high:.0f}".replace("-", "−")
