@@ -260,6 +260,14 @@ class Recorder:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
 
+    def idle(self) -> bool:
+        """Whether nothing of this iteration is recorded, whatever the micro-batch."""
+        if self.paused or not self.enabled:
+            return True
+        if self.told or self._first is None or self.iterations is None:
+            return False
+        return self.iteration - self._first >= self.iterations
+
     def moment(self) -> Moment:
         """Now."""
         recording = self.recording and self.enabled and not self.paused

@@ -85,7 +85,7 @@ def product(
     scale: float = 1.0,
 ) -> Tensor:
     """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` does it too."""
-    with answering():
+    with answering:
         if how.formats != UNQUANTIZED:
             a, b = _cast(a), _cast(b)
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -118,7 +118,7 @@ class SdpaMode(CoreMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.seen += 1
-        with answering():
+        with answering:
             return attend(self.told, self.qk, self.pv, *args, **kwargs)
 
     def check(self) -> None:

@@ -46,6 +46,8 @@ class Listener:
 
     def __call__(self) -> Tap | None:
         """The observer of the pass that begins now, None while nothing is recorded."""
+        if self.recorder.idle():
+            return None
         if not running_backward():
             moment = self.recorder.moment()
             if self.layer.module.training:
@@ -107,6 +109,8 @@ class Clock:
 
     def listen(self, result: Any) -> None:
         """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
+        if self.recorder.idle():
+            return
         moment, arrived = self.recorder.moment(), self.recorder.arrived
         if any(each.iteration != moment.iteration for each in arrived):
             arrived.clear()

@@ -8,8 +8,7 @@ gradient is this product's share alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,24 +24,22 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Answering(threading.local):
+    """While a seam answers for the model: what it computes is not to be answered, or watched, again."""
+
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
 
-_answering = _Answering()
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
-@contextmanager
-def answering() -> Iterator[None]:
-    """While a seam answers for the model: what it computes is not to be answered, or watched, again."""
-    _answering.depth += 1
-    try:
-        yield
-    finally:
-        _answering.depth -= 1
+answering = _Answering()
 
 
 def is_answering() -> bool:
-    return _answering.depth > 0
+    return answering.depth > 0
 
 
 def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
@@ -50,7 +47,7 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
 
     Under autocast the quantized product takes its operands in autocast's dtype, as torch's linear does.
     """
-    with answering():
+    with answering:
         tap = how.tap()
         if how.formats == UNQUANTIZED:
             return original(x, weight) if tap is None else beside(original, x, weight, tap)

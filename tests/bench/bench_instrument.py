@@ -4,9 +4,9 @@ the same model without.
     python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128]
 
 Forward, backward and the recorder's step of a Llama of transformers and of collector's own, with bfloat16 activations,
-on one thread. An instrumented and a plain iteration take turns, so that a machine that slows down slows both; each
-ratio is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after the
-last that is recorded.
+on one thread. An instrumented model and a plain copy of it take turns, so that a machine that slows down slows both;
+each ratio is the median of the pairs' ratios. "switched off" is a run without a file, "not recorded" an iteration after
+the last that is recorded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from collector import Recorder, instrument
 from collector.config import MODELS
 from collector.model import GPTModel
+
+WARMUP = 5  # pairs; an instrumented model's first pass is watched
 
 
 def hugging_face(layers: int, hidden: int) -> tuple[nn.Module, Callable]:
@@ -68,22 +70,19 @@ def compare(
     model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: Recorder | None, repeats: int
 ) -> tuple[float, float, float]:
     """Median seconds of a plain and of an instrumented iteration, and the median of the pairs' ratios."""
-    pairs = []
-    for turn in range(repeats + 1):
-        times = {}
-        for instrumented in (turn % 2 == 0, turn % 2 == 1):
-            with ExitStack() as entered:
-                if instrumented:
-                    entered.enter_context(instrument(model, "bf16", recorder))
-                with torch.no_grad():
-                    loss(model, tokens[:, :1])  # an instrumented model's first pass is watched
-                times[instrumented] = iteration(model, loss, tokens, recorder if instrumented else None)
-        pairs.append((times[False], times[True]))
-    plain, instrumented = zip(*pairs[1:], strict=True)
+    plain, pairs = deepcopy(model), []
+    with instrument(model, "bf16", recorder):
+        for turn in range(repeats + WARMUP):
+            times = {}
+            for instrumented in (turn % 2 == 0, turn % 2 == 1):
+                each = model if instrumented else plain
+                times[instrumented] = iteration(each, loss, tokens, recorder if instrumented else None)
+            pairs.append((times[False], times[True]))
+    plain_times, instrumented_times = zip(*pairs[WARMUP:], strict=True)
     return (
-        statistics.median(plain),
-        statistics.median(instrumented),
-        statistics.median(b / a for a, b in pairs[1:]),
+        statistics.median(plain_times),
+        statistics.median(instrumented_times),
+        statistics.median(b / a for a, b in pairs[WARMUP:]),
     )
 
 

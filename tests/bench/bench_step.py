@@ -44,6 +44,9 @@ class PlainHooks(Recorder):
         super().__init__(enabled=False)
         self.use = use
 
+    def idle(self) -> bool:
+        return False
+
     def moment(self) -> Moment:
         return Moment(0, 0, True)
 
