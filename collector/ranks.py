@@ -75,6 +75,16 @@ class Ranks:
         if self.owner is not None and os.getppid() != self.owner:
             raise PeerLost("the process that started the ranks is gone")
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within it a rank that is lost because the launcher is gone is not blamed: whichever rank notices that first
+        leaves, and the others miss it."""
+        try:
+            yield
+        except PeerLost:
+            self.check_launcher()
+            raise
+
     @property
     def device(self) -> torch.device:
         """Where collective operations take their tensors from."""

@@ -145,7 +145,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
 
             try:
                 tell(f"data: {dataset}")
-                _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
+                with ranks.explaining():
+                    _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
                     note(f"ended early: {type(error).__name__}: {error}")

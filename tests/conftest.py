@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+try:
+    from hypothesis import settings
+except ImportError:  # where only kernels are run
+    pass
+else:
+    # The same examples in every run; --hypothesis-profile=default looks for new ones.
+    settings.register_profile("same", derandomize=True, database=None, deadline=None)
+    settings.load_profile("same")
+
 PROJECT = Path(__file__).parents[1]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
 

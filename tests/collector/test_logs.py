@@ -245,7 +245,7 @@ KEYS = ("layer_type", "operation", "quant_type", "tensor_name", "phase", "compon
         "iteration", "sample_idx", "microbatch", "module", "expert")  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     name=LIKE_A_NAME | st.text(max_size=60),
     parent=st.text(max_size=20) | st.sampled_from(["iter_1", "iter_" + "9" * 40, "mxfp8"]),

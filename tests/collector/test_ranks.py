@@ -236,6 +236,23 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
     assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
 
+def test_a_rank_that_left_because_the_launcher_is_gone_is_not_blamed(tmp_path: Path):
+    """Rank 0 misses the other before it looks for the launcher."""
+    launcher, directory = start(tmp_path)
+    first, second = rank_statuses(directory)
+    os.kill(first.pid, signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    os.kill(second.pid, signal.SIGKILL)
+    until = time.monotonic() + 60
+    while process_start(second.pid) == second.pid_started and time.monotonic() < until:
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGCONT)
+    assert gone(directory)
+    status = list_runs(tmp_path)[0][0].status
+    assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
+
+
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     """Rank 1's segment cannot be published: a file is in its way."""
     launcher, directory = start(tmp_path)

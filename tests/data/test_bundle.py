@@ -389,7 +389,7 @@ def test_read_only(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "root").exists()
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=some.integers(0, 2**32), kind=some.sampled_from(["flip", "cut", "insert", "zero", "junk"]))
 def test_damaged_archives(seed: int, kind: str, packed: Path, tmp_path_factory: pytest.TempPathFactory):
     """Bytes changed anywhere: taken as it is or refused, and a refusal leaves nothing."""
@@ -427,7 +427,7 @@ names = some.lists(
 ).map("/".join)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 @given(names | some.text(min_size=1, max_size=40))
 def test_no_name_leads_out_of_a_run(name: str):
     """A name that is taken stays below runs/<run>/ and is in the normal form already; or it is a .json beside."""

@@ -53,7 +53,7 @@ def values_of(frame: pd.DataFrame, name: str) -> list:
     return [int(value) for value in present] if name in INTEGER_FIELDS else present
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_selects_what_pandas_selects(catalog, frame, data):
     chosen = {}

@@ -15,7 +15,7 @@ from tests.quant.helpers import assert_same_bits, formats
 NAMES = formats()
 BLOCKED = [n for n in NAMES if FORMATS[n].scaling in ("block", "block_and_tensor")]
 POWER_SCALED = [n for n in NAMES if FORMATS[n].scaling == "block"]
-SEARCH = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+SEARCH = settings(max_examples=60)
 
 
 def floats(low: float = 2.0**-40, high: float = 2.0**40) -> st.SearchStrategy[float]:

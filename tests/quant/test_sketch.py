@@ -15,7 +15,7 @@ from scipy.spatial.distance import jensenshannon
 
 from quant import Sketch, sketch, summarize
 
-SEARCH = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+SEARCH = settings(max_examples=80)
 VALUES = st.one_of(st.floats(allow_nan=False, allow_infinity=False, width=32), st.floats(-8, 8, width=32), st.just(0.0))
 SAMPLES = hnp.arrays(np.float32, st.integers(1, 60), elements=VALUES)
 
