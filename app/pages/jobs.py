@@ -54,9 +54,13 @@ def page() -> None:
     _tend(root, views)
     _head(root, views)
     active = any(view.active for view in views)
-    chosen = _chosen(views)
+    with st.container():
+        chosen = _chosen(views)
+    # What a fragment draws must stay at its place whatever is drawn before it: a drawing of it that comes late would
+    # meet other elements there, and the browser's page would break.
     left, right = st.columns([1, 2.1], gap="large")
-    with left:
+    queue, title, live = left.container(), right.container(), right.container()
+    with queue:
         words = ""
         if len(views) > MANY:
             words = st.text_input(
@@ -67,8 +71,9 @@ def page() -> None:
                 label_visibility="collapsed",
             )
         st.fragment(_queue, run_every=PULSE if active else IDLE)(root, _signature(views), chosen.job.id, words)
-    with right:
+    with title:
         _title(root, chosen)
+    with live:
         st.fragment(_live, run_every=PULSE if chosen.active else None)(root, chosen.job.id, chosen.state)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -257,7 +258,10 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     """Rank 1's segment cannot be published: a file is in its way."""
     launcher, directory = start(tmp_path)
     status = rank_statuses(directory)[1]
-    (directory / "ranks" / f".rank01.json.{status.pid}.part").mkdir()
+    while True:  # in the place of a file that is there again and again, for a moment
+        with suppress(FileExistsError):
+            (directory / "ranks" / f".rank01.json.{status.pid}.part").mkdir()
+            break
     assert launcher.wait(60) == 1
     assert launcher.stderr.read().startswith("collector: the run failed: rank 1: Is a directory")
     assert list_runs(tmp_path)[0][0].status.reason.startswith("rank 1: Is a directory")
