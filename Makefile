@@ -20,8 +20,8 @@ help: ## list the targets
 
 run: install ## set up, collect a small batch of runs if there are none, open the app on 127.0.0.1:8501 (PORT=)
 	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || \
-		{ $(PY) -m collector batch $(FIRST_RUNS) && $(PY) -m collector run $(FIRST_PV); }
-	@exec $(PY) -m app serve --port "$(PORT)"
+		{ $(PY) -m binade batch $(FIRST_RUNS) && $(PY) -m binade run $(FIRST_PV); }
+	@exec $(PY) -m binade serve --port "$(PORT)"
 
 test: install-tests ## set up, run every test, the browser's included
 	@$(PY) -m tests.browser.chromium
@@ -66,7 +66,7 @@ bench: install-tests ## measure, each figure as a ratio to something measured in
 	@$(PY) -m tests.bench.bench_report
 
 report: install ## draw every chart of the runs into a folder, with one HTML of them all (OUTPUT=draw)
-	@$(PY) -m app report --output "$(OUTPUT)" $(ARGS)
+	@$(PY) -m binade report --output "$(OUTPUT)" $(ARGS)
 
 clean: ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import streamlit as st
 
-from app.params import Param, read, read_filter, texts
-from data.catalog import Catalog
-from data.filter import FIELDS, Filter
+from binade.app.params import Param, read, read_filter, texts
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS, Filter
 
 
 def key(field: str) -> str:

@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from data.filter import Filter
+from binade.data.filter import Filter
 
 
 @dataclass(frozen=True)

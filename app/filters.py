@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.address import chosen_filter, clear_filter, key, plain
-from app.params import TITLES
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app.address import chosen_filter, clear_filter, key, plain
+from binade.app.params import TITLES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 HELP = {
     "quant_type": "The format in force where the tensor was captured",

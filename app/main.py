@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import draft, state
-from app.pages import collect, explore, jobs, overview, recipes, runs, sessions, sql, tensor, worst
-from data.access import read_only
+from binade.app import state
+from binade.app.jobs import collect_page as collect
+from binade.app.jobs import page as jobs
+from binade.app.pages import explore, overview, recipes, runs, sql, tensor, worst
+from binade.app.sessions import draft
+from binade.app.sessions import page as sessions
+from binade.data.access import read_only
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (

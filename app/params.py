@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data.filter import FIELDS, Filter
+from binade.data.filter import FIELDS, Filter
 
 TITLES = {
     "run_id": "Run",

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import streamlit as st
 
-from app import draft
-from app.address import plain
-from app.figure import Drawn, Figure
-from app.style import CHOSEN
-from data.access import read_only
+from binade.app.address import plain
+from binade.app.figure import Drawn, Figure
+from binade.app.sessions import draft
+from binade.app.style import CHOSEN
+from binade.data.access import read_only
 
 # Runs in the page beside the chart: the picture is the very SVG that is shown, the caption added beneath it.
 EXPORT = """

@@ -7,10 +7,10 @@ import time
 
 import streamlit as st
 
-from data.access import check_writable, read_only
-from data.catalog import Catalog
-from data.runs import RunError, resolve_root
-from data.sandbox import Sandbox
+from binade.data.access import check_writable, read_only
+from binade.data.catalog import Catalog
+from binade.data.runs import RunError, resolve_root
+from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
 
@@ -73,6 +73,6 @@ def explain_empty(opened: Catalog) -> None:
         st.markdown("or from a terminal, the smallest useful run:")
     else:
         st.markdown("Collect the smallest useful run, then reload this page:")
-    st.code("python -m collector quick mxfp8", language="shell")
+    st.code("binade quick mxfp8", language="shell")
     st.markdown("or one run of each format, to compare them:")
-    st.code("python -m collector batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")
+    st.code("binade batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")

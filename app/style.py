@@ -10,7 +10,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from quant.metrics import METRICS, Metric
+from binade.quant.metrics import METRICS, Metric
 
 FORMAT_COLORS = {
     "bf16": "#64748b",

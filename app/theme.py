@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from app.style import GREY, PALETTE, RAMP
+from binade.app.style import GREY, PALETTE, RAMP
 
 MONO = "'JetBrains Mono', 'SF Mono', Menlo, Consolas, monospace"
 # The first that is there: pictures are drawn with fonts that the drawing library brings.

@@ -1,18 +1,18 @@
 """Runs quantized training, captures its tensors and writes them as runs.
 
-    from collector import Recorder, instrument, instrument_provider
+    from binade.collector import Recorder, instrument, instrument_provider
 
-Names are imported when first used: `collector.config` alone needs no torch.
+Names are imported when first used: `binade.collector.training.config` alone needs no torch.
 """
 
 from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "InstrumentError": "seams.layer",
-    "Recorder": "capture",
-    "instrument": "capture",
-    "instrument_provider": "provider",
+    "InstrumentError": "capture.adapters.layer",
+    "Recorder": "capture.recorder",
+    "instrument": "capture.recorder",
+    "instrument_provider": "capture.provider",
 }
 
 __all__ = [*_HOME]
@@ -20,5 +20,5 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"collector.{_HOME[name]}"), name)
+        return getattr(import_module(f"binade.collector.{_HOME[name]}"), name)
     raise AttributeError(f"module 'collector' has no attribute {name!r}")

@@ -31,10 +31,10 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data.access import check_writable
-from data.catalog import Catalog
-from data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
-from data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from binade.data.access import check_writable
+from binade.data.catalog import Catalog
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
+from binade.data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 
 VERSION = 1
 LIST = "bundle.json"

@@ -21,12 +21,12 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
-from data.filter import FIELDS, Filter
-from data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
-from data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
-from data.store import load
-from quant.formats import FORMATS
-from quant.sketch import bin_edges
+from binade.data.filter import FIELDS, Filter
+from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
+from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
+from binade.data.store import load
+from binade.quant.formats import FORMATS
+from binade.quant.sketch import bin_edges
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -516,7 +516,7 @@ class Catalog:
         path, foreign, key = self._file(tensor_id)
         if not foreign:
             return load(path)
-        from data.foreign import load_foreign  # torch only for those who read values
+        from binade.data.foreign import load_foreign  # torch only for those who read values
 
         return load_foreign(path, key)
 

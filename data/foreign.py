@@ -28,7 +28,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from data.store import TensorFileError
+from binade.data.store import TensorFileError
 
 SUFFIXES = (".pt", ".safetensors", ".npy")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from data.segment import Identity
+from binade.data.segment import Identity
 
 STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
 RECOMPUTED = (

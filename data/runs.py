@@ -29,9 +29,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from data.access import check_writable
-from data.segment import segment_digest, segment_names
-from data.store import write_atomic
+from binade.data.access import check_writable
+from binade.data.segment import segment_digest, segment_names
+from binade.data.store import write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")

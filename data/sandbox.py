@@ -25,9 +25,9 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
-from data import statement
-from data.catalog import PUBLIC_TABLES, Catalog
-from data.statement import MEMORY as MEMORY
+from binade.data import statement
+from binade.data.catalog import PUBLIC_TABLES, Catalog
+from binade.data.statement import MEMORY as MEMORY
 
 SECONDS = 5.0
 ROWS = 1000

@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data.store import write_atomic
+from binade.data.store import write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
-    from quant.metrics import Errors
-    from quant.summary import Summary
+    from binade.quant.metrics import Errors
+    from binade.quant.summary import Summary
 
 
 @dataclass(frozen=True)

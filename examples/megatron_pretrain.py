@@ -17,7 +17,7 @@ from megatron.training import pretrain
 from model_provider import model_provider
 from pretrain_gpt import forward_step, train_valid_test_datasets_provider
 
-from collector import instrument_provider  # 1
+from binade.collector import instrument_provider  # 1
 
 if __name__ == "__main__":
     train_valid_test_datasets_provider.is_distributed = True

@@ -1,6 +1,6 @@
 """Number formats and the arithmetic done in them.
 
-    import quant
+    from binade import quant
     y = quant.fake_quantize(x, "mxfp8", dim=-1)
     quant.compare(x, y)["sqnr_db"]
 
@@ -37,5 +37,5 @@ __all__ = [*_HOME]
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(f"quant.{_HOME[name]}"), name)
+        return getattr(import_module(f"binade.quant.{_HOME[name]}"), name)
     raise AttributeError(f"module 'quant' has no attribute {name!r}")

@@ -14,9 +14,17 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from quant.formats import Element, Format
-from quant.quantizer import encode, plan, tensor_absmax
-from quant.reference import NVFP4_TENSOR_MAX, Plan, floor_log2, noise, quantize_blocks, tensor_pow2_scale, to_blocks
+from binade.quant.formats import Element, Format
+from binade.quant.quantizer import encode, plan, tensor_absmax
+from binade.quant.reference import (
+    NVFP4_TENSOR_MAX,
+    Plan,
+    floor_log2,
+    noise,
+    quantize_blocks,
+    tensor_pow2_scale,
+    to_blocks,
+)
 
 GROUP = 32
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.formats import GemmFormats
-from quant.quantizer import apply, plan
+from binade.quant.formats import GemmFormats
+from binade.quant.quantizer import apply, plan
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant import cpu, sketch
-from quant.counts import Counted
-from quant.formats import E4M3, Format
-from quant.quantizer import apply, check_tensor, decode_table, plan, quantize, resolve_backend, tensor_absmax
-from quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
-from quant.summary import summarize
+from binade.quant import sketch
+from binade.quant.backends import cpu
+from binade.quant.backends.counts import Counted
+from binade.quant.formats import E4M3, Format
+from binade.quant.quantizer import apply, check_tensor, decode_table, plan, quantize, resolve_backend, tensor_absmax
+from binade.quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
+from binade.quant.summary import summarize
 
 CHUNK = 1 << 17
 CUDA_CHUNK = 1 << 24

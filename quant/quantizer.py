@@ -9,9 +9,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from quant import cpu, reference
-from quant.formats import E4M3, FORMATS, Element, Format, Overflow, Rounding, ScaleRule
-from quant.reference import Plan
+from binade.quant import reference
+from binade.quant.backends import cpu
+from binade.quant.formats import E4M3, FORMATS, Element, Format, Overflow, Rounding, ScaleRule
+from binade.quant.reference import Plan
 
 Backend = Literal["auto", "triton", "torch"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,7 +111,7 @@ def apply(
     whole = plan.scale_rule in ("amax", "nvfp4")
     absmax = tensor_absmax(x) if whole else torch.zeros((), dtype=torch.float32, device=x.device)
     if chosen == "triton":
-        from quant import kernels  # triton is imported when first asked for
+        from binade.quant.backends import triton_kernels as kernels  # triton is imported when first asked for
 
         y, scales = kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
     elif x.device.type == "cpu":

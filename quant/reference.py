@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quant.formats import E4M3, Element, Format, Overflow, Rounding, ScaleRule
+from binade.quant.formats import E4M3, Element, Format, Overflow, Rounding, ScaleRule
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 NVFP4_TENSOR_MAX = 448.0 * 6.0

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.counts import Counted, counted
-from quant.quantizer import resolve_backend
-from quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
+from binade.quant.backends.counts import Counted, counted
+from binade.quant.quantizer import resolve_backend
+from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
 
@@ -84,7 +84,7 @@ def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = No
     chosen = resolve_backend(backend, x)
     x = x.detach().reshape(-1)
     if chosen == "triton" and x.numel():
-        from quant import kernels_summary  # triton is imported when first asked for
+        from binade.quant.backends import triton_summary as kernels_summary  # triton is imported when first asked for
 
         numel, fetch = x.numel(), kernels_summary.one_pass(x)
         return lambda: _from_sums(numel, **vars(fetch()))

@@ -23,10 +23,10 @@ RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
 
 
 def run_collector(*arguments: str, root: Path, **options) -> subprocess.CompletedProcess[str]:
-    """python -m collector in a process of its own, output captured."""
+    """binade in a process of its own, output captured."""
     environment = {**os.environ, "TENSOR_SAVE_DIR": str(root), **options.pop("env", {})}
     return subprocess.run(
-        [sys.executable, "-m", "collector", *arguments],
+        [sys.executable, "-m", "binade", *arguments],
         cwd=PROJECT,
         env=environment,
         capture_output=True,

@@ -18,6 +18,8 @@ ALLOWED = {
     "app": {"quant", "data", "collector"},
 }
 SOURCES = sorted(path.relative_to(PROJECT).as_posix() for package in OURS for path in (PROJECT / package).rglob("*.py"))
+PYTHON = subprocess.check_output(["git", "ls-files", "*.py"], cwd=PROJECT, text=True).split()
+TORCH = {"torch", "triton", "duckdb", "streamlit", "pandas"}
 
 
 def imported(source: str, package: str) -> set[str]:
@@ -41,7 +43,9 @@ def imported(source: str, package: str) -> set[str]:
 
 
 def imports_of(path: str) -> set[str]:
-    return imported((PROJECT / path).read_text(), ".".join(path.split("/")[:-1]))
+    """What a file imports; of ours without the leading "binade."."""
+    package = ".".join(["binade", *path.split("/")[:-1]])
+    return {name.removeprefix("binade.") for name in imported((PROJECT / path).read_text(), package)}
 
 
 def roots(names: set[str]) -> set[str]:
@@ -50,7 +54,8 @@ def roots(names: set[str]) -> set[str]:
 
 def test_the_four_packages_are_found():
     assert {path.partition("/")[0] for path in SOURCES} == set(OURS)
-    assert {"quant/kernels.py", "data/catalog.py", "collector/config.py", "app/main.py"} <= set(SOURCES)
+    assert all((PROJECT / "binade" / package).resolve() == PROJECT / package for package in OURS)
+    assert {"quant/reference.py", "data/catalog.py", "collector/training/config.py", "app/main.py"} <= set(SOURCES)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_the_four_packages_are_found():
         ("import triton.language as tl", "triton.language"),
         ("def f():\n    from duckdb import connect", "duckdb"),
         ("if x:\n    import_module('torch')", "torch"),
-        ("importlib.import_module('quant.kernels')", "quant.kernels"),
+        ("importlib.import_module('binade.quant.gemm')", "binade.quant.gemm"),
         ("from . import train", "collector.sub.train"),
         ("from ..train import train", "collector.train"),
         ("from collector import train", "collector.train"),
@@ -67,6 +72,13 @@ def test_the_four_packages_are_found():
 )
 def test_the_walker_sees(source, found):
     assert found in imported(source, "collector.sub")
+
+
+@pytest.mark.parametrize("path", PYTHON)
+def test_our_packages_are_imported_from_binade(path):
+    """A top-level `app` or `data` may be the user's own."""
+    names = imported((PROJECT / path).read_text(), "binade")
+    assert not roots(names) & set(OURS), f"{path}: write `from binade.{min(roots(names) & set(OURS))} import ...`"
 
 
 @pytest.mark.parametrize("path", SOURCES)
@@ -83,31 +95,27 @@ def test_nothing_imports_the_tests(path):
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("app/")])
 def test_app_takes_only_config_and_jobs_from_the_collector(path):
-    taken = {name for name in imports_of(path) if name.partition(".")[0] == "collector"}
-    allowed = ("collector.config", "collector.jobs")
-    strangers = {n for n in taken if n != "collector" and not any(n == a or n.startswith(a + ".") for a in allowed)}
+    taken = {name for name in imports_of(path) if name.startswith("collector.")}
+    allowed = ("collector.training.config", "collector.jobs")
+    homes = {*allowed, "collector.training"}  # `from a.b import c` names a.b as well
+    strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}
     assert not strangers, f"{path} imports {sorted(strangers)}"
-    assert "collector" not in taken or taken - {"collector"}, f"{path} imports collector as a whole"
 
 
 @pytest.mark.parametrize(
     ("library", "at_home"),
     [
-        ("triton", lambda path: path.startswith("quant/kernels")),
+        ("triton", lambda path: path.startswith("quant/backends/triton_")),
         ("duckdb", lambda path: path in ("data/catalog.py", "data/sandbox.py", "data/statement.py")),
         (
             "streamlit",
             lambda path: (
                 path.startswith("app/pages/")
+                or path.endswith("page.py")
                 or path
                 in (
-                    "app/main.py",
-                    "app/address.py",
-                    "app/draft.py",
-                    "app/filters.py",
-                    "app/show.py",
-                    "app/state.py",
-                    "app/__main__.py",
+                    *("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/cli.py"),
+                    "app/sessions/draft.py",
                 )
             ),
         ),
@@ -123,18 +131,30 @@ def test_a_library_stays_in_its_house(library, at_home):
 @pytest.mark.parametrize(
     "module",
     [
-        *("collector.config", "collector.recipe", "collector.options", "collector.jobs", "collector.logs"),
-        *("quant.formats", "collector"),
+        "binade",
+        "binade.cli",
+        "binade.collector",
+        "binade.collector.cli.options",
+        "binade.collector.imports.logs",
+        "binade.collector.jobs",
+        "binade.collector.recipes.recipe",
+        "binade.collector.training.config",
+        "binade.quant.formats",
     ],
 )
 def test_imports_no_torch(module):
-    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert not {"torch", "triton", "duckdb", "streamlit", "pandas"} & set(done.stdout.split())
+    assert not TORCH & loaded_by(module)
 
 
-@pytest.mark.parametrize("module", ["data.catalog", "collector.compare", "collector.tables"])
+@pytest.mark.parametrize(
+    "module", ["binade.data.catalog", "binade.collector.cli.compare", "binade.collector.cli.tables"]
+)
 def test_reading_the_index_imports_no_torch(module):
+    loaded = loaded_by(module)
+    assert "duckdb" in loaded and not {"torch", "triton", "streamlit"} & loaded
+
+
+def loaded_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert "duckdb" in done.stdout.split() and not {"torch", "triton", "streamlit"} & set(done.stdout.split())
+    return set(done.stdout.split())

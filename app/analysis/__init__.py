@@ -11,7 +11,7 @@ attention     probabilities and scores by head
 recipes       runs against the bf16 run of the same data
 """
 
-from app.analysis.distribution import (
+from binade.app.analysis.distribution import (
     MAX_EXACT_FLOAT32,
     SKETCH_SMALLEST,
     Distribution,
@@ -24,9 +24,9 @@ from app.analysis.distribution import (
     magnitudes,
     quantiles,
 )
-from app.analysis.formats import format_comparison
-from app.analysis.labels import group_name, tensor_label, unique_labels
-from app.analysis.laws import qq_normal
+from binade.app.analysis.formats import format_comparison
+from binade.app.analysis.labels import group_name, tensor_label, unique_labels
+from binade.app.analysis.laws import qq_normal
 
 __all__ = [
     "MAX_EXACT_FLOAT32",

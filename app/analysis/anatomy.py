@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from quant.blocks import DENORMAL, SPECIAL, ZERO, Blocks, code_tiers, look, sample
-from quant.formats import FORMATS, Element
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, Blocks, code_tiers, look, sample
+from binade.quant.formats import FORMATS, Element
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 MAX_CHANNELS = 1000

@@ -13,8 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-import quant
-from app.analysis.anatomy import MAX_SIDE
+from binade import quant
+from binade.app.analysis.anatomy import MAX_SIDE
 
 LIMIT = 1 << 23  # values that are read
 RANGE = ("low", "q1", "median", "q3", "high")

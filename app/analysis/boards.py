@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pandas as pd
 
-from app.analysis.labels import UNNAMED
-from data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
-from data.filter import Filter
+from binade.app.analysis.labels import UNNAMED
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
+from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 METRICS = (*SHOWN_ERRORS, *STATISTICS)

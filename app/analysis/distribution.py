@@ -15,12 +15,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from app.analysis.labels import group_name
-from data.catalog import Catalog
-from data.filter import Filter
-from quant.counts import counted, upper_counts, upper_edges
-from quant.sketch import interval_quantiles
-from quant.summary import bin_edges, summarize
+from binade.app.analysis.labels import group_name
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.backends.counts import counted, upper_counts, upper_edges
+from binade.quant.sketch import interval_quantiles
+from binade.quant.summary import bin_edges, summarize
 
 SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
 FINE_BIN = 2.0**-7

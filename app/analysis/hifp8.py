@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from app.analysis.distribution import Distribution, log2_histogram
-from app.analysis.labels import group_name
-from data.catalog import Catalog
-from data.filter import Filter
-from quant.formats import FORMATS
+from binade.app.analysis.distribution import Distribution, log2_histogram
+from binade.app.analysis.labels import group_name
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS
 
 HIFP8 = FORMATS["hifp8"]
 CLIPPED, THREE, TWO, ONE, DENORMAL, FLUSHED, ZERO = PRECISIONS = (

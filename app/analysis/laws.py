@@ -10,7 +10,7 @@ import pandas as pd
 from scipy import stats
 from scipy.optimize import minimize_scalar
 
-from app.analysis.distribution import Distribution, quantiles
+from binade.app.analysis.distribution import Distribution, quantiles
 
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25 % to 99.75 %

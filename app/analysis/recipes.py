@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
-import quant
-import quant.sketch
-from app.analysis.distribution import Distribution, distribution_of
-from app.analysis.labels import run_labels
-from data.catalog import Catalog, CatalogError
-from data.store import TensorFileError
-from quant.metrics import errors
+from binade import quant
+from binade.app.analysis.distribution import Distribution, distribution_of
+from binade.app.analysis.labels import run_labels
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.store import TensorFileError
+from binade.quant import sketch as sketches
+from binade.quant.metrics import errors
 
 SAME_DATA = (
     "model", "size", "dataset", "corpus_sha256", "seed", "load_hf", "layers", "warmup_iterations", "micro_batches",
@@ -184,7 +184,7 @@ def three_way(reference: Tensor, own: Tensor, fmt: str, dim: int = -1) -> ThreeW
         rows.append(
             {"what": what, "sqnr_db": found.sqnr_db, "relative_error": found.relative_error, "cosine": found.cosine,
              "gradient_bias": found.relative_error**2,
-             "ks": quant.sketch.ks(quant.summarize(reference).sketch, quant.summarize(q).sketch)}
+             "ks": sketches.ks(quant.summarize(reference).sketch, quant.summarize(q).sketch)}
         )  # fmt: skip
     names = ("bf16 run", f"bf16 run, rounded to {fmt}", "quantized run")
     shown = [distribution_of(name, x) for name, x in zip(names, (reference, rounded, own), strict=True)]

@@ -11,13 +11,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-import quant
-from app.analysis.distribution import Distribution, Pool, distribution_of
-from app.analysis.formats import decibel
-from quant.blocks import look, sample
-from quant.formats import FORMATS
-from quant.quantizer import plan
-from quant.reference import from_blocks
+from binade import quant
+from binade.app.analysis.distribution import Distribution, Pool, distribution_of
+from binade.app.analysis.formats import decibel
+from binade.quant.blocks import look, sample
+from binade.quant.formats import FORMATS
+from binade.quant.quantizer import plan
+from binade.quant.reference import from_blocks
 
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
 KNOBS = ("scale_rule", "rounding", "block_size", "overflow")

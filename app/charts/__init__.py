@@ -3,7 +3,7 @@
 Titles say what is plotted, subtitles from what; axes carry units. A module for each idea of `app.analysis`.
 """
 
-from app.charts.distribution import (
+from binade.app.charts.distribution import (
     LAW_TITLES,
     boxes,
     boxes_height,
@@ -13,8 +13,8 @@ from app.charts.distribution import (
     qq_between,
     qq_normal,
 )
-from app.charts.formats import ERROR_PANELS, format_height, format_panels, trial_panels
-from app.charts.runs import losses
+from binade.app.charts.formats import ERROR_PANELS, format_height, format_panels, trial_panels
+from binade.app.charts.runs import losses
 
 __all__ = [
     "ERROR_PANELS",

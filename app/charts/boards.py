@@ -9,8 +9,8 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from app import style
-from app.style import Measure
+from binade.app import style
+from binade.app.style import Measure
 
 BARS = 20  # of a ranking that are drawn
 

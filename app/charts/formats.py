@@ -7,7 +7,7 @@ import math
 import altair as alt
 import pandas as pd
 
-from app import style
+from binade.app import style
 
 ERROR_PANELS = (
     ("sqnr_db", "SQNR", "dB, higher is better", 1.0),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import altair as alt
 import pandas as pd
 
-from app import style
-from app.analysis import hifp8
-from app.charts.tensor import TIER_COLORS
+from binade.app import style
+from binade.app.analysis import hifp8
+from binade.app.charts.tensor import TIER_COLORS
 
 COLORS = {
     hifp8.CLIPPED: style.CLIPPED,

@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from app import style
+from binade.app import style
 
 NO_VALUE = (0x9A, 0xA1, 0xB2)
 SHARP = 640  # pixels that a picture has at least, so that the browser does not blur its cells

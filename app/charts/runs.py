@@ -5,7 +5,7 @@ from __future__ import annotations
 import altair as alt
 import pandas as pd
 
-from app import style
+from binade.app import style
 
 MOST_POINTS = 300  # that are marked, beside the line through them
 

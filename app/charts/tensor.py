@@ -6,11 +6,11 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from app import style
-from app.analysis import anatomy
-from app.charts.image import heatmap
-from quant.blocks import DENORMAL, SPECIAL, ZERO
-from quant.formats import Format
+from binade.app import style
+from binade.app.analysis import anatomy
+from binade.app.charts.image import heatmap
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
+from binade.quant.formats import Format
 
 TIER_COLORS = {
     "7 mantissa bits": "#3730a3",

@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from app.analysis import attention
-from app.charts import tensor as draw
-from app.figure import Drawn, Figure, grid, source
-from app.figures.look import Look
-from data.catalog import CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
+from binade.app.analysis import attention
+from binade.app.charts import tensor as draw
+from binade.app.figure import Drawn, Figure, grid, source
+from binade.app.figures.look import Look
+from binade.data.catalog import CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
 
 NAMES = {"attention_probs": "probabilities", "attention_scores": "scores"}
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."

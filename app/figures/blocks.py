@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from app.analysis import anatomy
-from app.charts import tensor as draw
-from app.figure import Drawn, Figure, grid
-from app.figures.look import Look, about_format
-from app.style import MEASURES
-from quant.metrics import METRICS
+from binade.app.analysis import anatomy
+from binade.app.charts import tensor as draw
+from binade.app.figure import Drawn, Figure, grid
+from binade.app.figures.look import Look, about_format
+from binade.app.style import MEASURES
+from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
     "sqnr_db": "SQNR",

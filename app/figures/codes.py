@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.analysis import anatomy
-from app.charts import tensor as draw
-from app.figure import Drawn, Figure
-from app.figures.look import Look, about_format
-from quant.blocks import DENORMAL, ZERO
-from quant.metrics import METRICS
+from binade.app.analysis import anatomy
+from binade.app.charts import tensor as draw
+from binade.app.figure import Drawn, Figure
+from binade.app.figures.look import Look, about_format
+from binade.quant.blocks import DENORMAL, ZERO
+from binade.quant.metrics import METRICS
 
 
 def drawn(look: Look, values: dict[str, Any]) -> Drawn:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from app import charts, style
-from app.analysis import recipes
-from app.analysis.distribution import log2_histogram
-from app.figure import Drawn, Figure
-from app.figures.look import Look
-from data.catalog import CatalogError
-from data.store import TensorFileError
-from quant.metrics import METRICS
+from binade.app import charts, style
+from binade.app.analysis import recipes
+from binade.app.analysis.distribution import log2_histogram
+from binade.app.figure import Drawn, Figure
+from binade.app.figures.look import Look
+from binade.data.catalog import CatalogError
+from binade.data.store import TensorFileError
+from binade.quant.metrics import METRICS
 
 NOTHING = (
     "There is nothing to compare: this takes a bf16 run and a quantized run of the same data, both with this "

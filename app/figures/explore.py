@@ -7,17 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from app import analysis, charts, style
-from app.analysis import Distribution
-from app.analysis.distribution import FINE_BIN
-from app.analysis.laws import LAWS, distance_to, fit, qq
-from app.figure import Drawn, Figure, source
-from app.params import TITLES, One, Param
-from app.roots import big
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
-from quant.metrics import METRICS
+from binade.app import analysis, charts, style
+from binade.app.analysis import Distribution
+from binade.app.analysis.distribution import FINE_BIN
+from binade.app.analysis.laws import LAWS, distance_to, fit, qq
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import big
+from binade.app.params import TITLES, One, Param
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.metrics import METRICS
 
 MAX_SELECTED = style.MAX_GROUPS
 CHART = 360  # pixels, without the legend

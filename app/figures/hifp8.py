@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from app import analysis
-from app.analysis import anatomy, hifp8
-from app.charts import hifp8 as draw
-from app.charts.tensor import codebook as draw_codebook
-from app.figure import Figure, source
-from app.figures.look import about_format
-from app.params import TITLES
-from app.roots import big
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import analysis
+from binade.app.analysis import anatomy, hifp8
+from binade.app.charts import hifp8 as draw
+from binade.app.charts.tensor import codebook as draw_codebook
+from binade.app.figure import Figure, source
+from binade.app.figures.look import about_format
+from binade.app.formatting import big
+from binade.app.params import TITLES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 GROUPS = 24
 LIMITS = (

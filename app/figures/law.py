@@ -7,17 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from app import analysis, charts
-from app.analysis import laws
-from app.analysis.distribution import Distribution
-from app.charts.distribution import LAW_TITLES
-from app.figure import Drawn, Figure
-from app.figures.look import Look
-from data.catalog import CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
-from quant import sketch
-from quant.metrics import METRICS
+from binade.app import analysis, charts
+from binade.app.analysis import laws
+from binade.app.analysis.distribution import Distribution
+from binade.app.charts.distribution import LAW_TITLES
+from binade.app.figure import Drawn, Figure
+from binade.app.figures.look import Look
+from binade.data.catalog import CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant import sketch
+from binade.quant.metrics import METRICS
 
 AGAINST = (*laws.LAWS, "tensor", "selection")
 TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import pandas as pd
 from torch import Tensor
 
-from app.analysis import anatomy
-from app.figure import source
-from data.catalog import Catalog
-from data.filter import Filter
-from quant.formats import FORMATS, Format
+from binade.app.analysis import anatomy
+from binade.app.figure import source
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS, Format
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from app import analysis, charts, style
-from app.analysis import boards
-from app.charts.boards import ranking, ranking_height
-from app.figure import Drawn, Figure, source
-from app.params import One, Param
-from app.roots import big, first_formats
-from app.style import MEASURES
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import analysis, charts, style
+from binade.app.analysis import boards
+from binade.app.charts.boards import ranking, ranking_height
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import big, first_formats
+from binade.app.params import One, Param
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 PANELS = (
     ("all", "All values"),

@@ -8,16 +8,16 @@ from typing import Any
 
 import pandas as pd
 
-from app import style
-from app.analysis import recipes
-from app.analysis.labels import thinned, thinned_note
-from app.charts import runs as draw
-from app.figure import Drawn, Figure, source
-from app.params import One, Param, Whole
-from app.roots import losses_of
-from app.style import MEASURES
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import style
+from binade.app.analysis import recipes
+from binade.app.analysis.labels import thinned, thinned_note
+from binade.app.charts import runs as draw
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import losses_of
+from binade.app.params import One, Param, Whole
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
 NAMED = 4  # parts in the answer
@@ -64,7 +64,7 @@ def no_reference(table: pd.DataFrame) -> str:
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
-        return "No run here was quantized as it trained: collect one to compare, `python -m collector quick mxfp4`."
+        return "No run here was quantized as it trained: collect one to compare, `binade quick mxfp4`."
     return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
 
 

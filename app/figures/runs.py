@@ -6,14 +6,14 @@ from typing import Any
 
 import pandas as pd
 
-from app import charts, style
-from app.analysis import recipes
-from app.analysis.labels import thinned, thinned_note
-from app.figure import Drawn, Figure
-from app.params import Param
-from app.roots import losses_of
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import charts, style
+from binade.app.analysis import recipes
+from binade.app.analysis.labels import thinned, thinned_note
+from binade.app.figure import Drawn, Figure
+from binade.app.formatting import losses_of
+from binade.app.params import Param
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 
 def params(opened: Catalog) -> dict[str, Param]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pandas as pd
 
-from app.analysis import boards
-from app.analysis.labels import full_labels
-from app.figure import Drawn
-from app.figures import attention, blocks, codes, drift, law, whatif, why
-from app.figures.look import Look, formats_first
-from app.params import Known, Many, One, Param, Whole
-from app.roots import first_formats
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
-from quant.formats import FORMATS
+from binade.app.analysis import boards
+from binade.app.analysis.labels import full_labels
+from binade.app.figure import Drawn
+from binade.app.figures import attention, blocks, codes, drift, law, whatif, why
+from binade.app.figures.look import Look, formats_first
+from binade.app.formatting import first_formats
+from binade.app.params import Known, Many, One, Param, Whole
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.formats import FORMATS
 
 VIEWS = {
     "why": "Why",

@@ -9,14 +9,14 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from app import charts, style
-from app.analysis import whatif
-from app.analysis.distribution import Distribution, log2_histogram
-from app.figure import Drawn, Figure, source
-from app.figures.look import Look
-from data.catalog import Catalog, CatalogError
-from data.store import TensorFileError
-from quant.metrics import METRICS
+from binade.app import charts, style
+from binade.app.analysis import whatif
+from binade.app.analysis.distribution import Distribution, log2_histogram
+from binade.app.figure import Drawn, Figure, source
+from binade.app.figures.look import Look
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.store import TensorFileError
+from binade.quant.metrics import METRICS
 
 DEFAULT = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 OWN = "default"

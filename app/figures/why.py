@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from app.analysis import anatomy
-from app.charts import tensor as draw
-from app.figure import Drawn, Figure, grid
-from app.figures.look import Look, about_format
-from app.style import MEASURES, short
+from binade.app.analysis import anatomy
+from binade.app.charts import tensor as draw
+from binade.app.figure import Drawn, Figure, grid
+from binade.app.figures.look import Look, about_format
+from binade.app.style import MEASURES, short
 
 
 def drawn(look: Look, values: dict[str, Any]) -> Drawn:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pandas as pd
 
-from app import charts, style
-from app.analysis import boards, recipes
-from app.analysis.labels import thinned, thinned_note
-from app.charts import boards as draw
-from app.figure import Drawn, Figure, source
-from app.params import One, Param
-from app.roots import first_formats, losses_of
-from app.style import MEASURES, Measure
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import charts, style
+from binade.app.analysis import boards, recipes
+from binade.app.analysis.labels import thinned, thinned_note
+from binade.app.charts import boards as draw
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import first_formats, losses_of
+from binade.app.params import One, Param
+from binade.app.style import MEASURES, Measure
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 VIEWS = {
     "board": "Ranking",

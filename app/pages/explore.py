@@ -7,19 +7,19 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import charts, show
-from app.address import follow, one_line, plain, write
-from app.analysis.laws import LAWS
-from app.figure import Drawn
-from app.figures import explore
-from app.figures.explore import AXES, GROUPINGS, MAX_SELECTED
-from app.filters import sidebar
-from app.params import TITLES
-from app.roots import big, bytes_text
-from app.state import catalog, explain_empty, explain_refused
-from data.catalog import Catalog, Totals
-from data.filter import Filter
-from quant.metrics import METRICS
+from binade.app import charts, show
+from binade.app.address import follow, one_line, plain, write
+from binade.app.analysis.laws import LAWS
+from binade.app.figure import Drawn
+from binade.app.figures import explore
+from binade.app.figures.explore import AXES, GROUPINGS, MAX_SELECTED
+from binade.app.filters import sidebar
+from binade.app.formatting import big, bytes_text
+from binade.app.params import TITLES
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.data.catalog import Catalog, Totals
+from binade.data.filter import Filter
+from binade.quant.metrics import METRICS
 
 MAX_ROWS = 5000
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows

@@ -8,15 +8,15 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.address import follow, go, link, plain, write
-from app.figures import overview
-from app.filters import sidebar
-from app.questions import QUESTIONS
-from app.roots import big, bytes_text
-from app.state import catalog, explain_empty, explain_refused
-from data.catalog import Catalog, Totals
-from data.filter import Filter
+from binade.app import show
+from binade.app.address import follow, go, link, plain, write
+from binade.app.figures import overview
+from binade.app.filters import sidebar
+from binade.app.formatting import big, bytes_text
+from binade.app.questions.registry import QUESTIONS
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.data.catalog import Catalog, Totals
+from binade.data.filter import Filter
 
 
 def page() -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.address import follow, plain, write
-from app.analysis import recipes
-from app.figures import recipes as figures
-from app.figures.recipes import NAMES, VIEWS, words
-from app.filters import sidebar
-from app.state import catalog, explain_empty, explain_refused
-from app.style import MEASURES
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import show
+from binade.app.address import follow, plain, write
+from binade.app.analysis import recipes
+from binade.app.figures import recipes as figures
+from binade.app.figures.recipes import NAMES, VIEWS, words
+from binade.app.filters import sidebar
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 

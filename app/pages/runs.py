@@ -7,13 +7,13 @@ import json
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.analysis import recipes
-from app.figures import runs as figures
-from app.roots import bytes_text
-from app.state import catalog, explain_empty, explain_refused
-from data.filter import Filter
-from data.runs import IMPORT
+from binade.app import show
+from binade.app.analysis import recipes
+from binade.app.figures import runs as figures
+from binade.app.formatting import bytes_text
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.data.filter import Filter
+from binade.data.runs import IMPORT
 
 STATES = {
     "done": "✓ done",

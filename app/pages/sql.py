@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app.address import plain
-from app.state import catalog, explain_empty, explain_refused, sandbox
-from data.access import read_only
-from data.sandbox import MEMORY, ROWS, SECONDS, QueryError
+from binade.app.address import plain
+from binade.app.state import catalog, explain_empty, explain_refused, sandbox
+from binade.data.access import read_only
+from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
 FROM tensor

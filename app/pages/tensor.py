@@ -8,18 +8,18 @@ import pandas as pd
 import streamlit as st
 from torch import Tensor
 
-from app.address import follow, link, one_line, plain, write
-from app.analysis.labels import full_labels
-from app.figures import tensor
-from app.figures.look import Look
-from app.figures.tensor import VIEWS
-from app.filters import sidebar
-from app.pages.views import attention, blocks, card, codes, drift, law, whatif, why
-from app.state import catalog, explain_empty, explain_refused
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
-from quant.formats import FORMATS
+from binade.app.address import follow, link, one_line, plain, write
+from binade.app.analysis.labels import full_labels
+from binade.app.figures import tensor
+from binade.app.figures.look import Look
+from binade.app.figures.tensor import VIEWS
+from binade.app.filters import sidebar
+from binade.app.pages.views import attention, blocks, card, codes, drift, law, whatif, why
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.formats import FORMATS
 
 LARGE = 1 << 24  # values that take more than a moment to read
 

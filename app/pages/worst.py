@@ -5,17 +5,17 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.address import follow, go, plain, write
-from app.analysis import boards
-from app.figure import Drawn
-from app.figures import worst
-from app.figures.worst import VIEWS, definition
-from app.filters import sidebar
-from app.params import One
-from app.state import catalog, explain_empty, explain_refused
-from app.style import MEASURES, Measure
-from data.filter import Filter
+from binade.app import show
+from binade.app.address import follow, go, plain, write
+from binade.app.analysis import boards
+from binade.app.figure import Drawn
+from binade.app.figures import worst
+from binade.app.figures.worst import VIEWS, definition
+from binade.app.filters import sidebar
+from binade.app.params import One
+from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.style import MEASURES, Measure
+from binade.data.filter import Filter
 
 
 def page() -> None:

@@ -4,5 +4,5 @@ contents   what a report holds: sections of figures and tables, from the index w
 painting   figures to PNG and SVG, by processes of their own (painter.py is one)
 frozen     one HTML file that needs nothing else
 archive    a ZIP of pictures, drawings and numbers
-headless   python -m app report: a folder of all that
+headless   binade report: a folder of all that
 """

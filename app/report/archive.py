@@ -9,9 +9,9 @@ import json
 import zipfile
 from pathlib import Path
 
-from app.report.painting import Painted
-from app.report.plates import Plate, Table
-from app.report.stats import strict_json
+from binade.app.report.painting import Painted
+from binade.app.report.plates import Plate, Table
+from binade.app.report.stats import strict_json
 
 EPOCH = (1980, 1, 1, 0, 0, 0)
 

@@ -14,21 +14,21 @@ from functools import partial
 import altair as alt
 import pandas as pd
 
-from app.analysis import boards, recipes
-from app.analysis.labels import full_labels
-from app.figure import Drawn, Figure
-from app.figures import attention, codes, explore, hifp8, overview, why, worst
-from app.figures import recipes as recipe_figures
-from app.figures.look import Look
-from app.params import TITLES
-from app.report import runs as run_tables
-from app.report.plates import Part, Plate, Table, plates
-from app.roots import big, first_formats
-from app.style import MEASURES
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.store import TensorFileError
-from quant.formats import FORMATS
+from binade.app.analysis import boards, recipes
+from binade.app.analysis.labels import full_labels
+from binade.app.figure import Drawn, Figure
+from binade.app.figures import attention, codes, explore, hifp8, overview, why, worst
+from binade.app.figures import recipes as recipe_figures
+from binade.app.figures.look import Look
+from binade.app.formatting import big, first_formats
+from binade.app.params import TITLES
+from binade.app.report import runs as run_tables
+from binade.app.report.plates import Part, Plate, Table, plates
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.formats import FORMATS
 
 GROUPINGS = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index", "iteration")
 STATISTICS_BY = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index")

@@ -18,8 +18,8 @@ from typing import Any
 
 import pandas as pd
 
-from app.report.plates import Part, Plate, Report, Table, axis_of, shown
-from app.theme import DARK, FONT, LIGHT, MONO, Theme
+from binade.app.report.plates import Part, Plate, Report, Table, axis_of, shown
+from binade.app.theme import DARK, FONT, LIGHT, MONO, Theme
 
 HERE = Path(__file__).parent
 LONG = 12  # lines of a text that is folded away

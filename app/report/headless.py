@@ -1,4 +1,4 @@
-"""python -m app report: every chart of a root or a filter as files, without a browser.
+"""binade report: every chart of a root or a filter as files, without a browser.
 
     draw/index.html            the frozen report
     draw/quick_analysis.png    all values, by quant type, layer type and operation
@@ -31,18 +31,18 @@ from pathlib import Path, PurePosixPath
 
 from altair.utils.schemapi import disable_debug_mode
 
-from app import session as sessions
-from app.report import contents, frozen, stats
-from app.report import sessions as session_parts
-from app.report.archive import Archive
-from app.report.painting import Painted, PaintError, Painters
-from app.report.plates import Part, Plate, Report
-from app.roots import big, bytes_text
-from app.session import Session, SessionError
-from app.theme import THEMES
-from data.catalog import Catalog
-from data.filter import Filter
-from data.store import write_atomic
+from binade.app.formatting import big, bytes_text
+from binade.app.report import contents, frozen, stats
+from binade.app.report import sessions as session_parts
+from binade.app.report.archive import Archive
+from binade.app.report.painting import Painted, PaintError, Painters
+from binade.app.report.plates import Part, Plate, Report
+from binade.app.sessions import session as sessions
+from binade.app.sessions.session import Session, SessionError
+from binade.app.theme import THEMES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.store import write_atomic
 
 __all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
 
@@ -106,9 +106,7 @@ def _place(made: Path, target: Path) -> None:
 def _check(opened: Catalog, wanted: Wanted) -> None:
     if not opened.totals().tensors:
         found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
-        advice = (
-            "name the root of some runs with --tensor-save-dir, or collect one with python -m collector quick mxfp8"
-        )
+        advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(wanted.where).tensors:
         raise ReportError(f"no tensor matches: {wanted.where.sentence()}; take something out of the filter")
@@ -306,7 +304,7 @@ def run(root: Path, wanted: Wanted) -> int:
     start = time.monotonic()
     with Catalog.open(root) as opened:
         for reason in opened.refused:
-            print(f"app: passed over: {reason}", file=sys.stderr)
+            print(f"binade: passed over: {reason}", file=sys.stderr)
         with Line() as line:
             charts = make(opened, wanted, line.show)
     seconds = time.monotonic() - start
@@ -347,4 +345,4 @@ def no_room(error: OSError) -> str:
 
 
 def command_of(argv: list[str]) -> str:
-    return shlex.join(["python", "-m", "app", *argv])
+    return shlex.join(["binade", *argv])

@@ -1,4 +1,4 @@
-"""python -m app report: its options. No heavy import, so that a slip is told at once."""
+"""binade report: its options. No heavy import, so that a slip is told at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter, FilterError
+from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter, FilterError
 
 
 def add_to(command: argparse.ArgumentParser) -> None:

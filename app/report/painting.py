@@ -14,8 +14,8 @@ from typing import Any
 
 import altair as alt
 
-from app.figure import Figure
-from app.theme import FONT, LIGHT, Theme
+from binade.app.figure import Figure
+from binade.app.theme import FONT, LIGHT, Theme
 
 PAINTER = Path(__file__).with_name("painter.py")
 WIDTH, HEIGHT = 760, 360  # pixels, of a chart that does not say its height

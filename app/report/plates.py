@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from app.figure import Figure
-from app.params import TITLES
-from app.report.painting import HEIGHT, spec_of
-from app.style import MEASURES
+from binade.app.figure import Figure
+from binade.app.params import TITLES
+from binade.app.report.painting import HEIGHT, spec_of
+from binade.app.style import MEASURES
 
 _CHOOSE = re.compile(r"\s*Choose an? [^.]*\.")
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pandas as pd
 
-from app.figures.look import about_format
-from app.report.plates import Part, Table
-from app.style import MEASURES
-from data.catalog import Catalog
-from data.filter import Filter
-from quant.formats import FORMATS
+from binade.app.figures.look import about_format
+from binade.app.report.plates import Part, Table
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS
 
 PACKAGES = ("torch", "triton", "numpy", "pandas", "duckdb", "altair", "vl-convert-python")
 COLUMNS = ("run_id", "state", "model", "size", "dataset", "recipe", "started", "iterations", "tensors", "loss_last")

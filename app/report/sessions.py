@@ -8,15 +8,15 @@ from dataclasses import replace
 import pandas as pd
 from markdown_it import MarkdownIt
 
-from app import notes as session_notes
-from app.figure import Drawn, Figure
-from app.params import read_filter
-from app.pins import Pin, draw
-from app.report import runs as run_tables
-from app.report.plates import Part, Plate, Table
-from app.session import Session, missing_runs
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app.figure import Drawn, Figure
+from binade.app.params import read_filter
+from binade.app.report import runs as run_tables
+from binade.app.report.plates import Part, Plate, Table
+from binade.app.sessions import notes as session_notes
+from binade.app.sessions.pins import Pin, draw
+from binade.app.sessions.session import Session, missing_runs
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 
 def notes_html(session: Session) -> str:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from app.figures import explore
-from app.params import TITLES
-from app.report.contents import STATISTICS_BY
-from app.report.frozen import number_text
-from app.report.plates import shown
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app.figures import explore
+from binade.app.params import TITLES
+from binade.app.report.contents import STATISTICS_BY
+from binade.app.report.frozen import number_text
+from binade.app.report.plates import shown
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 TEXT_COLUMNS = ("group", "tensors", "numel", "mean", "std", "min", "max", "absmin", "zeros", "nans", "infs", "sqnr_db",
                 "flush_to_zero", "saturated")  # fmt: skip

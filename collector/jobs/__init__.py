@@ -9,12 +9,12 @@ it (collector.jobs.runner) and ends when nothing is left to do: the queue advanc
 filled it. How a job is doing is read from its run directory and its processes (collector.jobs.state), never remembered.
 """
 
-from collector.jobs.acting import cancel, delete, retry
-from collector.jobs.asking import TEN_RECIPES, arguments_of, asked, command_line, modules_of, recipes
-from collector.jobs.estimate import Estimate, estimate
-from collector.jobs.runner import wake
-from collector.jobs.state import ACTIVE, JobView, Progress, attended, listing, log_tail, look, progress
-from collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, at_once, change, find, set_at_once
+from binade.collector.jobs.actions import cancel, delete, retry
+from binade.collector.jobs.command_line import TEN_RECIPES, arguments_of, asked, command_line, modules_of, recipes
+from binade.collector.jobs.estimate import Estimate, estimate
+from binade.collector.jobs.runner import wake
+from binade.collector.jobs.state import ACTIVE, JobView, Progress, attended, listing, log_tail, look, progress
+from binade.collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, at_once, change, find, set_at_once
 
 __all__ = [
     "ACTIVE",

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collector.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig, check
-from collector.memory import available_host_memory, check_memory, needed
-from collector.shapes import DeepseekShape, Shape
-from collector.site import Site, sites
-from data.runs import DONE, list_runs, sound_losses
+from binade.collector.models.shapes import DeepseekShape, Shape
+from binade.collector.models.site import Site, sites
+from binade.collector.training.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig, check
+from binade.collector.training.memory import available_host_memory, check_memory, needed
+from binade.data.runs import DONE, list_runs, sound_losses
 
 # Without a run to go by. FLOP a second of a training step, seconds for each element that is quantized, by backend, and
 # for each value and format of what is recorded: orders of magnitude, not measurements. A first run replaces them.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from data.runs import process_start
+from binade.data.runs import process_start
 
 MARK = "BINADE_JOB"  # in the environment of every process of a job, and of what these start
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from collector.jobs.processes import MARK, Process, boot, host, living, marked, out_of_memory_kills
-from collector.jobs.state import Started, run_of
-from collector.jobs.store import Job, at_once, folder, locked, numbers, place, read_job, read_json, write_json
-from data import runs
-from data.access import check_writable
-from data.runs import RunInfo, now, rank_statuses, settle
+from binade.collector.jobs.processes import MARK, Process, boot, host, living, marked, out_of_memory_kills
+from binade.collector.jobs.state import Started, run_of
+from binade.collector.jobs.store import Job, at_once, folder, locked, numbers, place, read_job, read_json, write_json
+from binade.data import runs
+from binade.data.access import check_writable
+from binade.data.runs import RunInfo, now, rank_statuses, settle
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = Path(__file__).parents[3]
 TURN = 0.25  # seconds between looks
 # Seconds after which a job that is to end is pressed harder: first every process of it is asked, then ended.
 ASK_ALL, END_ALL = 12.0, 18.0
@@ -45,7 +45,7 @@ def wake(root: Path) -> None:
         lock.close()
         with open(folder(root) / "runner.log", "ab") as log:
             started = subprocess.Popen(
-                [sys.executable, "-P", "-m", "collector", "jobs", "serve", "--tensor-save-dir", str(root)],
+                [sys.executable, "-P", "-m", "binade", "jobs", "serve", "--tensor-save-dir", str(root)],
                 cwd=PROJECT,
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
@@ -156,7 +156,7 @@ class Runner:
         directory, kills = place(self.root, job), out_of_memory_kills()
         note = {"pid": 0, "pid_started": 0.0, "host": host(), "boot": boot(), "at": now(), "oom_kills": kills}
         write_json(directory / "process.json", note)
-        command = [sys.executable, "-P", "-m", "collector", *job.arguments, "--tensor-save-dir", str(self.root)]
+        command = [sys.executable, "-P", "-m", "binade", *job.arguments, "--tensor-save-dir", str(self.root)]
         try:
             with open(directory / "log.txt", "ab") as log:
                 child = subprocess.Popen(

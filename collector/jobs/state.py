@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from collector.jobs.processes import Process, boot, host, marked
-from collector.jobs.store import Job, folder, place, read_jobs, read_json
-from data import runs
-from data.runs import RunError, RunInfo, read_run, read_status, sound_losses
+from binade.collector.jobs.processes import Process, boot, host, marked
+from binade.collector.jobs.store import Job, folder, place, read_jobs, read_json
+from binade.data import runs
+from binade.data.runs import RunError, RunInfo, read_run, read_status, sound_losses
 
 QUEUED, STARTING, RUNNING, CANCELLING = ACTIVE = "queued", "starting", "running", "cancelling"
 DONE, CANCELLED, FAILED, CRASHED = "done", "cancelled", "failed", "crashed"
@@ -228,8 +228,8 @@ def _verdict(
 def last_words(root: Path, job: Job) -> str:
     """The last line of the job's log in which the collector says why it ended."""
     for line in reversed(log_tail(root, job)):
-        if line.startswith("collector: "):
-            return line.removeprefix("collector: ")
+        if line.startswith("binade: "):
+            return line.removeprefix("binade: ")
         if re.match(r"[\w.]*(Error|Exception|Killed)\b", line):
             return line
     return ""

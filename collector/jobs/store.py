@@ -28,11 +28,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from collector.config import RunConfig
-from collector.jobs.asking import arguments_of, asked
-from data.access import check_writable
-from data.runs import RunError, now
-from data.store import write_atomic
+from binade.collector.jobs.command_line import arguments_of, asked
+from binade.collector.training.config import RunConfig
+from binade.data.access import check_writable
+from binade.data.runs import RunError, now
+from binade.data.store import write_atomic
 
 FOLDER = ".jobs"
 LONGEST_TITLE = 120

@@ -9,7 +9,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from app import state
+from binade.app import state
 
 torch.set_num_threads(1)
 
@@ -22,7 +22,7 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
     def open_page(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
         monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
         roots.add(str(root))
-        at = AppTest.from_string(f"from app.main import navigate\nnavigate({page!r})")
+        at = AppTest.from_string(f"from binade.app.main import navigate\nnavigate({page!r})")
         at.default_timeout = 120
         for name, value in query.items():
             at.query_params[name] = value

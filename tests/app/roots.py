@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from collector.capture import LINEAR_PLACES, Recorder
-from collector.parallel import ReplicatedLinear, Site
-from collector.recipe import Part
-from quant.gemm import Observed
+from binade.collector.capture.recorder import LINEAR_PLACES, Recorder
+from binade.collector.models.parallel import ReplicatedLinear, Site
+from binade.collector.recipes.recipe import Part
+from binade.quant.gemm import Observed
 
 SCORES = ("hifp8", "mxfp8", "mxfp4")
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
 
-import quant
-from app import analysis
-from app.analysis import Distribution, distribution_of
-from app.analysis.distribution import _shares
-from app.analysis.labels import run_labels, thinned
-from data.catalog import Catalog
-from data.filter import Filter
-from quant.metrics import score
+from binade import quant
+from binade.app import analysis
+from binade.app.analysis import Distribution, distribution_of
+from binade.app.analysis.distribution import _shares
+from binade.app.analysis.labels import run_labels, thinned
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.metrics import score
 from tests.app.roots import odd_tensors, record
 
 BIN = 1 / 8  # a sketch bin is an eighth of a binade: its ends differ by at most this share of the lower one
@@ -104,7 +104,7 @@ class TestDistributionOf:
         x = torch.randn(50_000, generator=torch.Generator().manual_seed(2)).clamp(-3, 3) * scale
         x[:4] = torch.tensor([0.0, -0.0, math.nan, math.inf])
         exact = distribution_of("x", x)
-        monkeypatch.setattr("app.analysis.distribution.MAX_EXACT_FLOAT32", 1000)
+        monkeypatch.setattr("binade.app.analysis.distribution.MAX_EXACT_FLOAT32", 1000)
         d = distribution_of("x", x)
         assert not d.exact and d.total == exact.total == 49_998
         assert d.mean == pytest.approx(exact.mean, rel=1e-6) and d.std == pytest.approx(exact.std, rel=1e-6)

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 import torch
 
-import quant
-from app import analysis, charts, style
-from app.charts.distribution import _outline as outline
-from collector.recipe import TEN_RECIPES
-from data.segment import TENSOR_SCHEMA
+from binade import quant
+from binade.app import analysis, charts, style
+from binade.app.charts.distribution import _outline as outline
+from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.data.segment import TENSOR_SCHEMA
 
 FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
 TENSORS = [f"L{i} fc1 input (forward, mxfp8)" for i in range(10)]

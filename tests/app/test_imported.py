@@ -11,15 +11,15 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from app.pages import tensor as page
-from collector.capture import LINEAR_PLACES, Recorder
-from collector.importer import import_logs
-from collector.parallel import ReplicatedLinear
-from collector.recipe import Part
-from collector.seams.layer import Moment
-from collector.site import Site
-from data.catalog import Catalog
-from quant.gemm import Observed
+from binade.app.pages import tensor as page
+from binade.collector.capture.adapters.layer import Moment
+from binade.collector.capture.recorder import LINEAR_PLACES, Recorder
+from binade.collector.imports.importer import import_logs
+from binade.collector.models.parallel import ReplicatedLinear
+from binade.collector.models.site import Site
+from binade.collector.recipes.recipe import Part
+from binade.data.catalog import Catalog
+from binade.quant.gemm import Observed
 from tests.collector.logs_made import tensor, write
 
 Visit = Callable[..., AppTest]

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from app import collecting, state
-from collector import jobs
-from collector.config import RunConfig
-from collector.jobs import processes, store
-from data.access import ReadOnly
-from data.catalog import Catalog
-from data.runs import list_runs
+from binade.app import state
+from binade.app.jobs import collecting
+from binade.collector import jobs
+from binade.collector.jobs import processes, store
+from binade.collector.training.config import RunConfig
+from binade.data.access import ReadOnly
+from binade.data.catalog import Catalog
+from binade.data.runs import list_runs
 from tests.app import roots
 from tests.app.test_pages import metrics, rerun, words
 from tests.collector.test_jobs import SHORT, end_all, until
@@ -158,11 +159,11 @@ class TestJobs:
     @pytest.mark.parametrize(
         ("exit_status", "log", "boot", "state_shown", "said"),
         [
-            (1, "collector: the run failed: No space left on device\n", None, "disk full", "Free space"),
+            (1, "binade: the run failed: No space left on device\n", None, "disk full", "Free space"),
             (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "out of memory", "fewer layers"),
             (-9, "iteration 3\n", None, "killed", "SIGKILL"),
             (-11, "", None, "crashed", "SIGSEGV"),
-            (2, "collector: dataset 'x' is unknown: y\n", None, "failed", "dataset 'x' is unknown"),
+            (2, "binade: dataset 'x' is unknown: y\n", None, "failed", "dataset 'x' is unknown"),
             (None, "", "another", "machine restarted", "Retry"),
         ],
         ids=["disk", "memory", "killed", "crashed", "failed", "restarted"],
@@ -222,8 +223,8 @@ class TestReadOnly:
         assert set(at.session_state["pages"]) == {
             "overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs",
         }  # fmt: skip
-        for page in ("collect", "sql"):
-            alone = AppTest.from_string(f"from app.pages import {page}\n{page}.page()", default_timeout=60)
+        for module in ("jobs.collect_page", "pages.sql"):
+            alone = AppTest.from_string(f"from binade.app.{module} import page\npage()", default_timeout=60)
             alone.run()
             assert not alone.exception and "read-only" in words(alone) and not alone.button and not alone.code
         with Catalog.open(root) as catalog, pytest.raises(ReadOnly, match="SQL"):

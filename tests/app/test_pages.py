@@ -12,9 +12,9 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from app import analysis
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import analysis
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.app import roots
 
 RECIPES = {"bf16", "hifp8", "mxfp8", "mxfp4"}
@@ -209,7 +209,7 @@ class TestEveryPage:
             root.mkdir()
         at = visit(root, page)
         assert f"No runs yet in {root}" in words(at).replace("`", "")
-        assert "python -m collector quick mxfp8" in words(at)
+        assert "binade quick mxfp8" in words(at)
         assert root.exists() == there
 
     def test_root_is_a_file(self, visit: Visit, tmp_path: Path, page: str):
@@ -257,7 +257,7 @@ class TestEveryPage:
     def test_runs_that_come_and_go_while_the_page_is_open(
         self, visit: Visit, collected: Path, tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr("app.state.SYNC_SECONDS", 0.0)
+        monkeypatch.setattr("binade.app.state.SYNC_SECONDS", 0.0)
         root = roots.copy(collected, tmp_path / "runs")
         (gone,) = [run for run in roots.runs_of(root) if "mxfp4" in run.name]
         at = visit(root, page, **({"quant_type": "mxfp4"} if page == "explore" else {}))

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
-from app import pins, session
-from app.figure import Figure
-from app.figures.tensor import VIEWS
-from app.pins import Pin
-from data.catalog import Catalog
-from data.filter import FIELDS
+from binade.app.figure import Figure
+from binade.app.figures.tensor import VIEWS
+from binade.app.sessions import pins, session
+from binade.app.sessions.pins import Pin
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS
 from tests.app import roots
 from tests.app.test_pages import first, words
 

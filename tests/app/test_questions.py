@@ -11,14 +11,14 @@ import pytest
 import torch
 from scipy import stats
 
-import quant
-from app import analysis
-from app.analysis import anatomy, attention, boards, distribution_of, laws, recipes, whatif
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import read_losses
-from quant.formats import FORMATS
-from quant.metrics import errors
+from binade import quant
+from binade.app import analysis
+from binade.app.analysis import anatomy, attention, boards, distribution_of, laws, recipes, whatif
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import read_losses
+from binade.quant.formats import FORMATS
+from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
 
 SAMPLES = {
@@ -92,7 +92,7 @@ class TestLaws:
             assert laws.distance_to(d, fitted) == pytest.approx(wanted, abs=1e-12)
 
     def test_distance_of_a_sketch_is_never_above(self, catalog):
-        from app.analysis import distributions
+        from binade.app.analysis import distributions
 
         tensor_id = first(catalog, tensor_name=["query"])
         exact = distribution_of("x", catalog.load(tensor_id))

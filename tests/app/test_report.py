@@ -26,19 +26,19 @@ import pandas as pd
 import pytest
 import torch
 
-from app import session as sessions
-from app.__main__ import main
-from app.analysis import hifp8
-from app.figure import Figure
-from app.pins import Pin
-from app.report import contents, frozen, headless, runs
-from app.report.headless import Wanted
-from app.report.painting import PaintError, Painters, sized, spec_of
-from app.report.plates import Plate, axis_of, shown
-from app.style import MEASURES
-from app.theme import THEMES
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app.analysis import hifp8
+from binade.app.cli import main
+from binade.app.figure import Figure
+from binade.app.report import contents, frozen, headless, runs
+from binade.app.report.headless import Wanted
+from binade.app.report.painting import PaintError, Painters, sized, spec_of
+from binade.app.report.plates import Plate, axis_of, shown
+from binade.app.sessions import session as sessions
+from binade.app.sessions.pins import Pin
+from binade.app.style import MEASURES
+from binade.app.theme import THEMES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.data.builder import make_run
 
 PROJECT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def tensors(seed: int) -> list[tuple[torch.Tensor, dict]]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("report") / "root"
-    command = f"python -m collector batch --quantization bf16,mxfp8 --tensor-save-dir {made} --seed 7"
+    command = f"binade batch --quantization bf16,mxfp8 --tensor-save-dir {made} --seed 7"
     make_run(made, tensors(1), dataset=HOSTILE, recipe="mxfp8", command=command)
     with Catalog.open(made):
         pass
@@ -84,7 +84,7 @@ def drawn(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
 
 
 def report(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "app", "report", "--tensor-save-dir", str(root), *arguments]
+    command = [sys.executable, "-m", "binade", "report", "--tensor-save-dir", str(root), *arguments]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
 
 
@@ -336,15 +336,15 @@ def test_specifications_are_vega_lite(root):
     ("config", "expected"),
     [
         (
-            {"command": "python -m collector batch --quantization bf16,mxfp4 --tensor-save-dir /a", "recipe": "mxfp4"},
-            "python -m collector run --quantization mxfp4",
+            {"command": "binade batch --quantization bf16,mxfp4 --tensor-save-dir /a", "recipe": "mxfp4"},
+            "binade run --quantization mxfp4",
         ),
-        ({"command": "python -m collector batch", "recipe": "mxfp8"}, "python -m collector run --quantization mxfp8"),
+        ({"command": "binade batch", "recipe": "mxfp8"}, "binade run --quantization mxfp8"),
         (
-            {"command": "python -m collector run --dataset 'my corpus.jsonl' --tensor-save-dir=/x", "recipe": "bf16"},
-            "python -m collector run --dataset 'my corpus.jsonl'",
+            {"command": "binade run --dataset 'my corpus.jsonl' --tensor-save-dir=/x", "recipe": "bf16"},
+            "binade run --dataset 'my corpus.jsonl'",
         ),
-        ({"command": "python -m collector quick mxfp8", "recipe": "mxfp8"}, "python -m collector quick mxfp8"),
+        ({"command": "binade quick mxfp8", "recipe": "mxfp8"}, "binade quick mxfp8"),
         ({"command": "unclosed 'quote"}, "unclosed 'quote"),
         ({}, "not recorded"),
     ],
@@ -356,8 +356,8 @@ def test_the_command_that_makes_a_run_again(config, expected):
 
 def test_the_report_tells_how_it_was_made(drawn):
     text = (drawn[0] / "index.html").read_text()
-    assert "python -m collector run --quantization mxfp8 --seed 7" in text
-    assert "python -m app report --tensor-save-dir" in text and "10·log₁₀" in text
+    assert "binade run --quantization mxfp8 --seed 7" in text
+    assert "binade report --tensor-save-dir" in text and "10·log₁₀" in text
 
 
 # A session
@@ -439,7 +439,7 @@ def test_a_slip_is_one_line(root, tmp_path, capsys, signals, arguments, status, 
     except SystemExit as exit:
         ended = exit.code
     error = capsys.readouterr().err
-    assert ended == status and words in error and error.startswith("app: ") and error.count("\n") == 1, error
+    assert ended == status and words in error and error.startswith("binade: ") and error.count("\n") == 1, error
     left = {path.name for path in tmp_path.iterdir()} - {"index.duckdb"}  # a root has its index
     assert left == {"file"} and file.read_text() == "mine"
 
@@ -632,7 +632,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
             saved, _ = sessions.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = subprocess.Popen(
-        [sys.executable, "-m", "app", "bundle", verb, *arguments, "--tensor-save-dir", str(root)],
+        [sys.executable, "-m", "binade", "bundle", verb, *arguments, "--tensor-save-dir", str(root)],
         cwd=PROJECT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     end = time.monotonic() + 60
@@ -640,7 +640,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         time.sleep(0.05)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "app: cancelled: no bundle was written or taken in\n")
+    assert (process.returncode, error) == (130, "binade: cancelled: no bundle was written or taken in\n")
     assert not list(out.iterdir()) and not list(root.glob(".*.part")) and root.exists() == (verb == "export")
 
 
@@ -657,7 +657,7 @@ def test_a_full_disk_is_said(tmp_path, capsys, signals, root):
     finally:
         subprocess.run(["umount", str(small)], check=True)
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended == 1 and error.startswith("app: the disk is full"), error
+    assert ended == 1 and error.startswith("binade: the disk is full"), error
 
 
 def test_a_painter_that_dies_is_said():

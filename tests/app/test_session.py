@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 
-from app import notes, session
-from app.params import TITLES
-from app.pins import PAGES, Pin
-from app.session import RunMark, Session, SessionError, View
+from binade.app.params import TITLES
+from binade.app.sessions import notes, session
+from binade.app.sessions.pins import PAGES, Pin
+from binade.app.sessions.session import RunMark, Session, SessionError, View
 
 VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
 

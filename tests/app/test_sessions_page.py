@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from app import bundles, session
-from app.__main__ import main
-from app.pins import Pin, draw
-from app.report import sessions as report
-from app.session import RunMark, View
-from data.catalog import Catalog
+from binade.app.cli import main
+from binade.app.report import sessions as report
+from binade.app.sessions import bundles, session
+from binade.app.sessions.pins import Pin, draw
+from binade.app.sessions.session import RunMark, View
+from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, rerun, words
 
@@ -238,6 +238,6 @@ def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     for arguments in (["export", "no-such", "--output", str(out)], ["import", str(tmp_path / "absent.zip")]):
         assert main(["bundle", *arguments, *where]) == 1
         error = capsys.readouterr().err
-        assert error.startswith("app: ") and error.count("\n") == 1
+        assert error.startswith("binade: ") and error.count("\n") == 1
     with pytest.raises(SystemExit, match="2"):
         main(["bundle", "export", one.id])

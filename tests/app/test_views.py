@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from app.pages import tensor, worst
-from app.questions import QUESTIONS
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app.pages import tensor, worst
+from binade.app.questions.registry import QUESTIONS
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, first, words
 

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from altair.utils.schemapi import disable_debug_mode
 
-import quant
-from app import analysis, charts
-from app.analysis import boards, laws
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import RunWriter
-from data.segment import Identity, TensorRow, write_segment
-from data.store import load, save
-from quant.metrics import score
+from binade import quant
+from binade.app import analysis, charts
+from binade.app.analysis import boards, laws
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import RunWriter
+from binade.data.segment import Identity, TensorRow, write_segment
+from binade.data.store import load, save
+from binade.quant.metrics import score
 
 MODULES = ("qkv", "proj", "fc1", "fc2")
 NAMES = (("forward", "input"), ("forward", "weight"), ("backward", "grad_output"))

@@ -1,4 +1,4 @@
-"""How fast `python -m collector import` is, against reading the same files and summarizing them in the same run.
+"""How fast `binade import` is, against reading the same files and summarizing them in the same run.
 
     python -m tests.bench.bench_import
     python -m tests.bench.bench_import --files 2000 --values 16384     many small files
@@ -24,9 +24,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `make bench` and the c
 
 import torch  # noqa: E402
 
-from collector.config import DEFAULT_SCORES  # noqa: E402
-from collector.importer import import_logs  # noqa: E402
-from quant import score, summarize  # noqa: E402
+from binade.collector.imports.importer import import_logs  # noqa: E402
+from binade.collector.training.config import DEFAULT_SCORES  # noqa: E402
+from binade.quant import score, summarize  # noqa: E402
 from tests.bench.bench_quantize import versions  # noqa: E402
 
 

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from collector import Recorder, instrument
-from collector.config import MODELS
-from collector.model import GPTModel
+from binade.collector import Recorder, instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.training.config import MODELS
 
 WARMUP = 5  # pairs; an instrumented model's first pass is watched
 

@@ -68,7 +68,7 @@ def tensor(shape: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
 
 
 def cpu_table(formats: list[str], repeats: int, size: int) -> None:
-    import quant
+    from binade import quant
 
     print("| format | axis | dtype | M values/s | clone, M values/s | ratio | first call, s |")
     print("|---|---|---|---|---|---|---|")
@@ -86,8 +86,8 @@ def cpu_table(formats: list[str], repeats: int, size: int) -> None:
 
 
 def cuda_table(formats: list[str], repeats: int, shape: tuple[int, int]) -> None:
-    import quant
-    from quant.quantizer import apply, plan
+    from binade import quant
+    from binade.quant.quantizer import apply, plan
 
     x = tensor(shape, torch.bfloat16, "cuda")
     target = torch.empty_like(x)
@@ -140,7 +140,7 @@ def main() -> None:
         parser.exit(1, "bench_quantize: no CUDA device was found; --device cpu runs here\n")
     with tempfile.TemporaryDirectory() as builds:
         os.environ["BINADE_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = builds
-        from quant import FORMATS
+        from binade.quant import FORMATS
 
         formats = [FORMATS[name].name for name in args.formats.split(",")] if args.formats else list(FORMATS)
         torch.set_num_threads(args.threads)

@@ -2,7 +2,7 @@
 
     python -m tests.bench.bench_recipes
 
-Runs `python -m collector batch --control-iter 1` (tiny llama32-1b, the collector's defaults) in a temporary root, and
+Runs `binade batch --control-iter 1` (tiny llama32-1b, the collector's defaults) in a temporary root, and
 before and after it the same bf16 run with nothing recorded. Seconds are of whole processes, Python's start included;
 the ratio is of the batch to the mean of the two bare runs. By recipe: seconds of the run, and of its optimizer step.
 """
@@ -17,7 +17,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from data.runs import list_runs, read_losses
+from binade.data.runs import list_runs, read_losses
 from tests.bench.bench_quantize import versions
 
 BATCH = ("batch", "--control-iter", "1")
@@ -27,7 +27,7 @@ BARE = ("run", "--quantization", "bf16", "--control-iter", "1", "--no-save-tenso
 def timed(arguments: tuple[str, ...], root: Path) -> float:
     """Seconds of a collector's process. Ends the benchmark if it fails."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "collector", *arguments, "--tensor-save-dir", str(root)]
+    command = [sys.executable, "-m", "binade", *arguments, "--tensor-save-dir", str(root)]
     done = subprocess.run(command, stdout=subprocess.DEVNULL)
     if done.returncode:
         sys.exit(f"bench_recipes: {' '.join(command[1:])} ended with {done.returncode}")

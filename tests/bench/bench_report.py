@@ -1,4 +1,4 @@
-"""How fast and in how much memory `python -m app report` draws, beside a plain script that reads every file.
+"""How fast and in how much memory `binade report` draws, beside a plain script that reads every file.
 
     python -m tests.bench.bench_report [--tensors 500] [--values 1048576] [--keep]
 
@@ -30,12 +30,12 @@ from pathlib import Path
 
 import torch
 
-import quant
-from data.catalog import Catalog
-from data.runs import RunWriter
-from data.segment import Identity, TensorRow, write_segment
-from data.store import save
-from quant.metrics import score
+from binade import quant
+from binade.data.catalog import Catalog
+from binade.data.runs import RunWriter
+from binade.data.segment import Identity, TensorRow, write_segment
+from binade.data.store import save
+from binade.quant.metrics import score
 
 PROJECT = Path(__file__).parents[2]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
@@ -57,7 +57,7 @@ def make_root(root: Path, tensors: int, values: int) -> None:
     for recipe_number, recipe in enumerate(RECIPES):
         config = {
             "model": "llama32-1b", "size": "full", "dataset": "wikipedia", "recipe": recipe, "control_iter": 2,
-            "command": f"python -m collector run --size full --quantization {recipe}",
+            "command": f"binade run --size full --quantization {recipe}",
         }  # fmt: skip
         writer = RunWriter.create(root, recipe, config)
         rows = []
@@ -168,7 +168,7 @@ def main() -> None:
         root.mkdir()
         make_root(root, args.tensors, args.values)
         plain = cost_of([sys.executable, "-m", "tests.bench.plain_report", str(root), str(theirs)])
-        report = [sys.executable, "-m", "app", "report", "--tensor-save-dir", str(root), "--output", str(ours)]
+        report = [sys.executable, "-m", "binade", "report", "--tensor-save-dir", str(root), "--output", str(ours)]
         costs = sorted((cost_of(report) for _ in range(args.times)), key=lambda cost: cost.seconds)
         middle = costs[len(costs) // 2]
         memory = max(cost.memory for cost in costs)

@@ -26,12 +26,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the collector does
 import torch
 import torch.nn.functional as F
 
-from collector.capture import Recorder, instrument
-from collector.config import DEFAULT_SCORES
-from collector.model import GPTModel
-from collector.seams.layer import Moment
-from collector.shapes import MODELS, Shape
-from quant.gemm import Observed
+from binade.collector.capture.adapters.layer import Moment
+from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.models.shapes import MODELS, Shape
+from binade.collector.training.config import DEFAULT_SCORES
+from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions
 
 RECIPE = "mxfp8"

@@ -45,7 +45,7 @@ def serving(root: Path) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
         app = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port", str(port)],
+            [sys.executable, "-m", "binade", "serve", "--port", str(port)],
             cwd=PROJECT,
             env={**os.environ, "TENSOR_SAVE_DIR": str(root)},
             stdout=output,

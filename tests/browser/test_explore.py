@@ -10,9 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from playwright.sync_api import Page
 
-from app import analysis
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.app import analysis
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from tests.app import roots
 from tests.browser.driver import serving, settle
 from tests.conftest import RECIPES, run_collector

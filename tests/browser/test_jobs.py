@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from collector import jobs
-from collector.jobs import processes
+from binade.collector import jobs
+from binade.collector.jobs import processes
 from tests.browser.driver import serving, settle
 from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch, until
 

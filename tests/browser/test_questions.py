@@ -12,12 +12,12 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser, Locator, Page
 
-import quant
-from app.analysis import boards, distribution_of, laws, recipes, whatif
-from app.questions import QUESTIONS
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import read_losses
+from binade import quant
+from binade.app.analysis import boards, distribution_of, laws, recipes, whatif
+from binade.app.questions.registry import QUESTIONS
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import read_losses
 from tests.browser.driver import PROJECT, serving, settle
 from tests.browser.test_explore import number
 from tests.conftest import run_collector

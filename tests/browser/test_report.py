@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from app import session as sessions
-from app.pins import Pin, draw
-from data.catalog import Catalog
+from binade.app.sessions import session as sessions
+from binade.app.sessions.pins import Pin, draw
+from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.browser.driver import PROJECT, serving
 from tests.browser.test_sessions import turn_to
@@ -34,7 +34,7 @@ def exported(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("exported") / "draw"
     arguments = ["--quant-type", "mxfp4", "--iteration", "0", "--zip", f"{output}.zip", "--output", str(output)]
     done = subprocess.run(
-        [sys.executable, "-m", "app", "report", "--tensor-save-dir", str(collected), *arguments],
+        [sys.executable, "-m", "binade", "report", "--tensor-save-dir", str(collected), *arguments],
         cwd=PROJECT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from app import session as sessions
+from binade.app.sessions import session as sessions
 from tests.app import roots
 from tests.browser.driver import serving, settle
 from tests.browser.test_explore import choose, marks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from playwright.sync_api import Page, expect
 
-from quant.formats import FORMATS
+from binade.quant.formats import FORMATS
 from tests.app.roots import record
 from tests.browser.driver import serving, settle
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from collector.__main__ import main
-from data.runs import RunInfo, list_runs
+from binade.collector.cli.main import main
+from binade.data.runs import RunInfo, list_runs
 
 # One layer, 32 tokens, operands quantized by torch: a second or less.
 SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--scores", "")
@@ -29,7 +29,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
-    """python -m collector in this process, on the root tmp_path/"runs": its exit status."""
+    """binade in this process, on the root tmp_path/"runs": its exit status."""
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
 

@@ -10,8 +10,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-import quant
-from data.catalog import Catalog
+from binade import quant
+from binade.data.catalog import Catalog
 
 LINEAR = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
 CORE = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collector.importer import Job, Read, read_file
+from binade.collector.imports.importer import Job, Read, read_file
 
 # One name of each version, and the words that it must give.
 NAMES = {

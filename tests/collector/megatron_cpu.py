@@ -39,7 +39,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape
+from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape
 
 CLIP = 1.0
 

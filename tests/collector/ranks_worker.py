@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from collector.capture import instrument
-from collector.config import RunConfig
-from collector.datasets import open_dataset
-from collector.model import GPTModel
-from collector.parallel import ParallelLinear
-from collector.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
-from collector.samples import SampleStream
+from binade.collector.capture.recorder import instrument
+from binade.collector.datasets.loading import open_dataset
+from binade.collector.datasets.samples import SampleStream
+from binade.collector.models.model import GPTModel
+from binade.collector.models.parallel import ParallelLinear
+from binade.collector.training.config import RunConfig
+from binade.collector.training.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
 
 STEPS = 2
 MICRO_BATCHES = 2

@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import quant
-from collector import Recorder, instrument
-from collector.capture import InstrumentError, RecorderError
-from collector.config import MODELS, ConfigError
-from collector.model import CoreAttention, GPTModel
-from collector.parallel import ParallelLinear
-from collector.recipe import Recipe, parse_recipe
-from collector.selection import SelectionError
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import CANCELLED, DONE, FAILED, read_losses, read_run
-from quant.formats import FORMATS
+from binade import quant
+from binade.collector import Recorder, instrument
+from binade.collector.capture.recorder import InstrumentError, RecorderError
+from binade.collector.models.model import CoreAttention, GPTModel
+from binade.collector.models.parallel import ParallelLinear
+from binade.collector.recipes.recipe import Recipe, parse_recipe
+from binade.collector.recipes.selection import SelectionError
+from binade.collector.training.config import MODELS, ConfigError
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import CANCELLED, DONE, FAILED, read_losses, read_run
+from binade.quant.formats import FORMATS
 
 SHAPE = replace(MODELS["llama32-1b"]["tiny"], hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=16)
 SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")

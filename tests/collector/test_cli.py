@@ -11,11 +11,11 @@ import termios
 
 import pytest
 
-from collector.config import DATASETS, MODELS, TENSOR_NAMES, RunConfig, check
-from collector.options import build_parser, configs, parse
-from collector.recipe import OPERANDS, TEN_RECIPES
-from data.runs import list_runs
-from quant.formats import FORMATS
+from binade.collector.cli.options import build_parser, configs, parse
+from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
+from binade.collector.training.config import DATASETS, MODELS, TENSOR_NAMES, RunConfig, check
+from binade.data.runs import list_runs
+from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, run_collector
 
 RUN = ("run", "--backend", "torch", "--training-config", "fast")
@@ -133,7 +133,7 @@ WRONG = {
 
 
 def one_line(text: str) -> bool:
-    return text.startswith("collector: ") and text.endswith("\n") and text[:-1].isprintable()
+    return text.startswith("binade: ") and text.endswith("\n") and text[:-1].isprintable()
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -148,7 +148,7 @@ def test_wrong_input_in_a_process_of_its_own(tmp_path):
     done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     allowed = "wikipedia, dolma, python-docs, or a path to .bin/.idx, .jsonl, .jsonl.gz or .parquet"
-    assert done.stderr == f"collector: dataset 'wikipdia' is unknown: {allowed}\n"
+    assert done.stderr == f"binade: dataset 'wikipdia' is unknown: {allowed}\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,10 +360,10 @@ def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
     done = run_collector(*RUN, *small, str(tmp_path / "lüg.jsonl"), root=runs, env=environment)
     assert done.returncode == 2 and r"l\xfcg.jsonl does not exist" in done.stderr and one_line(done.stderr)
     done = subprocess.run(
-        [sys.executable, "-m", "app", "bundle", "export", "x", "--output", "ü.zip", "--tensor-save-dir", str(runs)],
+        [sys.executable, "-m", "binade", "bundle", "export", "x", "--output", "ü.zip", "--tensor-save-dir", str(runs)],
         cwd=PROJECT, env=os.environ | environment, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 1 and done.stderr.startswith("app: ") and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and done.stderr.startswith("binade: ") and done.stderr.count("\n") == 1
 
 
 SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "")
@@ -374,7 +374,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "collector", *arguments],
+        [sys.executable, "-m", "binade", *arguments],
         cwd=PROJECT,
         env=os.environ | {"TENSOR_SAVE_DIR": str(tmp_path)},
         stdout=write,
@@ -391,7 +391,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
     termios.tcsetwinsize(ours, (24, 100))
     arguments = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--tensor-save-dir", str(tmp_path))
     done = subprocess.run(
-        [sys.executable, "-m", "collector", *RUN, *arguments, "--control-iter", "2"],
+        [sys.executable, "-m", "binade", *RUN, *arguments, "--control-iter", "2"],
         cwd=PROJECT,
         stderr=theirs,
         stdout=subprocess.PIPE,
@@ -424,7 +424,7 @@ def test_the_run_remembers_what_it_was_asked(command, tmp_path):
     assert {key: config[key] for key in asked} == asked
     assert "qk.dkey.query               queries      bf16" in config["operands"]
     assert config["backend"] == "torch" and config["device"].startswith("cpu") and len(config["operands"]) == 18
-    assert config["command"].startswith("python -m collector run ") and "--seed 7" in config["command"]
+    assert config["command"].startswith("binade run ") and "--seed 7" in config["command"]
     assert set(config["versions"]) == {"torch", "triton", "numpy", "python"} and config["data"]["documents"] == 35
 
 

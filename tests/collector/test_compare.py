@@ -20,10 +20,10 @@ import pytest
 import torch
 from markdown_it import MarkdownIt
 
-from collector.compare import Comparison, Row, compare
-from collector.tables import render
-from data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
-from quant import fake_quantize
+from binade.collector.cli.compare import Comparison, Row, compare
+from binade.collector.cli.tables import render
+from binade.data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
+from binade.quant import fake_quantize
 from tests.conftest import PROJECT, RECIPES, run_collector
 from tests.data.builder import add_segment, assorted, make_run
 
@@ -518,7 +518,7 @@ class TestSections:
 
 
 def one_line(text: str) -> bool:
-    return text.startswith("collector: ") and text.endswith("\n") and text[:-1].isprintable()
+    return text.startswith("binade: ") and text.endswith("\n") and text[:-1].isprintable()
 
 
 class TestCommand:
@@ -545,7 +545,7 @@ class TestCommand:
         for arguments in (("--format", "html"), ("a", "b"), ("--output",)):
             assert command("compare", *arguments) == 2
             out, err = capsys.readouterr()
-            assert out == "" and one_line(err) and "; see python -m collector" in err
+            assert out == "" and one_line(err) and "; see binade" in err
 
     @pytest.mark.parametrize(
         ("file", "content"),
@@ -557,7 +557,7 @@ class TestCommand:
         (broken.directory / file).write_bytes(content)
         assert command("compare", str(tmp_path / "runs"), "--format", "csv") == 0
         out, err = capsys.readouterr()
-        assert one_line(err) and err.startswith(f"collector: passed over: {broken.run_id} cannot be read: ")
+        assert one_line(err) and err.startswith(f"binade: passed over: {broken.run_id} cannot be read: ")
         assert [row["recipe"] for row in read_csv(out)] == ["bf16"]
 
     def test_nothing_but_damaged_runs_is_exit_1(self, command, capsys, made):
@@ -567,7 +567,7 @@ class TestCommand:
         out, err = capsys.readouterr()
         *passed_over, last = err.splitlines()
         assert out == "" and len(passed_over) == 2 and "holds no runs that can be read" in last
-        assert all(line.startswith("collector: passed over: ") for line in passed_over)
+        assert all(line.startswith("binade: passed over: ") for line in passed_over)
 
     @pytest.mark.parametrize(
         ("damage", "said", "left"),
@@ -646,7 +646,7 @@ class TestCommand:
         read, write = os.pipe()
         os.close(read)
         done = subprocess.run(
-            [sys.executable, "-m", "collector", "compare", str(tmp_path / "runs")],
+            [sys.executable, "-m", "binade", "compare", str(tmp_path / "runs")],
             cwd=PROJECT,
             stdout=write,
             stderr=subprocess.PIPE,

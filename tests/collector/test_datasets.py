@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from collector.config import RunConfig
-from collector.inputs import find_dataset
-from collector.texts import open_texts
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import list_runs, read_losses
+from binade.collector.datasets.inputs import find_dataset
+from binade.collector.datasets.texts import open_texts
+from binade.collector.training.config import RunConfig
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import list_runs, read_losses
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
 from tests.conftest import run_collector
 
@@ -217,7 +217,7 @@ def test_refused_in_one_line_with_nothing_written(command, capsys, tmp_path, nam
     place.mkdir()
     assert command("run", "--backend", "torch", *make(place)) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("collector: ") and err.endswith("\n") and err[:-1].isprintable() and said in err
+    assert err.startswith("binade: ") and err.endswith("\n") and err[:-1].isprintable() and said in err
     assert out in ("", "bf16\n") and not (tmp_path / "runs").exists()
 
 
@@ -225,7 +225,7 @@ def test_ranks_refuse_as_one(tmp_path):
     arguments = ("run", "--dp", "2", "--backend", "torch", "--dataset", str(pair(tmp_path)), "--vocab-size", "300")
     done = run_collector(*arguments, root=tmp_path / "runs")
     assert done.returncode == 2 and not (tmp_path / "runs").exists()
-    assert done.stderr.startswith(f"collector: dataset {tmp_path / 'x'} holds the token id 300")
+    assert done.stderr.startswith(f"binade: dataset {tmp_path / 'x'} holds the token id 300")
     assert done.stderr.count("\n") == 1
 
 

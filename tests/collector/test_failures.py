@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from data.catalog import Catalog
-from data.runs import RunInfo, list_runs
+from binade.data.catalog import Catalog
+from binade.data.runs import RunInfo, list_runs
 from tests.conftest import PROJECT
 
 # One layer and 64 tokens, without end: 34 tensors an iteration.
@@ -27,7 +27,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 def start(root: Path, *arguments: str, **options) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "collector", *ENDLESS, "--tensor-save-dir", str(root), *arguments],
+        [sys.executable, "-m", "binade", *ENDLESS, "--tensor-save-dir", str(root), *arguments],
         cwd=PROJECT,
         env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
@@ -67,7 +67,7 @@ def check_rows(root: Path, *, files_too: bool = True) -> int:
 
 
 def check_failed(root: Path, status: int, error: str, expected: str) -> None:
-    assert status == 1 and error.count("\n") == 1 and error.startswith("collector: ")
+    assert status == 1 and error.count("\n") == 1 and error.startswith("binade: ")
     assert expected.lower() in error.lower()
     run = only_run(root)
     assert run.status.state == "failed" and expected.lower() in run.status.reason.lower()
@@ -88,7 +88,7 @@ def test_a_refused_first_write_leaves_no_run(tmp_path):
     root = tmp_path / "runs"
     process = start(root, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
     _, error = process.communicate(timeout=120)
-    assert process.returncode == 1 and error.startswith("collector: cannot write to ") and error.count("\n") == 1
+    assert process.returncode == 1 and error.startswith("binade: cannot write to ") and error.count("\n") == 1
     assert list(root.iterdir()) == []
 
 
@@ -103,7 +103,7 @@ def test_a_full_disk_fails_cleanly(small_disk):
 def test_a_disk_full_from_the_start_leaves_no_half_run(small_disk):
     process = start(small_disk)
     _, error = process.communicate(timeout=120)
-    assert process.returncode == 1 and error.startswith("collector: ") and error.count("\n") == 1
+    assert process.returncode == 1 and error.startswith("binade: ") and error.count("\n") == 1
     runs, refused = list_runs(small_disk)
     assert refused == [] and [run.status.state for run in runs] in ([], ["failed"])
     assert [path for path in small_disk.rglob("*") if path.name.endswith(".part")] == []
@@ -131,7 +131,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
         process.send_signal(signum)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error == "collector: cancelled; what was recorded is kept\n"
+    assert error == "binade: cancelled; what was recorded is kept\n"
     run = only_run(tmp_path)
     assert run.status.state == "cancelled" and run.status.finished and run.status.reason is None
     rows = check_rows(tmp_path)

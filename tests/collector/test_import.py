@@ -1,4 +1,4 @@
-"""python -m collector import: real files of every version, hostile ones among them, and what is there after a kill."""
+"""binade import: real files of every version, hostile ones among them, and what is there after a kill."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from collector import importer
-from collector.workers import Death, scatter
-from data.catalog import Catalog
-from data.notes import notes
-from data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
-from data.store import TensorFileError
-from quant import score, summarize
+from binade.collector.imports import importer
+from binade.collector.imports.workers import Death, scatter
+from binade.data.catalog import Catalog
+from binade.data.notes import notes
+from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
+from binade.data.store import TensorFileError
+from binade.quant import score, summarize
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
 from tests.conftest import PROJECT, run_collector
 
@@ -44,7 +44,7 @@ def logs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bring(command: Command, logs: Path) -> Command:
-    """python -m collector import of `logs` in this process, without scores unless they are given."""
+    """binade import of `logs` in this process, without scores unless they are given."""
     return lambda *more: command("import", str(logs), "--workers", "1", *(more or ("--scores", "")))
 
 
@@ -416,7 +416,7 @@ def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
         out, err = running.communicate(timeout=60)
-    assert running.returncode == 130 and err == "collector: cancelled; what was recorded is kept\n", err
+    assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err
     assert only_run(tmp_path).status.state == CANCELLED
     kept = rows(tmp_path)
     assert 0 < len(kept) == only_run(tmp_path).status.tensors < 40
@@ -445,7 +445,7 @@ def test_a_file_that_is_cut_while_it_is_read_kills_only_its_reader(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
-    from data.foreign import opened
+    from binade.data.foreign import opened
 
     path = write(tmp_path / "x.pt", tensor(0))
     with pytest.raises(TensorFileError, match="changed while it was read"), opened(path) as tensors:
@@ -501,7 +501,7 @@ def test_a_directory_of_which_all_is_refused_is_exit_1(bring, capsys, tmp_path, 
     (logs / "b.pt").touch()
     assert bring() == 1
     out, err = capsys.readouterr()
-    assert err.startswith("collector: every file of") and err.count("\n") == 1 and "a.pkl: a pickle" in out
+    assert err.startswith("binade: every file of") and err.count("\n") == 1 and "a.pkl: a pickle" in out
     assert only_run(tmp_path).status.state == FAILED and set(refusals(tmp_path)) == {"a.pkl", "b.pt"}
 
 
@@ -552,12 +552,12 @@ def test_in_a_process_of_its_own(tmp_path, logs):
     lines = done.stdout.splitlines()
     assert all(line.isprintable() for line in lines) and any("x\\x1b[31m\\n.pkl: a pickle" in line for line in lines)
     run = only_run(tmp_path)
-    assert run.config["command"] == f"python -m collector import {logs}"
+    assert run.config["command"] == f"binade import {logs}"
     assert "9 files to read" in (run.directory / "log.txt").read_text() and len(rows(tmp_path)) == 9
 
 
 def test_a_run_that_is_no_import_names_no_file_out_of_it(bring, tmp_path, logs):
-    from data.catalog import CatalogError
+    from binade.data.catalog import CatalogError
 
     write(logs / "x.pt", tensor(0))
     assert bring() == 0

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from collector import jobs
-from collector.config import ConfigError, RunConfig
-from collector.jobs import processes, runner, state, store
-from collector.jobs.estimate import estimate, planned
-from data.access import ReadOnly
-from data.catalog import Catalog
-from data.runs import list_runs
+from binade.collector import jobs
+from binade.collector.jobs import processes, runner, state, store
+from binade.collector.jobs.estimate import estimate, planned
+from binade.collector.training.config import ConfigError, RunConfig
+from binade.data.access import ReadOnly
+from binade.data.catalog import Catalog
+from binade.data.runs import list_runs
 from tests.collector.test_failures import check_rows
 from tests.conftest import PROJECT, run_collector
 
@@ -131,7 +131,7 @@ class TestAsking:
         import shlex
 
         words = shlex.split(jobs.command_line(runs))
-        assert words[:4] == ["python", "-m", "collector", "batch"] and jobs.asked(words[3:]) == runs
+        assert words[:4] == ["binade", "batch"] and jobs.asked(words[3:]) == runs
 
     @pytest.mark.parametrize(
         ("line", "expected"),

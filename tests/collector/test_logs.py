@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collector.logs import VERSIONS, Log, interpret
-from quant.formats import FORMATS
+from binade.collector.imports.logs import VERSIONS, Log, interpret
+from binade.quant.formats import FORMATS
 from tests.collector.logs_made import NAMES
 
 STAMP = "20250912_101010"

@@ -29,16 +29,16 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor, nn
 
-import collector.attention
-from collector.attention import CoreAttention
-from collector.config import MODELS, RunConfig
-from collector.datasets import open_dataset
-from collector.model import GPTModel, apply_rotary, rotary_angles
-from collector.parallel import Site
-from collector.ranks import Ranks
-from collector.samples import open_stream
-from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
-from collector.train import _backward, _optimizer, _step
+from binade.collector.datasets.loading import open_dataset
+from binade.collector.datasets.samples import open_stream
+from binade.collector.models import attention
+from binade.collector.models.attention import CoreAttention
+from binade.collector.models.model import GPTModel, apply_rotary, rotary_angles
+from binade.collector.models.parallel import Site
+from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
+from binade.collector.training.config import MODELS, RunConfig
+from binade.collector.training.loop import _backward, _optimizer, _step
+from binade.collector.training.ranks import Ranks
 from tests.collector.megatron_cpu import (
     LatentCore,
     Training,
@@ -292,7 +292,7 @@ def test_in_bfloat16_all_but_rotation_and_core_is_equal_to_the_bit(name, monkeyp
     tokens, _ = tokens_of(shape, length=64)
     for layer, theirs in zip(model.layers, reference.decoder.layers, strict=True):
         layer.self_attention.core_attention.forward = in_our_layout(theirs.self_attention.core_attention)
-    monkeypatch.setattr(collector.attention, "apply_rotary", megatrons_rotation(reference, tokens.shape[1]))
+    monkeypatch.setattr(attention, "apply_rotary", megatrons_rotation(reference, tokens.shape[1]))
     logits, wanted = model(tokens), reference(**inputs(tokens))
     assert wanted.dtype == torch.bfloat16
     assert torch.equal(logits, wanted.float())

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from collector.capture import instrument
-from collector.config import ConfigError, RunConfig
-from collector.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
-from collector.model import GPTModel
+from binade.collector.capture.recorder import instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed
 
 
 def kept(config: RunConfig) -> tuple[int, int]:

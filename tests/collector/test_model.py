@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from collector.config import MODELS
-from collector.model import MLP, CoreAttention, GPTModel, RMSNorm, apply_rotary, rotary_angles
-from collector.parallel import SINGLE, ColumnParallelLinear, Site
+from binade.collector.models.model import MLP, CoreAttention, GPTModel, RMSNorm, apply_rotary, rotary_angles
+from binade.collector.models.parallel import SINGLE, ColumnParallelLinear, Site
+from binade.collector.training.config import MODELS
 
 TINY = MODELS["llama32-1b"]["tiny"]
 

@@ -35,19 +35,19 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, L
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from collector.__main__ import main
-from collector.capture import Recorder, instrument
-from collector.checkpoint import open_checkpoint, read_shape, sources
-from collector.config import MODELS, ConfigError
-from collector.feedforward import balance_loss
-from collector.model import GPTModel, rotary_angles
-from collector.recipe import TEN_RECIPES, Recipe, parse_recipe
-from collector.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
-from collector.train import _backward
-from data.catalog import Catalog
-from data.filter import Filter
-from data.segment import Identity, Shard
-from quant.gemm import Observed
+from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.cli.main import main
+from binade.collector.models.checkpoint import open_checkpoint, read_shape, sources
+from binade.collector.models.feedforward import balance_loss
+from binade.collector.models.model import GPTModel, rotary_angles
+from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
+from binade.collector.recipes.recipe import TEN_RECIPES, Recipe, parse_recipe
+from binade.collector.training.config import MODELS, ConfigError
+from binade.collector.training.loop import _backward
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.segment import Identity, Shard
+from binade.quant.gemm import Observed
 
 PUBLISHED_WEIGHTS = {"llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224}
 
@@ -647,7 +647,7 @@ def test_load_hf_on_the_command_line(name, saved, tmp_path, capsys):
     ):
         assert main([*options, "--load-hf", str(saved[name]), *wrong]) == 2
         error = capsys.readouterr().err
-        assert error.startswith("collector: checkpoint ") and error.count("\n") == 1 and said in error
+        assert error.startswith("binade: checkpoint ") and error.count("\n") == 1 and said in error
     (run,) = (path.parent for path in tmp_path.glob("*/run.json"))
     assert f"weights from {saved[name]}" in (run / "log.txt").read_text()
     assert json.loads((run / "run.json").read_text())["load_hf"] == str(saved[name])

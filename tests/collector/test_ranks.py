@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.runs import list_runs, process_start, rank_statuses, read_losses
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.runs import list_runs, process_start, rank_statuses, read_losses
 from tests.collector.ranks_worker import CASES, Case
 from tests.conftest import PROJECT, run_collector
 
@@ -157,7 +157,7 @@ def test_a_rank_that_does_not_record(tmp_path: Path):
 
 def test_torchrun_by_hand(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "collector", "run", *OPTIONS,
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "binade", "run", *OPTIONS,
          "--tp", "2", "--tensor-save-dir", str(tmp_path)],
         cwd=PROJECT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
@@ -179,7 +179,7 @@ def test_a_batch_on_two_ranks(tmp_path: Path):
 def start(root: Path) -> tuple[subprocess.Popen, Path]:
     """Two ranks that train for a long time: the launcher, once an iteration has been recorded, and the run."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "collector", "run", *OPTIONS, "--control-iter", "5000", "--no-raw", "--tp", "2"],
+        [sys.executable, "-m", "binade", "run", *OPTIONS, "--control-iter", "5000", "--no-raw", "--tp", "2"],
         cwd=PROJECT, env=os.environ | {"TENSOR_SAVE_DIR": str(root)},
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path):
     launcher, directory = start(tmp_path)
     os.kill(rank_statuses(directory)[1].pid, signal.SIGKILL)
     assert launcher.wait(60) == 1
-    assert launcher.stderr.read() == "collector: the run failed: rank 1 was killed by SIGKILL\n"
+    assert launcher.stderr.read() == "binade: the run failed: rank 1 was killed by SIGKILL\n"
     assert gone(directory)
     (run,) = list_runs(tmp_path)[0]
     assert (run.status.state, run.status.reason) == ("failed", "rank 1 was killed by SIGKILL")
@@ -223,7 +223,7 @@ def test_cancelling_ends_every_rank(tmp_path: Path, signum: signal.Signals):
     launcher, directory = start(tmp_path)
     launcher.send_signal(signum)
     assert launcher.wait(60) == 130
-    assert launcher.stderr.read() == "collector: cancelled; what was recorded is kept\n"
+    assert launcher.stderr.read() == "binade: cancelled; what was recorded is kept\n"
     assert gone(directory)
     assert list_runs(tmp_path)[0][0].status.state == "cancelled"
 
@@ -263,7 +263,7 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
             (directory / "ranks" / f".rank01.json.{status.pid}.part").mkdir()
             break
     assert launcher.wait(60) == 1
-    assert launcher.stderr.read().startswith("collector: the run failed: rank 1: Is a directory")
+    assert launcher.stderr.read().startswith("binade: the run failed: rank 1: Is a directory")
     assert list_runs(tmp_path)[0][0].status.reason.startswith("rank 1: Is a directory")
 
 
@@ -311,7 +311,7 @@ def listening(pid: int) -> list[str]:
 def test_impossible_ranks(command, capsys, tmp_path: Path, options: tuple[str, ...], message: str):
     assert command("run", *options) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"collector: {message}") and said.count("\n") == 1
+    assert said.startswith(f"binade: {message}") and said.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -327,7 +327,7 @@ def test_an_environment_that_torchrun_does_not_make(command, capsys, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", size)
     assert command("run", "--backend", "torch") == 2
     said = capsys.readouterr().err
-    assert re.match("collector: (the environment's WORLD_SIZE is 'x'|the environment's RANK is ''|RANK is 1)", said)
+    assert re.match("binade: (the environment's WORLD_SIZE is 'x'|the environment's RANK is ''|RANK is 1)", said)
     assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 

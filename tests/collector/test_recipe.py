@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import quant.gemm
-from collector.capture import instrument
-from collector.config import MODELS
-from collector.model import GPTModel
-from collector.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
-from quant import fake_quantize
-from quant.formats import FORMATS, GemmFormats, UnknownFormat
+from binade.collector.capture.recorder import instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
+from binade.collector.training.config import MODELS
+from binade.quant import fake_quantize, gemm
+from binade.quant.formats import FORMATS, GemmFormats, UnknownFormat
 
 # By hand from DESIGN.md: (linear, QK^T, PV), each (forward_a, forward_b, dgrad_grad, dgrad_b, wgrad_grad, wgrad_a).
 NOTHING = (None,) * 6
@@ -212,13 +211,13 @@ PV = tuple(zip(ORDER, (-1, -2, -1, -1, -2, -2), strict=True))
 def test_the_quantizer_gets_what_the_recipe_says(model, tokens, monkeypatch, name):
     """Counts what reaches quant.quantizer.apply: format, shape and contracted axis, for every GEMM of a step."""
     received: list[tuple[str, tuple[int, ...], int]] = []
-    real = quant.gemm.apply
+    real = gemm.apply
 
     def listening(x, plan, dim, backend, want_scales=False):
         received.append((plan.format.name, tuple(x.shape), dim % x.dim() - x.dim()))
         return real(x, plan, dim, backend, want_scales=want_scales)
 
-    monkeypatch.setattr(quant.gemm, "apply", listening)
+    monkeypatch.setattr(gemm, "apply", listening)
     with instrument(model, name, backend="torch"):
         step(model, tokens)
 

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collector.capture import instrument
-from collector.model import GPTModel
-from collector.options import configs, parse
-from collector.recipe import TEN_RECIPES
-from quant import fake_quantize
+from binade.collector.capture.recorder import instrument
+from binade.collector.cli.options import configs, parse
+from binade.collector.models.model import GPTModel
+from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.quant import fake_quantize
 from tests.collector.test_capture import SHAPE, Hooks, batch
 from tests.collector.test_recipe import EXPECTED
 

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from collector.config import ConfigError, RunConfig
-from collector.datasets import TokenizedTexts, open_dataset
-from collector.errors import DataError
-from collector.samples import SampleStream, open_stream
-from collector.texts import ListedTexts
-from collector.tokenizer import END_OF_DOCUMENT, ByteTokenizer
+from binade.collector.datasets.loading import TokenizedTexts, open_dataset
+from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.datasets.texts import ListedTexts
+from binade.collector.datasets.tokenizer import END_OF_DOCUMENT, ByteTokenizer
+from binade.collector.errors import DataError
+from binade.collector.training.config import ConfigError, RunConfig
 from tests.collector.files import train_tokenizer, write_pair
 
 
@@ -189,7 +189,7 @@ class TestIds:
                 open_stream(config, dataset, ranks=ranks)
 
     def test_more_tokens_than_are_looked_at_together(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("collector.samples.CHUNK", 7)
+        monkeypatch.setattr("binade.collector.datasets.samples.CHUNK", 7)
         chance = random.Random(0)
         with pytest.raises(ConfigError, match="token id 900"):
             self.open(tmp_path, [chance.choice((3, 600, 900)) for _ in range(60)])

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from collector import Recorder, instrument
-from collector.capture import InstrumentError
+from binade.collector import Recorder, instrument
+from binade.collector.capture.recorder import InstrumentError
 from tests.collector.instrumented import (
     CORE,
     LINEAR,

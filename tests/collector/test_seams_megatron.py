@@ -31,13 +31,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from collector import Recorder, instrument
-from collector.capture import InstrumentError
-from collector.config import MODELS
-from collector.model import GPTModel as OurModel
-from collector.shapes import Shape
-from data.catalog import Catalog
-from data.runs import DONE, list_runs
+from binade.collector import Recorder, instrument
+from binade.collector.capture.recorder import InstrumentError
+from binade.collector.models.model import GPTModel as OurModel
+from binade.collector.models.shapes import Shape
+from binade.collector.training.config import MODELS
+from binade.data.catalog import Catalog
+from binade.data.runs import DONE, list_runs
 from tests.collector.instrumented import (
     CORE,
     LINEAR,

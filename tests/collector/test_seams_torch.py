@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from collector import Recorder, instrument
-from collector.capture import InstrumentError
-from data.runs import list_runs
+from binade.collector import Recorder, instrument
+from binade.collector.capture.recorder import InstrumentError
+from binade.data.runs import list_runs
 from tests.collector.instrumented import (
     CORE,
     FORWARD_LINEAR,

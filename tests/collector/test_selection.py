@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from collector.model import CoreAttention, GPTModel
-from collector.parallel import ParallelLinear
-from collector.selection import Selection, SelectionError, Term, by_layer
-from collector.shapes import MODELS
-from collector.site import Site, sites
+from binade.collector.models.model import CoreAttention, GPTModel
+from binade.collector.models.parallel import ParallelLinear
+from binade.collector.models.shapes import MODELS
+from binade.collector.models.site import Site, sites
+from binade.collector.recipes.selection import Selection, SelectionError, Term, by_layer
 
 LLAMA = replace(MODELS["llama32-1b"]["tiny"], layers=12)
 DEEPSEEK = MODELS["deepseek2_lite"]["tiny"]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from collector.options import job_arguments
-from data.runs import list_runs
+from binade.collector.cli.options import job_arguments
+from binade.data.runs import list_runs
 from tests.conftest import PROJECT
 
 SLURM = ("run", "--launcher", "slurm", "--tp", "2")
@@ -108,7 +108,7 @@ def test_the_script_asks_for_what_was_asked(command, capsys, tmp_path: Path):
         "output": f"{folder}/%j_0_log.out", "error": f"{folder}/%j_0_log.err",
     }  # fmt: skip
     assert task_of(script) == [
-        *(sys.executable, "-u", "-m", "collector.slurm_rank"),
+        *(sys.executable, "-u", "-m", "binade.collector.training.slurm_rank"),
         *("run", "--tp", "2", "--dp", "4", "--device", "cuda"),
     ]
     assert not (tmp_path / "runs").exists()
@@ -211,7 +211,7 @@ def test_a_task_learns_its_place(slurm: tuple[str, ...], told: list[str]):
     """By the variables that srun sets, whatever was set where the job was submitted. In place of the command a function
     prints what it would see."""
     program = (
-        "import os, collector.slurm_rank as rank\n"
+        "import os; from binade.collector.training import slurm_rank as rank\n"
         f"rank.main = lambda argv: print(*(os.environ.get(name) for name in {TOLD}))\n"
         "rank.run_rank([])"
     )
@@ -272,7 +272,7 @@ def test_a_task_learns_its_place(slurm: tuple[str, ...], told: list[str]):
 def test_bad_input_is_one_line(command, capsys, tmp_path: Path, options, message: str, dry):
     assert command("run", *options, *dry) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"collector: {message}") and err.count("\n") == 1 and out == ""
+    assert err.startswith(f"binade: {message}") and err.count("\n") == 1 and out == ""
     assert not list(tmp_path.iterdir())
 
 
@@ -281,7 +281,7 @@ def test_an_argument_that_no_script_can_hold(command, capsys, tmp_path: Path):
     corpus.write_text('{"text": "a"}\n')
     assert command(*SLURM, "--dataset", str(corpus), "--dry-run") == 2
     out, err = capsys.readouterr()
-    assert err.startswith("collector: the argument '") and "has unprintable characters" in err
+    assert err.startswith("binade: the argument '") and "has unprintable characters" in err
     assert err.count("\n") == 1 and out == ""
 
 
@@ -289,7 +289,7 @@ def test_without_sbatch(command, capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command(*SLURM) == 2
     err = capsys.readouterr().err
-    assert err.startswith("collector: --launcher slurm submits with sbatch, which is not on this machine")
+    assert err.startswith("binade: --launcher slurm submits with sbatch, which is not on this machine")
     assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
     assert dry_script(command, capsys, *SLURM).startswith("#!/bin/bash")
 
@@ -303,20 +303,20 @@ def test_without_submitit():
         "        if name == 'submitit':\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hidden())\n"
-        "from collector.__main__ import main\n"
+        "from binade.collector.cli.main import main\n"
         f"print(main({[*SLURM, '--dry-run']}))\n"
         "print(main(['run', '--dry-run']))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True)
     first, *_, last = done.stdout.splitlines()
-    wanted = "collector: --launcher slurm needs the package submitit: pip install -r requirements-slurm.txt\n"
+    wanted = "binade: --launcher slurm needs the package submitit: pip install -r requirements-slurm.txt\n"
     assert (first, last, done.stderr) == ("2", "0", wanted)
 
 
 def test_a_job_that_sbatch_refuses(command, capsys, cluster: Path, tmp_path: Path):
     executable(cluster, "sbatch", "import sys; sys.exit('sbatch: error: not so\\nsbatch: error: invalid partition')")
     assert command(*SLURM) == 1
-    assert capsys.readouterr() == ("", "collector: sbatch refused the job: sbatch: error: invalid partition\n")
+    assert capsys.readouterr() == ("", "binade: sbatch refused the job: sbatch: error: invalid partition\n")
     assert not list((tmp_path / "runs" / ".slurm").iterdir())
 
 
@@ -333,14 +333,15 @@ def test_a_root_that_cannot_be_written(command, capsys, cluster: Path, tmp_path:
     (tmp_path / "runs").write_text("a file")
     assert command(*SLURM) == 1
     err = capsys.readouterr().err
-    assert err.startswith(f"collector: cannot write to {tmp_path}/runs/.slurm: Not a directory; choose")
+    assert err.startswith(f"binade: cannot write to {tmp_path}/runs/.slurm: Not a directory; choose")
     assert err.count("\n") == 1
 
 
 def test_a_rank_outside_a_job():
     done = subprocess.run(
-        [sys.executable, "-m", "collector.slurm_rank", "run"], cwd=PROJECT, capture_output=True, text=True,
+        [sys.executable, "-m", "binade.collector.training.slurm_rank", "run"],
+        cwd=PROJECT, capture_output=True, text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith("SLURM_")},
     )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("collector: slurm_rank is for tasks of srun")
+    assert done.stderr.startswith("binade: slurm_rank is for tasks of srun")

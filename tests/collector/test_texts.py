@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from collector.config import DATASETS, ConfigError
-from collector.errors import DataError
-from collector.inputs import find_dataset
-from collector.texts import Texts, open_texts
+from binade.collector.datasets.inputs import find_dataset
+from binade.collector.datasets.texts import Texts, open_texts
+from binade.collector.errors import DataError
+from binade.collector.training.config import DATASETS, ConfigError
 from tests.conftest import PROJECT
 
 # The keys of the published data sets: Hugging Face's wikimedia/wikipedia and allenai/dolma.
@@ -167,7 +167,9 @@ def test_a_damaged_archive_is_refused(tmp_path, damage):
 def test_no_room_to_unpack_is_said(tmp_path, monkeypatch):
     """/dev/full is a disk without room: every write to it fails."""
     (tmp_path / "mine.jsonl.gz").write_bytes(gzip.compress(LINES.encode()))
-    monkeypatch.setattr("collector.texts.tempfile.TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0))
+    monkeypatch.setattr(
+        "binade.collector.datasets.texts.tempfile.TemporaryFile", lambda: open("/dev/full", "r+b", buffering=0)
+    )
     with pytest.raises(ConfigError, match=f"cannot be unpacked in .*{os.strerror(errno.ENOSPC)}.*TMPDIR"):
         opened(tmp_path / "mine.jsonl.gz")
 
@@ -273,8 +275,8 @@ def large(tmp_path_factory):
 
 GROWTH = """
 import sys
-from collector.inputs import find_dataset
-from collector.texts import open_texts
+from binade.collector.datasets.inputs import find_dataset
+from binade.collector.datasets.texts import open_texts
 def peak():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))

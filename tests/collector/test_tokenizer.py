@@ -8,11 +8,11 @@ import json
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from collector.config import ConfigError
-from collector.errors import DataError
-from collector.inputs import find_dataset
-from collector.texts import open_texts
-from collector.tokenizer import END_TOKENS, open_tokenizer
+from binade.collector.datasets.inputs import find_dataset
+from binade.collector.datasets.texts import open_texts
+from binade.collector.datasets.tokenizer import END_TOKENS, open_tokenizer
+from binade.collector.errors import DataError
+from binade.collector.training.config import ConfigError
 from tests.collector.files import train_tokenizer
 
 

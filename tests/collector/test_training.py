@@ -8,9 +8,9 @@ from datetime import datetime
 import pytest
 import torch
 
-from data.catalog import Catalog
-from data.filter import Filter
-from data.runs import RunInfo, list_runs, read_losses
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import RunInfo, list_runs, read_losses
 from tests.conftest import RECIPES, run_collector
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from collector import writing
-from collector.capture import Recorder, instrument
-from collector.writing import OVERHEAD, Pending, Writing
-from data.runs import RunWriter, read_status
-from data.segment import Identity, TensorRow, segment_names
-from data.store import load
-from quant.summary import summarize
+from binade.collector.capture import writing
+from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.capture.writing import OVERHEAD, Pending, Writing
+from binade.data.runs import RunWriter, read_status
+from binade.data.segment import Identity, TensorRow, segment_names
+from binade.data.store import load
+from binade.quant.summary import summarize
 from tests.collector.test_capture import batch, build
 from tests.interrupts import interrupted
 

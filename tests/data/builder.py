@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from data.runs import DONE, RunWriter
-from data.segment import Identity, TensorRow, write_segment
-from data.store import save
-from quant.metrics import score
-from quant.summary import summarize
+from binade.data.runs import DONE, RunWriter
+from binade.data.segment import Identity, TensorRow, write_segment
+from binade.data.store import save
+from binade.quant.metrics import score
+from binade.quant.summary import summarize
 
 CONFIG = {"model": "llama32-1b", "size": "tiny", "dataset": "wikipedia", "recipe": "mxfp8", "control_iter": 1}
 

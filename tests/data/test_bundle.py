@@ -24,11 +24,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from data import bundle
-from data.bundle import BundleError
-from data.catalog import Catalog, CatalogError
-from data.filter import Filter
-from data.runs import RUNNING, fingerprint, process_start, sound_losses
+from binade.data import bundle
+from binade.data.bundle import BundleError
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.runs import RUNNING, fingerprint, process_start, sound_losses
 from tests.data.builder import assorted, make_run, with_column
 
 

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from data.catalog import SCHEMA, Catalog, CatalogError
-from data.filter import Filter
-from data.runs import RunError
-from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
-from data.store import TensorFileError
+from binade.data.catalog import SCHEMA, Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.runs import RunError
+from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from binade.data.store import TensorFileError
 from tests.conftest import PROJECT
 from tests.data.builder import add_segment, assorted, make_run
 
@@ -412,7 +412,7 @@ class TestErrors:
             return catalog.moments(by="quant_type").to_dict("records")[0]
 
     def test_sqnr_is_of_the_summed_powers(self, tmp_path):
-        from quant import fake_quantize
+        from binade.quant import fake_quantize
 
         tensors = [torch.randn(32, 64) * 10, torch.randn(5, 320) * 1e-3, torch.zeros(2, 32)]
         found = self.moments(tmp_path, *tensors, fmt="mxfp4")

@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from data.catalog import STATISTICS, Catalog, CatalogError
-from data.filter import Filter
-from quant.metrics import compare
+from binade.data.catalog import STATISTICS, Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.quant.metrics import compare
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from data.catalog import Catalog
-from data.runs import (
+from binade.data.catalog import Catalog
+from binade.data.runs import (
     CRASHED,
     DONE,
     FAILED,
@@ -30,9 +30,9 @@ from data.runs import (
     resolve_root,
     sound_losses,
 )
-from data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
-from quant.metrics import Errors
-from quant.summary import summarize
+from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
+from binade.quant.metrics import Errors
+from binade.quant.summary import summarize
 from tests.conftest import PROJECT
 from tests.data.builder import CONFIG, assorted, make_run, row, with_column
 

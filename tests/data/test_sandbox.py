@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from data.catalog import PUBLIC_TABLES, Catalog
-from data.filter import Filter
-from data.runs import process_start
-from data.sandbox import QueryError, Sandbox
+from binade.data.catalog import PUBLIC_TABLES, Catalog
+from binade.data.filter import Filter
+from binade.data.runs import process_start
+from binade.data.sandbox import QueryError, Sandbox
 
 
 @pytest.fixture(scope="module")

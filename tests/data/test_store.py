@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from data.store import TensorFileError, encode, load, save, write_atomic
+from binade.data.store import TensorFileError, encode, load, save, write_atomic
 from tests.conftest import PROJECT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant import native
+from binade.quant.backends import native
 
 
 @pytest.fixture(scope="session", autouse=True)

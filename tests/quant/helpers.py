@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import reference
-from quant.formats import FORMATS, Format
-from quant.quantizer import plan, tensor_absmax
+from binade.quant import reference
+from binade.quant.formats import FORMATS, Format
+from binade.quant.quantizer import plan, tensor_absmax
 
 MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8"]
 RULES = ["floor", "ceil", "even", "rceil"]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quant import fake_quantize
-from quant.formats import E4M3, FORMATS
+from binade.quant import fake_quantize
+from binade.quant.formats import E4M3, FORMATS
 from tests.quant.helpers import (
     LIBRARY,
     MX,

@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch
 
-from quant import FORMATS, cpu, fake_quantize, quantize
-from quant.formats import Format
-from quant.quantizer import apply, plan, tensor_absmax
+from binade.quant import FORMATS, fake_quantize, quantize
+from binade.quant.backends import cpu
+from binade.quant.formats import Format
+from binade.quant.quantizer import apply, plan, tensor_absmax
 from tests.conftest import PROJECT
 from tests.quant.helpers import RULES, assert_same_bits, awkward, by_reference, devices, formats
 
@@ -180,7 +181,7 @@ def test_gradient_passes_straight_through(name):
 @pytest.mark.parametrize("name", formats())
 def test_even_tiles(name, chosen, device, monkeypatch):
     """A shape whose blocks fill the kernel's tiles takes its path without masks; here several tiles along each axis."""
-    monkeypatch.setattr("quant.kernels.TILE", 1 << 13)
+    monkeypatch.setattr("binade.quant.backends.triton_kernels.TILE", 1 << 13)
     x = awkward((64, 1024), seed=8, specials=False)
     for dim in (0, 1):
         want = by_reference(x, name, dim, **chosen)
@@ -188,8 +189,8 @@ def test_even_tiles(name, chosen, device, monkeypatch):
 
 
 def test_tiling_is_even_where_blocks_and_tiles_are_whole(monkeypatch):
-    from quant import kernels
-    from quant.kernels import _tiling
+    from binade.quant.backends import triton_kernels as kernels
+    from binade.quant.backends.triton_kernels import _tiling
 
     monkeypatch.setattr(kernels, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "TILE", 1 << 17)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant import FORMATS, UnknownFormat, compare, fake_quantize, quantize, summarize
-from quant.gemm import GemmFormats
+from binade.quant import FORMATS, UnknownFormat, compare, fake_quantize, quantize, summarize
+from binade.quant.gemm import GemmFormats
 
 X = torch.zeros(4, 8)
 

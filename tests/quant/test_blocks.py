@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from quant import FORMATS, fake_quantize, look, score, usage
-from quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, sample
-from quant.reference import to_blocks
+from binade.quant import FORMATS, fake_quantize, look, score, usage
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, sample
+from binade.quant.reference import to_blocks
 
 OPTIONS = [{}, {"scale_rule": "ceil"}, {"rounding": "stochastic", "seed": 5}, {"block_size": 16}]
 

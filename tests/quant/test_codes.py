@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quant.formats import E4M3, FORMATS, Element
-from quant.quantizer import encode
+from binade.quant.formats import E4M3, FORMATS, Element
+from binade.quant.quantizer import encode
 from tests.quant.helpers import LIBRARY, assert_same_bits, formats
 
 

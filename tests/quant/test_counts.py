@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant import counts, native
+from binade.quant.backends import counts, native
 from tests.quant.helpers import awkward
 
 compiled_or_not = pytest.mark.parametrize(

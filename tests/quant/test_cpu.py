@@ -9,9 +9,10 @@ import threading
 import pytest
 import torch
 
-from quant import cpu, fake_quantize, native
-from quant.metrics import Errors, errors, saturated_fraction, score, score_of
-from quant.quantizer import apply, plan, tensor_absmax
+from binade.quant import fake_quantize
+from binade.quant.backends import cpu, native
+from binade.quant.metrics import Errors, errors, saturated_fraction, score, score_of
+from binade.quant.quantizer import apply, plan, tensor_absmax
 from tests.interrupts import interrupted
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
 
@@ -137,7 +138,7 @@ def test_without_a_compiler_it_says_so_once(fresh, monkeypatch, caplog, found):
     monkeypatch.setattr(native, "compiler", lambda: found)
     monkeypatch.setattr(native, "BUILD_AT", 1000)
     x = awkward((40, 64), seed=1)
-    with caplog.at_level(logging.WARNING, logger="quant.native"):
+    with caplog.at_level(logging.WARNING, logger="binade.quant.backends.native"):
         results = [fake_quantize(x, name) for name in ("mxfp8", "mxfp8", "hifp8", "bf16")]
     assert len(caplog.records) == 1 and "compile" in caplog.text
     assert_same_bits(results[0], cpu.in_pieces(x, plan("mxfp8"), -1, tensor_absmax(x))[0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant import fake_quantize, quantize
+from binade.quant import fake_quantize, quantize
 from tests.quant.helpers import MX, RULES, assert_same_bits, formats
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant import fake_quantize
-from quant.gemm import GemmFormats, Observed, linear, matmul
+from binade.quant import fake_quantize
+from binade.quant.gemm import GemmFormats, Observed, linear, matmul
 from tests.quant.helpers import assert_same_bits, devices
 
 EACH = GemmFormats("mxfp8", "mxfp4", "mxfp8_e5m2", "mxint8", "nvfp4", "hifp8")

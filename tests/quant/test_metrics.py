@@ -9,9 +9,9 @@ import pytest
 import torch
 from scipy import stats
 
-from quant import FORMATS, compare, fake_quantize, quantize, score, usage
-from quant.counts import counted
-from quant.metrics import (
+from binade.quant import FORMATS, compare, fake_quantize, quantize, score, usage
+from binade.quant.backends.counts import counted
+from binade.quant.metrics import (
     METRICS,
     block_crest_factor,
     channel_absmax,
@@ -22,7 +22,7 @@ from quant.metrics import (
     score_of,
     stable_rank,
 )
-from quant.quantizer import apply, plan
+from binade.quant.quantizer import apply, plan
 from tests.quant.helpers import MX, RULES, awkward, formats
 
 
@@ -50,7 +50,7 @@ def test_errors_against_numpy():
 def test_errors_span_chunks(monkeypatch):
     x, q = pair()
     whole = errors(x, q)
-    monkeypatch.setattr("quant.metrics.CHUNK", 777)
+    monkeypatch.setattr("binade.quant.metrics.CHUNK", 777)
     for key, value in vars(errors(x, q)).items():
         assert value == pytest.approx(getattr(whole, key), rel=1e-12, nan_ok=True)
 

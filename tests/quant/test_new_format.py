@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quant import Format, fake_quantize, quantize, usage
-from quant.formats import FixedPoint, Minifloat
+from binade.quant import Format, fake_quantize, quantize, usage
+from binade.quant.formats import FixedPoint, Minifloat
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
 E3M4 = Format("fp8_e3m4", "FP8 E3M4", Minifloat("e3m4", 3, 4, "ieee"))

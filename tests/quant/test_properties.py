@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis.extra import numpy as hnp
 
-from quant import FORMATS, fake_quantize
+from binade.quant import FORMATS, fake_quantize
 from tests.quant.helpers import assert_same_bits, formats
 
 NAMES = formats()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard
 
-from quant import fake_quantize, hadamard_rotate, score
+from binade.quant import fake_quantize, hadamard_rotate, score
 
 
 def values(*shape: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 from scipy.spatial.distance import jensenshannon
 
-from quant import Sketch, sketch, summarize
+from binade.quant import Sketch, sketch, summarize
 
 SEARCH = settings(max_examples=80)
 VALUES = st.one_of(st.floats(allow_nan=False, allow_infinity=False, width=32), st.floats(-8, 8, width=32), st.just(0.0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quant import FORMATS, fake_quantize
-from quant.reference import noise
+from binade.quant import FORMATS, fake_quantize
+from binade.quant.reference import noise
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices, formats
 
 N = 1 << 14

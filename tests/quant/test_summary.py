@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from quant import Summary, summarize
-from quant.summary import BINS, bin_edges
+from binade.quant import Summary, summarize
+from binade.quant.summary import BINS, bin_edges
 from tests.quant.helpers import awkward, bf16_patterns, devices
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,7 +96,7 @@ def test_several_chunks_are_one(monkeypatch):
     for dtype in DTYPES.values():
         whole = summarize(x.to(dtype))
         with monkeypatch.context() as patch:
-            patch.setattr("quant.summary.CHUNK", 999)
+            patch.setattr("binade.quant.summary.CHUNK", 999)
             parts = summarize(x.to(dtype))
         assert np.array_equal(whole.bins, parts.bins) and np.array_equal(whole.counts, parts.counts)
         assert (whole.min, whole.max, whole.absmin, whole.zeros) == (parts.min, parts.max, parts.absmin, parts.zeros)
@@ -104,7 +104,7 @@ def test_several_chunks_are_one(monkeypatch):
 
 
 def test_a_first_chunk_without_a_finite_value(monkeypatch):
-    monkeypatch.setattr("quant.summary.CHUNK", 64)
+    monkeypatch.setattr("binade.quant.summary.CHUNK", 64)
     x = torch.cat([torch.full((64,), math.nan), torch.randn(200, generator=torch.Generator().manual_seed(1)) + 1e4])
     check_moments(summarize(x), x, rel=1e-6)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant import FORMATS, fake_quantize, quantize, score
+from binade.quant import FORMATS, fake_quantize, quantize, score
 
 
 def by_en_dtypes(x: torch.Tensor) -> np.ndarray:

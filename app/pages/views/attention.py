@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import show
-from app.figures import attention
-from app.figures.attention import NAMES, NOTHING, Maps
-from app.figures.look import Look
+from binade.app import show
+from binade.app.figures import attention
+from binade.app.figures.attention import NAMES, NOTHING, Maps
+from binade.app.figures.look import Look
 
 
 def view(look: Look) -> None:

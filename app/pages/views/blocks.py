@@ -5,12 +5,12 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.figures import blocks
-from app.figures.blocks import METRIC_TITLES, Blocks
-from app.figures.look import Look
-from app.style import short
-from quant.metrics import METRICS
+from binade.app import show
+from binade.app.figures import blocks
+from binade.app.figures.blocks import METRIC_TITLES, Blocks
+from binade.app.figures.look import Look
+from binade.app.style import short
+from binade.quant.metrics import METRICS
 
 
 def view(look: Look) -> None:

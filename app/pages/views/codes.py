@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import streamlit as st
 
-from app import show
-from app.figures import codes
-from app.figures.look import Look
+from binade.app import show
+from binade.app.figures import codes
+from binade.app.figures.look import Look
 
 
 def view(look: Look) -> None:

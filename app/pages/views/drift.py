@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.figures import drift
-from app.figures.look import Look
-from quant.metrics import METRICS
+from binade.app import show
+from binade.app.figures import drift
+from binade.app.figures.look import Look
+from binade.quant.metrics import METRICS
 
 WORDS = {
     "rounding": "bf16’s tensor, rounded: the format alone",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.address import plain
-from app.figures import law
-from app.figures.law import AGAINST, TITLES
-from app.figures.look import Look
-from quant.metrics import METRICS
+from binade.app import show
+from binade.app.address import plain
+from binade.app.figures import law
+from binade.app.figures.law import AGAINST, TITLES
+from binade.app.figures.look import Look
+from binade.quant.metrics import METRICS
 
 
 def view(look: Look, labels: dict[str, str]) -> None:

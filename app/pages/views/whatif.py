@@ -5,13 +5,13 @@ from __future__ import annotations
 import pandas as pd
 import streamlit as st
 
-from app import show
-from app.figures import whatif
-from app.figures.look import Look
-from app.figures.whatif import CHOICES, OVER, TITLES, Plan, Tried
-from app.roots import bytes_text
-from quant.formats import FORMATS
-from quant.metrics import METRICS
+from binade.app import show
+from binade.app.figures import whatif
+from binade.app.figures.look import Look
+from binade.app.figures.whatif import CHOICES, OVER, TITLES, Plan, Tried
+from binade.app.formatting import bytes_text
+from binade.quant.formats import FORMATS
+from binade.quant.metrics import METRICS
 
 HELP = {
     "scale_rule": "How a block’s (or tensor’s) scale is found from its largest magnitude",

@@ -6,11 +6,11 @@ import math
 
 import streamlit as st
 
-from app import show
-from app.figures import why
-from app.figures.look import Look
-from app.style import MEASURES, short
-from quant.metrics import outlier_ratio
+from binade.app import show
+from binade.app.figures import why
+from binade.app.figures.look import Look
+from binade.app.style import MEASURES, short
+from binade.quant.metrics import outlier_ratio
 
 FACTS = ("absmax", "crest_factor", "dynamic_range", "kurtosis", "outlier_ratio", "zero_share")
 

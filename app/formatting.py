@@ -1,0 +1,41 @@
+"""What pages and reports ask of a root beyond the index. No Streamlit here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from binade.data.catalog import Catalog
+from binade.data.runs import sound_losses
+from binade.quant.formats import FORMATS
+
+
+def first_formats(opened: Catalog) -> tuple[str, ...]:
+    """The formats that tensors were scored with: the coarsest first, where most is to be seen."""
+    return tuple(sorted(opened.scored_formats(), key=lambda name: (FORMATS[name].bits_per_value, name)))
+
+
+def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The losses of runs; what is no loss, or a file that cannot be read, is left out."""
+    found = {}
+    for run_id in run_ids:
+        try:
+            found[run_id] = sound_losses(opened.root / run_id)
+        except OSError:
+            found[run_id] = []
+    return found
+
+
+def big(number: float) -> str:
+    """1234567 as "1.2 M"."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(number) >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:,.0f}"
+
+
+def bytes_text(number: float) -> str:
+    """Bytes in decimal units: "76.3 MB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,356 @@
+"""Jobs: the queue, how each job is doing while it runs, and what can be done to it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+import pandas as pd
+import streamlit as st
+
+from binade.app import charts, show, style
+from binade.app.address import go, link, plain
+from binade.app.analysis.labels import thinned_note
+from binade.app.charts.boards import ranking, ranking_height
+from binade.app.figure import Figure
+from binade.app.formatting import bytes_text
+from binade.app.jobs import summary as told
+from binade.app.jobs.collecting import duration_text, wrapped
+from binade.app.state import catalog
+from binade.collector import jobs
+from binade.collector.jobs import JobError, JobView
+from binade.data.access import ReadOnly, read_only
+from binade.data.filter import Filter
+from binade.data.runs import RunError, resolve_root
+
+PULSE, IDLE = 2.0, 10.0  # seconds between looks while something runs, and while nothing does
+SHOWN = 12  # jobs that have ended and are listed unasked
+LOG_LINES = 12
+COMMAND = 78  # letters of a line of a command
+MANY = 8  # from so many jobs on there is a search
+CSS = (
+    "<style>"
+    "[class*=st-key-open_] button{justify-content:flex-start;text-align:left;min-height:0;padding:0;font-weight:600}"
+    "[class*=st-key-job_]{padding:.6rem .85rem .5rem}"
+    "[class*=st-key-job_chosen_]{border-color:#6366f1;box-shadow:inset 3px 0 0 #6366f1}"
+    "[class*=st-key-job_] [data-testid=stProgress]{padding:.15rem 0}"
+    "</style>"
+)
+FAILED = (JobError, ReadOnly, RunError, OSError, ValueError)
+
+
+def page() -> None:
+    root = resolve_root()
+    st.title("Jobs", anchor=False)
+    st.session_state["page"] = "jobs"
+    st.html(CSS)
+    views = jobs.listing(root)
+    if not views:
+        _empty(root)
+        st.fragment(_until_there_is_one, run_every=IDLE)(root)
+        return
+    _tend(root, views)
+    _head(root, views)
+    active = any(view.active for view in views)
+    with st.container():
+        chosen = _chosen(views)
+    # What a fragment draws must stay at its place whatever is drawn before it: a drawing of it that comes late would
+    # meet other elements there, and the browser's page would break.
+    left, right = st.columns([1, 2.1], gap="large")
+    queue, title, live = left.container(), right.container(), right.container()
+    with queue:
+        words = ""
+        if len(views) > MANY:
+            words = st.text_input(
+                "Find",
+                key="jobs_find",
+                placeholder="title, tag, state",
+                icon=":material/search:",
+                label_visibility="collapsed",
+            )
+        st.fragment(_queue, run_every=PULSE if active else IDLE)(root, _signature(views), chosen.job.id, words)
+    with title:
+        _title(root, chosen)
+    with live:
+        st.fragment(_live, run_every=PULSE if chosen.active else None)(root, chosen.job.id, chosen.state)
+
+
+def _empty(root: Path) -> None:
+    st.info("No jobs yet.", icon=":material/inbox:")
+    if read_only():
+        return
+    st.page_link(st.session_state["pages"]["collect"], label="Launch one", icon=":material/play_circle:")
+    st.markdown("or from a terminal:")
+    st.code("binade jobs add quick mxfp8", language="shell")
+    st.caption(f"The queue of `{root}`.")
+
+
+def _until_there_is_one(root: Path) -> None:
+    if jobs.listing(root):
+        st.rerun()
+
+
+def _tend(root: Path, views: list[JobView]) -> None:
+    """After a restart of the machine nobody works through the queue any more."""
+    if any(view.active for view in views) and not read_only() and not jobs.attended(root):
+        _do(lambda: jobs.wake(root))
+
+
+def _signature(views: list[JobView]) -> tuple[tuple[int, str, str, tuple[str, ...]], ...]:
+    """What the page must be drawn anew for."""
+    return tuple((view.job.id, view.state, view.job.title, view.job.tags) for view in views)
+
+
+def _head(root: Path, views: list[JobView]) -> None:
+    running = sum(view.active and view.state != "queued" for view in views)
+    queued = sum(view.state == "queued" for view in views)
+    ended = len(views) - running - queued
+    with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        st.caption(f"{running} running · {queued} queued · {ended} ended", width="content")
+        if not read_only():
+            with st.container(horizontal=True, vertical_alignment="center", width="content", gap="small"):
+                st.caption("At once", width="content")
+                st.session_state["jobs_at_once"] = jobs.at_once(root)
+                st.number_input(
+                    "At once",
+                    1,
+                    jobs.MOST_AT_ONCE,
+                    key="jobs_at_once",
+                    width=130,
+                    label_visibility="collapsed",
+                    help="How many jobs may run at the same time",
+                    on_change=_set_at_once,
+                    args=(root,),
+                )
+                if st.button("New job", icon=":material/add:", type="primary", key="jobs_new"):
+                    st.switch_page(st.session_state["pages"]["collect"])
+
+
+def _set_at_once(root: Path) -> None:
+    count = st.session_state["jobs_at_once"]
+
+    def act() -> None:
+        jobs.set_at_once(root, count)
+        jobs.wake(root)
+
+    _do(act)
+
+
+def _chosen(views: list[JobView]) -> JobView:
+    """The job that the address names, else the first of the list."""
+    asked = st.query_params.get("job", "")
+    for view in views:
+        if str(view.job.id) == asked:
+            return view
+    if asked:
+        st.warning(f"There is no job {plain(asked[:20])} any more.", icon=":material/search_off:")
+    return told.ordered(views)[0]
+
+
+# The queue
+
+
+def _queue(root: Path, drawn: tuple, chosen: int, words: str) -> None:
+    views = jobs.listing(root)
+    if _signature(views) != drawn:
+        st.rerun()
+    found = told.matching(told.ordered(views), words)
+    if not found:
+        st.caption("No job has all of these words.")
+    ended = [view for view in found if not view.active]
+    everything = st.session_state.get("jobs_all", False)
+    hidden = 0 if everything else max(0, len(ended) - SHOWN)
+    for view in found[: len(found) - hidden]:
+        _row(view, view.job.id == chosen)
+    if hidden:
+        st.button(f"Show {hidden} more", key="jobs_more", on_click=st.session_state.update, args=({"jobs_all": True},))
+
+
+def _row(view: JobView, chosen: bool) -> None:
+    job = view.job
+    with st.container(border=True, key=f"job_{'chosen' if chosen else 'row'}_{job.id}", gap="xsmall"):
+        if st.button(plain(job.title), type="tertiary", key=f"open_{job.id}", on_click=_choose, args=(job.id,)):
+            st.rerun()  # not only the list
+        done = jobs.progress(view)
+        if view.active and done.total:
+            st.progress(done.share)
+        tags = " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
+        state = f":{told.color(view.state)}-badge[{told.icon(view.state)} {view.state}]"
+        words = told.line(view, done)
+        words = words if len(words) < 70 else f"{words[:68]}…"
+        st.markdown(f"{state} :small[:gray[{job.id} · {plain(words)}]] {tags}")
+
+
+# One job
+
+
+def _title(root: Path, view: JobView) -> None:
+    """Its name, and what can be done to it: drawn anew when its state changes."""
+    job = view.job
+    with st.container(key="jobtitle", horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
+        st.subheader(plain(job.title), anchor=False, width="content")
+        st.badge(view.state, icon=told.icon(view.state), color=told.color(view.state))  # type: ignore[arg-type]
+    created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
+    again = f" · repeats job {job.retry_of}" if job.retry_of else ""
+    tags = " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
+    took = "" if view.active or (took := told.seconds_run(view)) is None else f" · took {duration_text(took)}"
+    st.caption(f"Job {job.id} · asked for {created}{took}{again} {tags}")
+    if view.reason and not view.active:
+        text = plain(f"{view.state.capitalize()}: {view.reason}")
+        if view.state == "done":
+            st.info(text, icon=":material/info:")
+        else:
+            st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
+    with st.container(horizontal=True, gap="small"):
+        if view.run and view.run.segments:
+            where = Filter(run_id=[view.run.run_id])
+            link("explore", "Open its tensors", where, ":material/query_stats:")
+            link("worst", "Where it hurts", where, ":material/trending_down:")
+    if not read_only():
+        _actions(root, view)
+
+
+def _actions(root: Path, view: JobView) -> None:
+    """Callbacks act before the page is drawn: a click counts even if the page finds the job changed and starts over."""
+    job = view.job
+    with st.container(horizontal=True, gap="small"):
+        if view.active:
+            with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state == "cancelling"):
+                kept = "" if view.state == "queued" else " What it has recorded is kept."
+                st.markdown(f"Every process of job {job.id} is ended.{kept}")
+                st.button(
+                    "Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_cancel, args=(root, job.id)
+                )
+        if not view.active:
+            st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_retry, args=(root, job.id))
+        if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
+            st.session_state.pop("collect_from", None)
+            st.switch_page(st.session_state["pages"]["collect"], query_params={"from": str(job.id)})
+        with st.popover("Rename and tag", icon=":material/edit:"):
+            st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
+            st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
+            st.button("Save", type="primary", key=f"save_{job.id}", on_click=_change, args=(root, job.id))
+        if not view.active:
+            _delete(root, view)
+
+
+def _choose(number: int) -> None:
+    st.query_params.from_dict({"job": str(number)})
+
+
+def _cancel(root: Path, number: int) -> None:
+    _do(lambda: jobs.cancel(root, number), "Cancelling")
+
+
+def _retry(root: Path, number: int) -> None:
+    _do(lambda: _choose(jobs.retry(root, number).id), "Queued again")
+
+
+def _change(root: Path, number: int) -> None:
+    title, tags = st.session_state[f"title_{number}"], st.session_state[f"tags_{number}"]
+    _do(lambda: jobs.change(root, number, title=title, tags=tags.split(",")), "Saved")
+
+
+def _delete(root: Path, view: JobView) -> None:
+    job = view.job
+    with st.popover("Delete", icon=":material/delete:"):
+        st.markdown(f"Job {job.id} leaves this list, with its log. This cannot be undone.")
+        with_run = False
+        if view.run:
+            status = view.run.status
+            goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
+            with_run = st.checkbox("Delete its run as well", key=f"with_run_{job.id}", help="Else it stays under Runs")
+            st.caption(plain(f"The run {view.run.run_id}: {goes}."))
+        label = "Delete job and run" if with_run else "Delete job"
+        st.button(label, type="primary", key=f"delete_{job.id}", on_click=_remove, args=(root, job.id, with_run))
+
+
+def _remove(root: Path, number: int, with_run: bool) -> None:
+    if _do(lambda: jobs.delete(root, number, with_run=with_run), "Deleted"):
+        st.query_params.clear()
+
+
+def _do(action: Callable[[], object], done: str = "") -> bool:
+    """Act, and say how it went; whether it did."""
+    try:
+        action()
+    except FAILED as error:
+        st.toast(plain(f"{error}."), icon=":material/error:", duration="long")
+        return False
+    if done:
+        st.toast(done, icon=":material/check:")
+    return True
+
+
+def _live(root: Path, number: int, state: str) -> None:
+    """How the job is doing; the page is drawn anew when its state changes."""
+    try:
+        view = jobs.look(root, jobs.find(root, number))
+    except JobError:
+        st.rerun()
+    if view.state != state:
+        st.rerun()
+    losses, step = told.losses(view)
+    _progress(view, losses)
+    _results(view, losses, step)
+    _log(root, view)
+
+
+def _progress(view: JobView, losses: pd.DataFrame) -> None:
+    done = jobs.progress(view)
+    if view.active:
+        words = told.line(view, done)
+        took = told.seconds_run(view)
+        since = "" if took is None else f" · {duration_text(took)} so far"
+        st.progress(done.share, text=plain(f"{words[:1].upper()}{words[1:]}{since}"))
+    if not view.run:
+        return
+    status = view.run.status
+    cells = st.columns(4)
+    cells[0].metric("Iterations", f"{done.done:,}", border=True)
+    cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
+    cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
+    cells[3].metric("Loss", "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}", border=True)
+    if status.tensors_without_raw:
+        st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
+
+
+def _results(view: JobView, table: pd.DataFrame, step: int) -> None:
+    if not view.run:
+        return
+    opened = catalog()
+    fmt, worst = told.worst(opened, view.run.run_id)
+    height = max(300, ranking_height(worst)) if fmt else 300
+    cells = st.columns(2 if len(table) > 1 else 1, gap="medium")
+    if len(table) > 1:  # a single one is no curve, and stands above
+        with cells[0]:
+            words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
+            note = thinned_note(step)
+            show.draw(
+                Figure("job_losses", charts.losses(table), table, f"{words} {note}".strip(), note, height), pin=False
+            )
+    with cells[-1]:
+        if fmt is None:
+            if view.active:
+                st.caption("The worst tensors are shown as soon as some are recorded and scored.")
+            return
+        measure = style.MEASURES["sqnr_db"]
+        caption = f"Data: run {view.run.run_id} so far, each place’s operands, rounded to {fmt}.\n{measure.definition}."
+        chart = ranking(worst, measure, f"Lowest SQNR in {fmt}", "what it has recorded so far")
+        chosen = show.draw(Figure("job_worst", chart, worst, caption, height=height, choose="tensor_id"), pin=False)
+        if chosen:
+            go("tensor", Filter(run_id=[view.run.run_id]), tensor=chosen, format=fmt)
+
+
+def _log(root: Path, view: JobView) -> None:
+    lines = jobs.log_tail(root, view.job, lines=LOG_LINES)
+    if lines:
+        st.caption("The last lines of its log")
+        st.code("\n".join(lines), language=None, wrap_lines=True)
+    elif view.state == "queued":
+        st.caption("It has not been started yet.")
+    st.caption("Its command")
+    command = shlex.join(["binade", *view.job.arguments])
+    st.code(wrapped(command, COMMAND), language="shell", wrap_lines=True)

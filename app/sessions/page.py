@@ -1,0 +1,397 @@
+"""Sessions: what was found and kept. Open, read, compare, carry elsewhere, delete."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import streamlit as st
+
+from binade.app import show
+from binade.app.address import chosen_filter, follow, plain, write
+from binade.app.figure import Drawn
+from binade.app.formatting import bytes_text
+from binade.app.params import One
+from binade.app.report import headless
+from binade.app.sessions import bundles, draft, notes, pins
+from binade.app.sessions import session as sessions
+from binade.app.sessions.draft import Draft
+from binade.app.sessions.pins import Pin
+from binade.app.sessions.session import Session, SessionError, Version, View
+from binade.app.state import catalog, explain_refused
+from binade.data.access import ReadOnly, read_only
+from binade.data.bundle import BundleError
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
+A_PAGE = 12  # sessions listed at once
+REMEMBERED = 64  # pins kept drawn
+
+
+def page() -> None:
+    opened = catalog()
+    st.title("Sessions", anchor=False)
+    explain_refused(opened)
+    params = {"part": One(tuple(PARTS))}
+    follow(opened, "sessions", params)
+    part = st.segmented_control(
+        "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed"
+    )
+    write(chosen_filter(), params)
+    if read_only():
+        st.caption("The app was started read-only: sessions can be opened, and nothing saved or deleted.")
+    {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[part or "saved"](opened)
+
+
+def _turn_to(part: str) -> None:
+    st.session_state["part"] = part
+
+
+# Saved
+
+
+def _saved(opened: Catalog) -> None:
+    found, problems = sessions.list_sessions(opened.root)
+    for problem in problems:
+        st.warning(plain(problem), icon=":material/broken_image:")
+    if not found:
+        st.info("No session is saved here yet.", icon=":material/bookmarks:")
+        st.markdown(
+            "A session keeps what you look at: the page with its filter and settings, the charts you pin, and your "
+            "notes. Pin a chart with **Pin** beneath it, or choose **Save** in the sidebar of any page."
+        )
+        return
+    if len(found) > A_PAGE:
+        wanted = st.text_input("Find", placeholder="a part of the name").strip().lower()
+        found = [version for version in found if version.session and wanted in version.session.name.lower()]
+        if len(found) > A_PAGE:
+            st.caption(f"The {A_PAGE} saved last of {len(found):,}.")
+    for version in found[:A_PAGE]:
+        if version.session:
+            _entry(opened, version, version.session)
+
+
+def _entry(opened: Catalog, version: Version, one: Session) -> None:
+    is_open = (now := draft.current()) is not None and now.session.id == one.id
+    with st.container(border=True):
+        left, right = st.columns([3, 2], vertical_alignment="center")
+        count = len(one.pins)
+        facts = (
+            f"{one.view.page.capitalize()} · {count} pin{'s' * (count != 1)} · version {version.number} · saved "
+            f"{one.saved[:16].replace('T', ' ')} UTC · {one.id}"
+        )
+        left.markdown(f"**{plain(one.name)}**{' · open' * is_open}  \n:small[:gray[{plain(facts)}]]")
+        cells = right.columns([1, 1, 1, 1])
+        if cells[0].button("Open", key=f"open_{one.id}", width="stretch"):
+            draft.open_version(version)
+            draft.show(one.view)
+        cells[1].button("Read", key=f"read_{one.id}", on_click=_read, args=(version,), width="stretch")
+        with cells[2].popover("Share", width="stretch"):
+            _share(opened, one)
+        with cells[3].popover("More", width="stretch"):
+            _more(opened, one)
+
+
+def _read(version: Version) -> None:
+    draft.open_version(version)
+    _turn_to("open")
+
+
+def _share(opened: Catalog, one: Session) -> None:
+    st.caption("A link that opens it in this app:")
+    st.code(draft.link_to(one.id), language=None)
+    st.download_button(
+        "Session as JSON",
+        sessions.to_json(one),
+        f"{one.id}.json",
+        "application/json",
+        on_click="ignore",
+        key=f"j_{one.id}",
+    )
+    values = st.radio(
+        "Bundle with the values",
+        bundles.VALUES,
+        key=f"values_{one.id}",
+        format_func=lambda name: bundles.VALUES[name],
+        help="The runs’ rows, sketches and scores always go along",
+    )
+    if st.button(
+        "Make the report", key=f"report_{one.id}", help="Its charts, numbers and notes, for whoever has no app"
+    ):
+        _report(opened, one)
+    if st.button("Make the bundle", key=f"bundle_{one.id}"):
+        _bundle(opened, one, values or "charts")
+
+
+def _report(opened: Catalog, one: Session) -> None:
+    """The frozen report of the newest saved version, and the same as a ZIP of pictures and numbers."""
+    with tempfile.TemporaryDirectory() as folder, show.progress("Drawing") as done:
+        output, archive = Path(folder) / "report", Path(folder) / "report.zip"
+        command = f"binade report --session {one.id}"
+        wanted = headless.Wanted(output, Filter(), archive, command=command, session=one.id)
+        try:
+            headless.make(opened, wanted, lambda count, of, name: done(count, of))
+        except (headless.ReportError, headless.PaintError, SessionError, OSError) as error:
+            st.error(plain(str(error)), icon=":material/error:")
+            return
+        page, pictures = (output / "index.html").read_bytes(), archive.read_bytes()
+    for title, content, name, kind in (
+        ("Save the report (HTML)", page, f"{one.id}.html", "text/html"),
+        ("Save pictures and numbers (ZIP)", pictures, f"{one.id}-report.zip", "application/zip"),
+    ):
+        st.download_button(title, content, name, kind, on_click="ignore", key=f"save_{name}")
+
+
+def _bundle(opened: Catalog, one: Session, values: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, show.progress("Bundling") as done:
+        target = Path(folder) / "bundle.zip"
+        try:
+            written = bundles.export(opened, one, target, values, done)
+        except (BundleError, SessionError) as error:
+            st.error(plain(str(error)), icon=":material/error:")
+            return
+        content = target.read_bytes()
+    if written.left_out:
+        st.caption(f"{written.left_out} tensor files lie outside their run and were left out.")
+    size = bytes_text(written.nbytes)
+    st.download_button(
+        f"Save the bundle ({size})", content, f"{one.id}.zip", "application/zip", on_click="ignore", key=f"zip_{one.id}"
+    )
+
+
+def _more(opened: Catalog, one: Session) -> None:
+    st.caption("History")
+    for version in sessions.history(opened.root, one.id):
+        if version.session is None:
+            st.caption(plain(version.problem))
+            continue
+        label = f"Version {version.number} · {version.session.saved[:16].replace('T', ' ')} UTC"
+        st.button(label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version,), type="tertiary")
+    if read_only():
+        return
+    count = len(sessions.history(opened.root, one.id))
+    st.divider()
+    st.caption(
+        f"Deleting takes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
+        "No run and no tensor is touched. It cannot be undone."
+    )
+    sure = st.checkbox("Yes, delete it", key=f"sure_{one.id}")
+    st.button("Delete", key=f"delete_{one.id}", disabled=not sure, on_click=_delete, args=(opened, one))
+
+
+def _delete(opened: Catalog, one: Session) -> None:
+    try:
+        sessions.delete(opened.root, one.id)
+    except (SessionError, ReadOnly) as error:
+        st.session_state["notices"] = [str(error)]
+        return
+    if (now := draft.current()) and now.session.id == one.id:
+        draft.put(Draft(now.session))  # what is open stays open, unsaved
+    draft.tell(f"Deleted “{one.name}”", ":material/delete:")
+
+
+# The open session
+
+
+def _open(opened: Catalog) -> None:
+    now = draft.current()
+    if now is None:
+        st.info("No session is open: open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
+        return
+    one = now.session
+    key = f"{one.id}_{now.number}"
+    left, right = st.columns([2, 1], vertical_alignment="bottom")
+    left.text_input("Name", one.name, key=f"name_{key}", max_chars=120, on_change=_rename, args=(f"name_{key}",))
+    with right:
+        _actions(opened, now)
+    st.caption(f"{now.state.capitalize()} · {_runs(one)}")
+    with st.expander("Notes", expanded=True):
+        left, right = st.columns(2, gap="large")
+        left.text_area(
+            "Notes in Markdown",
+            one.notes,
+            key=f"notes_{key}",
+            max_chars=sessions.LONGEST_NOTES,
+            height=180,
+            on_change=_note,
+            args=(f"notes_{key}",),
+        )
+        with right:
+            st.caption("As they are shown")
+            st.markdown(notes.safe(one.notes) or "–")
+    if not one.pins:
+        st.info("Nothing is pinned yet: choose Pin beneath a chart.", icon=":material/push_pin:")
+    for index, pin in enumerate(one.pins):
+        _pin(opened, index, pin, len(one.pins), key)
+
+
+def _runs(one: Session) -> str:
+    count = len(one.runs)
+    return f"speaks of {count} run{'s' * (count != 1)}" if count else "its runs are noted when it is saved"
+
+
+def _actions(opened: Catalog, now: Draft) -> None:
+    cells = st.columns(3)
+    if cells[0].button("Its view", width="stretch", help="The page as it was saved"):
+        draft.show(now.session.view)
+    cells[1].button(
+        "Save",
+        type="primary",
+        width="stretch",
+        disabled=read_only() or not now.changed,
+        on_click=draft.save,
+        args=(opened, now.session),
+    )
+    cells[2].button("Close", width="stretch", help="Unsaved changes are lost", on_click=draft.put, args=(None,))
+
+
+def _rename(key: str) -> None:
+    if name := st.session_state[key].strip():
+        draft.change(name=name)
+
+
+def _note(key: str) -> None:
+    draft.change(notes=st.session_state[key])
+
+
+def _pin(opened: Catalog, index: int, pin: Pin, of: int, key: str) -> None:
+    with st.container(border=True, key=f"pin_{index}"):
+        left, right = st.columns([3, 1.4], vertical_alignment="bottom")
+        place = f"caption_{key}_{index}_{of}"
+        left.text_input("Caption", pin.caption, key=place, max_chars=2000, on_change=_recaption, args=(index, place))
+        cells = right.columns(4)
+        up = cells[0].button("", icon=":material/arrow_upward:", key=f"up_{index}", disabled=not index, help="Move up")
+        down = cells[1].button(
+            "", icon=":material/arrow_downward:", key=f"down_{index}", disabled=index == of - 1, help="Move down"
+        )
+        if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open the view it is of"):
+            draft.show(View(pin.page, pin.params))
+        gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Take it out")
+        if up or down:
+            _move(index, -1 if up else 1)
+        if gone:
+            now = draft.current()
+            assert now
+            draft.change(pins=(*now.session.pins[:index], *now.session.pins[index + 1 :]))
+            st.rerun()
+        drawn = _drawn(opened, pin, draft.runs_of(pin))
+        for problem in drawn.problems:
+            st.caption(plain(problem))
+        for figure in drawn.figures:
+            show.draw(replace(figure, name=f"pin{index}_{figure.name}", choose=None), pin=False)
+
+
+def _recaption(index: int, key: str) -> None:
+    if now := draft.current():
+        changed = replace(now.session.pins[index], caption=st.session_state[key])
+        draft.change(pins=(*now.session.pins[:index], changed, *now.session.pins[index + 1 :]))
+
+
+def _move(index: int, by: int) -> None:
+    now = draft.current()
+    assert now
+    order = list(now.session.pins)
+    order[index], order[index + by] = order[index + by], order[index]
+    draft.change(pins=tuple(order))
+    st.rerun()
+
+
+@st.cache_resource
+def _memory() -> dict[tuple, Drawn]:
+    """The pins drawn last, by what they are drawn from."""
+    return {}
+
+
+def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
+    here = opened.runs()
+    state = tuple(zip(here["run_id"], here["tensors"], here["state"], here["iteration"], strict=True))
+    params = tuple((name, tuple(texts)) for name, texts in sorted(pin.params.items()))
+    asked = (str(opened.root), state, pin.page, params, pin.chart, runs)
+    memory = _memory()
+    if asked not in memory:
+        while len(memory) >= REMEMBERED:
+            memory.pop(next(iter(memory)), None)
+        with st.spinner("Drawing …"):
+            memory[asked] = pins.draw(opened, pin, runs)
+    return memory[asked]
+
+
+# Compare
+
+
+def _compare(opened: Catalog) -> None:
+    found, _ = sessions.list_sessions(opened.root)
+    choices = {}
+    for latest in found:
+        for version in sessions.history(opened.root, latest.session.id if latest.session else ""):
+            if version.session:
+                label = f"{version.session.name} · version {version.number} · {version.session.id}"
+                choices[label] = version.session
+    if (now := draft.current()) and now.changed:
+        choices = {f"{now.session.name} · as it is open": now.session} | choices
+    if len(choices) < 2:
+        st.info(
+            "There is nothing to compare: it takes two sessions, or two versions of one.", icon=":material/compare:"
+        )
+        return
+    left, right = st.columns(2)
+    first = left.selectbox("This", list(choices), key="compare_first")
+    second = right.selectbox("with this", list(choices), index=1, key="compare_second")
+    told = sessions.compare(choices[first], choices[second])
+    if not told:
+        st.success("They differ in nothing that they show.", icon=":material/check:")
+        return
+    table = pd.DataFrame([{"what": one.what, "first": one.first, "second": one.second} for one in told])
+    text = st.column_config.TextColumn
+    st.dataframe(
+        table,
+        hide_index=True,
+        placeholder="",
+        column_config={"what": text("Differs in"), "first": text("This"), "second": text("The other")},
+    )
+
+
+# Import
+
+
+def _import(opened: Catalog) -> None:
+    if read_only():
+        st.info("The app was started read-only: nothing can be imported.", icon=":material/lock:")
+        return
+    st.markdown(
+        "A session file (.json) or a bundle (.zip), as this page exports them. It is checked before anything is kept; "
+        "a session whose id is here already is kept beside it, as its next version."
+    )
+    given = st.file_uploader("File", type=["json", "zip"], key="import_file")
+    st.caption("A bundle too large to send through the browser: `binade bundle import FILE.zip`")
+    if given is None or not st.button("Import", type="primary"):
+        return
+    try:
+        session, words = _taken(opened, given)
+    except (SessionError, BundleError, ReadOnly) as error:
+        st.error(plain(str(error)), icon=":material/error:")
+        return
+    opened.sync()
+    st.success(plain(words), icon=":material/check:")
+    if session:
+        for problem in sessions.missing_runs(opened.root, session):
+            st.warning(plain(problem), icon=":material/link_off:")
+        st.button("See it", on_click=_turn_to, args=("saved",))
+
+
+def _taken(opened: Catalog, given: st.runtime.uploaded_file_manager.UploadedFile) -> tuple[Session | None, str]:
+    """(the session that came, what was done in words)."""
+    if given.name.lower().endswith(".json"):
+        session = sessions.parse(given.getvalue())
+        number = sessions.bring_in(opened.root, session)
+        return session, f"“{session.name}” is here as version {number}."
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "bundle.zip"
+        source.write_bytes(given.getbuffer())
+        with show.progress("Importing") as done:
+            taken, session, number = bundles.bring_in(opened.root, source, done)
+    words = bundles.summary(taken)
+    return session, f"{words} “{session.name}” is here as version {number}." if session else words

@@ -1,0 +1,58 @@
+"""Binade shows what a low-precision number format does to the tensors of LLM training.
+
+    import binade
+    y = binade.fake_quantize(x, "mxfp8", dim=-1)
+    binade.compare(x, y)["sqnr_db"]
+
+    with binade.Recorder("runs") as recorder, binade.instrument(model, "mxfp8", recorder):
+        ...
+
+Names are imported when they are first used, so that `import binade` needs neither torch nor DuckDB.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from binade.collector import Recorder, instrument, instrument_provider
+    from binade.data.catalog import Catalog
+    from binade.data.filter import Filter
+    from binade.quant import FORMATS, compare, fake_quantize, quantize
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "FORMATS": "quant",
+    "compare": "quant",
+    "fake_quantize": "quant",
+    "quantize": "quant",
+    "Recorder": "collector",
+    "instrument": "collector",
+    "instrument_provider": "collector",
+    "Catalog": "data.catalog",
+    "Filter": "data.filter",
+}
+
+__all__ = [
+    "FORMATS",
+    "Catalog",
+    "Filter",
+    "Recorder",
+    "compare",
+    "fake_quantize",
+    "instrument",
+    "instrument_provider",
+    "quantize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"binade.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'binade' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

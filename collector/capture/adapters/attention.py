@@ -1,0 +1,213 @@
+"""Attention cores: the functions of torch that compute QKᵀ and PV are answered while a core's forward runs.
+
+Only that module's forward runs under the mode, only while there is something to quantize or record. Keys and values are
+seen as they enter the products: a model that copies them to every head shows the copies.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from binade.collector.capture.adapters.layer import Detach, InstrumentError, set_on
+from binade.collector.capture.adapters.products import (
+    UNQUANTIZED,
+    Product,
+    answering,
+    beside,
+    is_answering,
+    listen_to_result,
+    listened,
+    shown,
+)
+from binade.collector.models.attention import CoreQuantization
+from binade.collector.models.parallel import Quantization
+from binade.quant.gemm import Observed, Tap, matmul
+
+
+class CoreMode(TorchFunctionMode):
+    """Answers the products of one pass through one core. A subclass says which functions these are, and, once the
+    pass is over, whether all of them came by."""
+
+    def __init__(self, name: str, module: nn.Module, told: CoreQuantization, qk: Tap | None, pv: Tap | None) -> None:
+        self.name, self.module, self.told, self.qk, self.pv = name, module, told, qk, pv
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_answering():
+            return func(*args, **(kwargs or {}))
+        return self.answer(func, args, kwargs or {})
+
+    @abstractmethod
+    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What func(*args, **kwargs) returns."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """The pass is over. Raises InstrumentError if products are missing."""
+
+    def missing(self, what: str) -> InstrumentError:
+        kind = type(self.module).__name__
+        return InstrumentError(f"{self.name} ({kind}) {what}: leave it out with leave=[{self.name!r}]")
+
+
+def attach_core(name: str, module: nn.Module, mode: type[CoreMode], told: CoreQuantization) -> Detach:
+    """Run the module's forward under the mode."""
+    forward = module.forward
+    quantized = not (told.qk.formats == UNQUANTIZED == told.pv.formats)
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        qk, pv = told.qk.tap(), told.pv.tap()
+        if not quantized and qk is None and pv is None:
+            return forward(*args, **kwargs)
+        with mode(name, module, told, qk, pv) as running:
+            result = forward(*args, **kwargs)
+        running.check()
+        return result
+
+    return set_on(module, "forward", answered)
+
+
+def product(
+    original: Product,
+    a: Tensor,
+    b: Tensor,
+    how: Quantization,
+    tap: Tap | None,
+    *,
+    transpose_b: bool,
+    scale: float = 1.0,
+) -> Tensor:
+    """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` does it too."""
+    with answering:
+        if how.formats != UNQUANTIZED:
+            a, b = _cast(a), _cast(b)
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+            y = matmul(a, b, how.formats, transpose_b=transpose_b, backend=how.backend, tap=tap)
+            return y if scale == 1.0 else y * scale
+        if tap is None:
+            return original(a, b)
+        return beside(original, a, b, tap, -1 if transpose_b else -2)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """x in autocast's dtype where that is on, as torch's own products take it."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def see_scores(tap: Tap | None, scores: Tensor) -> None:
+    """Show the scaled scores; a copy, as models mask them in place."""
+    if tap:
+        tap(Observed("scores", scores.detach().clone()))
+
+
+class SdpaMode(CoreMode):
+    """A module that calls F.scaled_dot_product_attention."""
+
+    seen = 0
+
+    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.seen += 1
+        with answering:
+            return attend(self.told, self.qk, self.pv, *args, **kwargs)
+
+    def check(self) -> None:
+        if not self.seen:
+            raise self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
+
+
+def attend(
+    told: CoreQuantization,
+    qk: Tap | None,
+    pv: Tap | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
+
+    Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed beside it for the
+    taps, before dropout. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
+    """
+    options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if told.qk.formats == UNQUANTIZED == told.pv.formats:
+        if qk is None or pv is None:
+            return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
+        watched = listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b")
+        output = F.scaled_dot_product_attention(*watched, scale=scale, **options)
+        with torch.no_grad():
+            plain = Quantization()
+            _, probs = _probabilities(plain, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+        pv(Observed("a", probs))
+        pv(Observed("b", value.detach(), dim=-2))
+        pv(Observed("y", output.detach()))
+        listen_to_result(output, pv)
+        return output
+    query, key, value = _cast(query), _cast(key), _cast(value)
+    _, probs = _probabilities(told.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+    probs = F.dropout(probs, dropout_p) if dropout_p else probs
+    stacked, by_head = _stacked(probs, value, enable_gqa)
+    tap = shown(pv, by_head, ("a", "y", "grad", "grad_a"))
+    output = product(torch.matmul, stacked, value, told.pv, tap, transpose_b=False)
+    return output.reshape(*probs.shape[:-1], value.shape[-1])
+
+
+def _probabilities(
+    how: Quantization,
+    tap: Tap | None,
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    causal: bool,
+    grouped: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scaled scores and softmax [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
+    stacked, by_head = _stacked(query, key, grouped)
+    raw = product(
+        lambda a, b: a @ b.transpose(-1, -2),
+        stacked,
+        key,
+        how,
+        shown(tap, by_head, ("a", "y", "grad", "grad_a")),
+        transpose_b=True,
+    )
+    batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
+    scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
+    see_scores(tap, scores)
+    masked = scores.float()
+    if causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        masked = masked.masked_fill(~allowed, -torch.inf)
+    if mask is not None:
+        masked = masked.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else masked + mask
+    blind = (masked == -torch.inf).all(-1, keepdim=True)
+    probs = masked.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return scores, probs.to(query.dtype)
+
+
+def _stacked(x: Tensor, other: Tensor, grouped: bool) -> tuple[Tensor, Callable[[Tensor], tuple[int, ...]]]:
+    """x [..., heads, s, d] for a product with `other` [..., groups, t, d]: [..., groups, heads/groups · s, d], so that
+    nothing is copied to each head; and the shape by head to show it in."""
+    if not grouped or x.shape[-3] == other.shape[-3]:
+        return x, lambda seen: tuple(seen.shape)
+    *batch, heads, length, _ = x.shape
+    groups = other.shape[-3]
+    stacked = x.reshape(*batch, groups, heads // groups * length, x.shape[-1])
+    return stacked, lambda seen: (*batch, heads, length, seen.shape[-1])

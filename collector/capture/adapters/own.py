@@ -1,0 +1,31 @@
+"""The models of collector.model: their layers ask `quantization` how to run, so that a seam only has to set it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, Told
+from binade.collector.models.attention import CoreAttention
+from binade.collector.models.parallel import ParallelLinear
+
+
+def find(model: nn.Module) -> Found:
+    return Found(tuple(_layer(name, m) for name, m in model.named_modules() if _is_own(m)))
+
+
+def _is_own(module: nn.Module) -> bool:
+    return isinstance(module, (ParallelLinear, CoreAttention))
+
+
+def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
+    def attach(told: Told) -> Detach:
+        before, module.quantization = module.quantization, told
+
+        def detach() -> None:
+            if module.quantization is not told:
+                raise InstrumentError(f"{name} was instrumented again meanwhile: leave the later block first")
+            module.quantization = before
+
+        return detach
+
+    return Layer(name, module, module.site, module.shard, attach)

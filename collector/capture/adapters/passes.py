@@ -1,0 +1,148 @@
+"""Which forward pass a call belongs to: its micro-batch, and whether it is a second one of the same.
+
+Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
+alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
+the second adds only the gradients, and tells the recorder that this layer was recomputed. So each tensor is recorded
+once, and a pass without gradients (an evaluation) is recorded like any other.
+
+    torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
+    megatron's checkpoint, CheckpointWithoutOutput likewise
+    torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
+
+Which pass a second one repeats is told by the gradients: `Clock.listen` notes when those of a pass's results arrive,
+and of the passes for which they have, the latest is repeated first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from binade.collector.capture.adapters.layer import Layer
+from binade.collector.recipes.recipe import Part
+from binade.quant.gemm import Tap
+
+FORWARD = frozenset(("a", "b", "y", "scores"))
+# Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
+IN_FLIGHT = 1024
+
+
+def running_backward() -> bool:
+    """Whether this code runs within a backward pass, where a forward pass is one made again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Listener:
+    """Gives the taps of one product of one layer, pass by pass."""
+
+    def __init__(self, recorder: Any, layer: Layer, part: Part, places: dict) -> None:
+        self.recorder, self.layer, self.part, self.places = recorder, layer, part, places
+        self.passed: deque = deque(maxlen=IN_FLIGHT)
+
+    def __call__(self) -> Tap | None:
+        """The observer of the pass that begins now, None while nothing is recorded."""
+        if self.recorder.idle():
+            return None
+        if not running_backward():
+            moment = self.recorder.moment()
+            if self.layer.module.training:
+                while self.passed and self.passed[0].iteration != moment.iteration:
+                    self.passed.popleft()
+                self.passed.append(moment)
+            return self.recorder.tap(self.layer, self.part, self.places, moment)
+        if not torch.is_grad_enabled():  # the first pass of a checkpoint within another: gradients come with the next
+            return None
+        moment = self._recomputed()
+        tap = self.recorder.tap(self.layer, self.part, self.places, moment)
+        if tap is None:
+            return None
+        self.recorder.recomputed(self.layer.site, moment)
+        return lambda seen: None if seen.name in FORWARD else tap(seen)
+
+    def _recomputed(self) -> Any:
+        """The moment of the pass that is made again: of those whose gradients have arrived the latest, as one backward
+        pass goes through several forward passes from the last to the first. Where that cannot be told (results in no
+        tuple, list or mapping), the earliest."""
+        arrived = self.recorder.arrived
+        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
+        if not self.passed:
+            return self.recorder.moment()
+        moment = self.passed[at]
+        del self.passed[at]
+        return moment
+
+
+class Clock:
+    """Counts the forward passes of a model as micro-batches, unless the recorder is told them (`Recorder.at`).
+
+    The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
+    argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
+    """
+
+    def __init__(self, recorder: Any, model: nn.Module) -> None:
+        self.recorder, self.model = recorder, model
+        self.iteration: int | None = None
+        self.passes = 0
+
+    def begin(self) -> None:
+        """A forward pass begins."""
+        recorder = self.recorder
+        if recorder.told or running_backward():
+            return
+        megatrons, a_step = megatron_iteration(), megatron_micro_batches()
+        recorder.paused = (megatrons is not None or a_step is not None) and not self.model.training
+        if recorder.paused:
+            return
+        if megatrons is not None:
+            recorder.go_to(megatrons)
+        elif a_step and not recorder.stepped and self.iteration == recorder.iteration and self.passes >= a_step:
+            recorder.go_to(recorder.iteration + 1)
+        if self.iteration != recorder.iteration:
+            self.iteration, self.passes = recorder.iteration, 0
+        recorder.micro_batch = self.passes
+        self.passes += 1
+
+    def listen(self, result: Any) -> None:
+        """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
+        if self.recorder.idle():
+            return
+        moment, arrived = self.recorder.moment(), self.recorder.arrived
+        if any(each.iteration != moment.iteration for each in arrived):
+            arrived.clear()
+
+        def note(*_: Any) -> None:
+            arrived.add(moment)
+
+        for node in {x.grad_fn for x in _results(result) if x.grad_fn is not None}:
+            node.register_prehook(note)
+
+
+def _results(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _results(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _results(each)
+
+
+def megatron_iteration() -> int | None:
+    """The iteration of Megatron-LM's training loop, from 0; None without one."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    arguments = getattr(variables, "_GLOBAL_ARGS", None)
+    return getattr(arguments, "curr_iteration", None)
+
+
+def megatron_micro_batches() -> int | None:
+    """Micro-batches of an iteration, where megatron.core has been told them."""
+    calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
+    if getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is None:
+        return None
+    return calculator.get_num_microbatches()

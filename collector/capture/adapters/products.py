@@ -1,0 +1,135 @@
+"""One product of a model: as the model computes it, with the tap beside it, or by quant.gemm.
+
+What is not quantized is left to the model's own call, so that its result has the same bits; the tap sees its operands
+before and its result after. Gradients are seen where they leave this product: operands are handed over as views, whose
+gradient is this product's share alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from binade.collector.models.parallel import Quantization
+from binade.quant import gemm
+from binade.quant.formats import GemmFormats
+from binade.quant.gemm import Observed, Tap
+
+UNQUANTIZED = GemmFormats()
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Answering(threading.local):
+    """While a seam answers for the model: what it computes is not to be answered, or watched, again."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+answering = _Answering()
+
+
+def is_answering() -> bool:
+    return answering.depth > 0
+
+
+def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] + bias -> [..., out]. original computes it as the model does, bias included.
+
+    Under autocast the quantized product takes its operands in autocast's dtype, as torch's linear does.
+    """
+    with answering:
+        tap = how.tap()
+        if how.formats == UNQUANTIZED:
+            return original(x, weight) if tap is None else beside(original, x, weight, tap)
+        dtype = _dtype(x)
+        inner = tap if bias is None else _but_result(tap)
+        rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
+        if x.dim() == 1:
+            inner = shown(inner, lambda seen: tuple(seen.shape[1:]), ("a", "y", "grad", "grad_a"))
+        y = gemm.linear(rows, weight.to(dtype), how.formats, backend=how.backend, tap=inner)
+        y = y if x.dim() > 1 else y[0]
+        if bias is None:
+            return y
+        # Two axes: the bias' gradient is then one sum over tokens, in the order in which torch and Megatron take it.
+        y = (y.flatten(0, -2) + bias.to(dtype)).view(y.shape) if y.dim() > 1 else y + bias.to(dtype)
+        if tap:
+            tap(Observed("y", y.detach()))
+        return y
+
+
+def _but_result(tap: Tap | None) -> Tap | None:
+    """A tap for a product whose bias is still to be added."""
+    return tap and (lambda seen: None if seen.name == "y" else tap(seen))
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def beside(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:
+    """product(a, b), shown to the tap as quant.gemm shows its own: operands, result and, as they come, gradients.
+    a is contracted along its last axis, b along dim_b."""
+    tap(Observed("a", a.detach()))
+    tap(Observed("b", b.detach(), dim=dim_b))
+    y = product(listened(a, tap, "grad_a"), listened(b, tap, "grad_b"))
+    tap(Observed("y", y.detach()))
+    listen_to_result(y, tap)
+    return y
+
+
+def listened(x: Tensor, tap: Tap, name: str) -> Tensor:
+    """x for one product: a view whose gradient the tap sees by that name."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    view = x.view_as(x)
+    view.register_hook(_telling(tap, name))
+    return view
+
+
+def listen_to_result(y: Tensor, tap: Tap) -> None:
+    """Have the tap see the gradient of a product's result, as "grad"."""
+    if not y.requires_grad:
+        return
+    base = y._base
+    if base is None or base.grad_fn is None or base.numel() != y.numel() or not (
+        base.is_contiguous() and y.is_contiguous()
+    ):  # fmt: skip
+        y.register_hook(_telling(tap, "grad"))
+        return
+    # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own
+    # place in the graph, and a hook with it; what it is a view of keeps its.
+    shape, number = y.shape, base.output_nr
+
+    def tell(gradients: tuple[Tensor, ...]) -> None:
+        tap(Observed("grad", gradients[number].detach().reshape(shape)))
+
+    base.grad_fn.register_prehook(tell)
+
+
+def _telling(tap: Tap, name: str) -> Callable[[Tensor], None]:
+    def tell(gradient: Tensor) -> None:
+        tap(Observed(name, gradient.detach()))
+
+    return tell
+
+
+def shown(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: tuple[str, ...] = ()) -> Tap | None:
+    """A tap that shows tensors (those of the names, if any are given) in another shape."""
+    if tap is None:
+        return None
+
+    def see(seen: Observed) -> None:
+        tap(replace(seen, shape=shape(seen.tensor)) if not names or seen.name in names else seen)
+
+    return see

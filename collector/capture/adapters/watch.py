@@ -1,0 +1,143 @@
+"""The first forward pass of a model, watched: a matrix product that no seam answers is refused where it happens.
+
+What is looked for: a product with one of the model's weights, F.scaled_dot_product_attention, and, where the recipe
+quantizes attention, any other product of two activations. Embeddings and what is left out on purpose are not meant. A
+weight is known as itself, as a view, or as whatever was made of weights alone: a cast, detached, transposed, stacked or
+normalized copy. Sums of products that are spelt otherwise are not seen: convolutions, an elementwise product that is
+summed, calls of torch.ops.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.adapters.products import is_answering
+
+PRODUCTS = frozenset(
+    (
+        F.linear,
+        F.bilinear,
+        F.multi_head_attention_forward,
+        F.scaled_dot_product_attention,
+        torch.einsum,
+        torch.tensordot,
+        torch.linalg.matmul,
+        torch.linalg.multi_dot,
+        *(
+            getattr(owner, name)
+            for name in (
+                "matmul",
+                "mm",
+                "bmm",
+                "addmm",
+                "addbmm",
+                "baddbmm",
+                "_grouped_mm",
+                "__matmul__",
+                "__rmatmul__",
+                "mv",
+                "inner",
+                "dot",
+                "addmv",
+                "addmm_",
+                "addbmm_",
+                "baddbmm_",
+                "addmv_",
+                "chain_matmul",
+            )
+            for owner in (torch, Tensor)
+            if hasattr(owner, name)
+        ),
+    )
+)
+
+
+class Watch(TorchFunctionMode):
+    """layers: what the seams answer for. left: modules whose products are their own affair. attention: whether any
+    product of activations is meant."""
+
+    def __init__(self, model: nn.Module, layers: Iterable[Layer], left: Iterable[nn.Module], attention: bool) -> None:
+        self.names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self.left = {inner for module in left for inner in module.modules()}
+        embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.left)
+        known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
+        self.weights = {
+            id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known
+        }  # fmt: skip
+        self.cores = {layer.module for layer in layers if layer.is_core}
+        self.linears = {layer.module for layer in layers if not layer.is_core}
+        self.attention = attention
+        self.copies: dict[int, tuple[weakref.ref, str]] = {}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_answering():
+            return func(*args, **(kwargs or {}))
+        operands = list(_tensors((*args, *(kwargs or {}).values())))
+        if func in PRODUCTS:
+            self._look(func, operands)
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() > 1:
+            made_of = [self._weight(x) for x in operands if x.dim() > 1]
+            if made_of and all(made_of):  # of weights alone: no activation came in
+                self.copies[id(result)] = (weakref.ref(result), made_of[0])
+        return result
+
+    def _weight(self, x: Tensor) -> str | None:
+        """The weight that x is, or was made of."""
+        if (name := self.weights.get(id(x))) or (x._base is not None and (name := self.weights.get(id(x._base)))):
+            return name
+        made, name = self.copies.get(id(x), (None, None))
+        return name if made is not None and made() is x else None
+
+    def _look(self, func: Callable, operands: list[Tensor]) -> None:
+        weight = next((name for x in operands if (name := self._weight(x))), None)
+        attends = func is F.scaled_dot_product_attention or (self.attention and _activations(operands))
+        if weight is None and not attends:
+            return
+        module = _caller(self.names)
+        # A seam need not answer where there is nothing to do, and looks itself whether it was asked.
+        if module in self.left or module in (self.linears if weight else self.cores):
+            return
+        where = f"{self.names[module]} ({type(module).__name__})" if module else "the model"
+        what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
+        pattern = self.names[module] if module else weight
+        raise InstrumentError(
+            f"{where} computes a product {what} by {func.__name__} that is not intercepted: neither quantized nor "
+            f"recorded. Leave it out on purpose with leave=[{pattern!r}]"
+        )
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _activations(operands: list[Tensor]) -> bool:
+    """Whether this may be a product of attention: two tensors of three axes or more, contracted over more than one
+    element (an outer product, as of rotary angles, is not)."""
+    batched = [x for x in operands if x.is_floating_point() and x.dim() > 2]
+    return len(batched) > 1 and batched[-2].shape[-1] > 1
+
+
+def _caller(names: dict[nn.Module, str]) -> nn.Module | None:
+    """The innermost of the model's modules whose method is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and owner in names:
+            return owner
+        frame = frame.f_back
+    return None

@@ -1,0 +1,122 @@
+"""Documents that are tokenized already: the .bin/.idx pair that Megatron's preprocess_data writes, memory-mapped.
+
+The .idx, little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py):
+
+    9 bytes   MMIDIDX, NUL, NUL
+    uint64    version, 1
+    uint8     code of the tokens' dtype in the .bin
+    uint64    S, number of sequences
+    uint64    D, number of documents + 1
+    int32[S]  tokens in each sequence
+    int64[S]  where it begins in the .bin, in bytes
+    int64[D]  the first sequence of each document, and S
+    int8[S]   modes; only in multimodal data, not used here
+
+Documents are used as they are: an end-of-document token is there if preprocess_data was told --append-eod.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+
+from binade.collector.datasets.inputs import Source
+from binade.collector.errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+CHUNK = 1 << 20  # sequences looked at together
+
+
+class IndexedDocuments:
+    """Documents by number; tokens are read from disk when asked for. total counts the tokens of all.
+
+    Raises ConfigError if the files are not what the format asks, or hold no token.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.name = source.name
+        data, self._index_path = source.paths
+        try:
+            self.index_bytes, self.data_bytes = self._index_path.stat().st_size, data.stat().st_size
+            sequences, documents = self._read_header()
+            index = np.memmap(self._index_path, dtype=np.uint8, mode="r")
+            self._lengths, position = _array(index, "<i4", sequences, HEADER.size)
+            self._pointers, position = _array(index, "<i8", sequences, position)
+            self._firsts, position = _array(index, "<i8", documents, position)
+            self.total = self._check()
+            self._data = np.memmap(data, dtype=np.uint8, mode="r")
+            with open(self._index_path, "rb") as file:
+                self.index_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise ConfigError(f"dataset {source.name} cannot be read: {error}") from error
+        self.bounds = np.array([0, documents - 1])
+
+    def tokens(self, index: int) -> np.ndarray:
+        """[tokens of the document], a view of the file where it is one sequence."""
+        first, end = self._firsts[index : index + 2].tolist()
+        parts = [self._sequence(number) for number in range(first, end)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
+
+    def _sequence(self, number: int) -> np.ndarray:
+        return np.frombuffer(self._data, self._dtype, int(self._lengths[number]), int(self._pointers[number]))
+
+    def _read_header(self) -> tuple[int, int]:
+        """The counts S and D; and the dtype."""
+        with open(self._index_path, "rb") as file:
+            header = file.read(HEADER.size)
+        if header[: len(MAGIC)] != MAGIC:
+            self._refuse(f"it begins with {header[: len(MAGIC)]!r}, {MAGIC!r} was expected")
+        if len(header) < HEADER.size:
+            self._refuse(f"it is cut short after {len(header)} bytes")
+        _, version, code, sequences, documents = HEADER.unpack(header)
+        if version != 1:
+            self._refuse(f"its version is {version}, 1 was expected")
+        if code not in DTYPES:
+            self._refuse(f"its dtype code is {code}, 1 to 8 was expected")
+        self._dtype = np.dtype(DTYPES[code])
+        if self._dtype.kind == "f":
+            self._refuse(f"it holds {self._dtype.name}, token ids were expected")
+        needed = HEADER.size + 12 * sequences + 8 * documents
+        if self.index_bytes not in (needed, needed + sequences):
+            self._refuse(f"it has {self.index_bytes} bytes, {needed} were expected from its counts")
+        if documents < 2 or sequences == 0:
+            raise ConfigError(f"dataset {self.name} holds no document")
+        return sequences, documents
+
+    def _check(self) -> int:
+        """The number of tokens, once lengths, pointers and documents are known to lie within the .bin."""
+        total = 0
+        for part in _chunks(len(self._lengths)):
+            lengths, pointers = self._lengths[part].astype(np.int64), self._pointers[part]
+            if lengths.min() < 0:
+                self._refuse(f"a sequence has {lengths.min()} tokens")
+            beyond = (pointers < 0) | (pointers > self.data_bytes - lengths * self._dtype.itemsize)
+            if beyond.any():
+                number = part.start + int(beyond.argmax())
+                self._refuse(f"sequence {number} is not within the {self.data_bytes} bytes of the .bin")
+            total += int(lengths.sum())
+        firsts = self._firsts
+        if firsts[0] != 0 or firsts[-1] != len(self._lengths):
+            self._refuse(f"its documents are sequences {firsts[0]} to {firsts[-1]} of {len(self._lengths)}")
+        if any((np.diff(firsts[part.start : part.stop + 1]) < 0).any() for part in _chunks(len(firsts))):
+            self._refuse("its documents are not in order")
+        if total == 0:
+            raise ConfigError(f"dataset {self.name} holds no token")
+        return total
+
+    def _refuse(self, why: str) -> None:
+        raise ConfigError(f"dataset {self._index_path} is no index of Megatron's: {why}")
+
+
+def _array(file: np.ndarray, dtype: str, count: int, position: int) -> tuple[np.ndarray, int]:
+    """`count` values from a byte position, and the position after them."""
+    return np.frombuffer(file, dtype, count, position), position + count * np.dtype(dtype).itemsize
+
+
+def _chunks(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + CHUNK, length)) for start in range(0, length, CHUNK))

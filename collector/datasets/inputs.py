@@ -1,0 +1,83 @@
+"""What --dataset and --tokenizer name, told from the names and from which files are there; none is opened. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from binade.collector.errors import ConfigError
+
+DATASETS = ("wikipedia", "dolma", "python-docs")
+TEXT_FORMATS = ("jsonl", "jsonl.gz", "parquet")
+TOKENIZED = "bin/idx"
+BYTE = "byte"
+TOKENIZER_FILE = "tokenizer.json"
+
+_BUILT_IN = Path(__file__).parents[2] / "data" / "corpus"
+_EXPECTED = f"{', '.join(DATASETS)}, or a path to .bin/.idx, .jsonl, .jsonl.gz or .parquet"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset that is there. format is one of TEXT_FORMATS, TOKENIZED, or "python" for the interpreter's own texts;
+    paths are its file, or the .bin and the .idx, or nothing."""
+
+    name: str
+    format: str
+    paths: tuple[Path, ...]
+
+
+def find_dataset(name: str) -> Source:
+    """The dataset of that name or path. Raises ConfigError if there is none, or only one file of a .bin/.idx pair."""
+    if name == "python-docs":
+        return Source(name, "python", ())
+    if name in DATASETS:
+        return Source(name, "jsonl", (_BUILT_IN / f"{name}.jsonl",))
+    for suffix in TEXT_FORMATS:
+        if name.endswith(f".{suffix}"):
+            if not os.path.isfile(name):
+                raise ConfigError(f"dataset {name} does not exist: give the path of an existing file")
+            return Source(name, suffix, (Path(name),))
+    prefix = name[:-4] if name.endswith((".bin", ".idx")) else name
+    pair = (f"{prefix}.bin", f"{prefix}.idx")
+    missing = [path for path in pair if not os.path.isfile(path)]
+    if not missing:
+        return Source(name, TOKENIZED, (Path(pair[0]), Path(pair[1])))
+    if len(missing) == 1:
+        raise ConfigError(f"dataset {prefix} lacks {missing[0]}: a preprocessed dataset is a .bin and an .idx together")
+    if prefix != name:
+        raise ConfigError(f"dataset {name} does not exist: give the path of an existing file")
+    raise ConfigError(f"dataset {name!r} is unknown: {_EXPECTED}")
+
+
+def find_tokenizer(name: str) -> Path | None:
+    """The file of the tokenizer of that path; None for BYTE. Raises ConfigError."""
+    if name == BYTE:
+        return None
+    path = os.path.join(name, TOKENIZER_FILE) if os.path.isdir(name) else name
+    if not os.path.isfile(path):
+        raise ConfigError(
+            f"tokenizer {path} does not exist: give {BYTE}, a {TOKENIZER_FILE} of Hugging Face or its directory"
+        )
+    return Path(path)
+
+
+def check_inputs(dataset: str, tokenizer: str | None) -> None:
+    """Raise ConfigError if a file is not there, or a tokenizer is given for a dataset that holds tokens already."""
+    source = find_dataset(dataset)
+    if tokenizer is None:
+        return
+    if source.format == TOKENIZED:
+        raise ConfigError(f"dataset {dataset} holds tokens, not text: leave out --tokenizer {tokenizer}")
+    find_tokenizer(tokenizer)
+
+
+def describe_inputs(dataset: str, tokenizer: str | None) -> str:
+    """In a user's words, as --dry-run prints it. Raises ConfigError."""
+    source = find_dataset(dataset)
+    if source.format == TOKENIZED:
+        return f"{dataset} (Megatron's .bin/.idx, tokenized already)"
+    kind = "built in" if dataset in DATASETS else f".{source.format}"
+    tokens = "a token is a byte" if tokenizer in (None, BYTE) else f"tokens of {find_tokenizer(tokenizer)}"
+    return f"{dataset} ({kind}), {tokens}"

@@ -1,0 +1,141 @@
+"""Documents to training samples: one endless row of tokens, cut into samples, in an order that the seed fixes.
+
+Documents are shuffled by the seed and joined; sample k is tokens k·L to k·L + L of that row (L the sequence length; the
+last one is only a label). When the documents end a new epoch begins, in another order, and the row goes on: each epoch
+shows every token once. Blocks of documents (row groups of Parquet) are shuffled, and the documents within each.
+
+Only the document being read is held. Megatron also shuffles the samples, which needs the lengths of all documents
+beforehand, and so everything tokenized.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from binade.collector.datasets.indexed import IndexedDocuments
+from binade.collector.datasets.loading import Dataset, Documents
+from binade.collector.errors import ConfigError, DataError
+from binade.collector.training.config import RunConfig
+
+CHUNK = 1 << 20  # tokens looked at together
+
+
+def open_stream(config: RunConfig, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
+    """The samples of a run, once the tokens that it will read are known to be the model's. Raises ConfigError."""
+    try:
+        stream = SampleStream(dataset.documents, config.sequence_length, config.seed, rank, ranks)
+        if isinstance(dataset.documents, IndexedDocuments):
+            batches = ranks * config.micro_batches * (config.warmup_iterations + config.iterations)
+            read = batches * config.micro_batch_size * config.sequence_length + 1
+            _check_ids(dataset.documents, config.seed, read, config.shape().vocab)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    return stream
+
+
+def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) -> None:
+    """Raise ConfigError if an id among the first `read` tokens is not in 0 to vocab - 1."""
+    row, left = TokenRow(documents, seed), min(read, documents.total)
+    least = most = 0
+    while left:
+        ids = row.take(min(left, CHUNK))
+        left -= len(ids)
+        least, most = min(least, int(ids.min())), max(most, int(ids.max()))
+    if least < 0:
+        raise ConfigError(f"dataset {documents.name} holds the token id {least}: ids of 0 or more were expected")
+    if most >= vocab:
+        raise ConfigError(
+            f"dataset {documents.name} holds the token id {most}, the model's vocabulary has {vocab}: "
+            f"use --vocab-size {most + 1} or more"
+        )
+
+
+def shuffled(bounds: np.ndarray, seed: int, epoch: int) -> Iterator[int]:
+    """Every document once: blocks in random order, and those of a block in random order."""
+    # RandomState: NumPy promises that what it draws never changes (NEP 19).
+    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
+    for block in random.permutation(len(bounds) - 1):
+        first, end = bounds[block : block + 2].tolist()
+        for index in random.permutation(end - first):
+            yield first + int(index)
+
+
+class TokenRow:
+    """The endless row of tokens."""
+
+    def __init__(self, documents: Documents, seed: int) -> None:
+        self._documents = self._endless(documents, seed)
+        self._left = np.empty(0, dtype=np.int64)  # of the document being read
+
+    def take(self, length: int) -> np.ndarray:
+        """The next tokens, int64 [length]. Raises DataError if the documents have none."""
+        taken = np.empty(length, dtype=np.int64)
+        filled = 0
+        for piece in self._pieces(length):
+            taken[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return taken
+
+    def skip(self, length: int) -> None:
+        for _ in self._pieces(length):
+            pass
+
+    def _pieces(self, length: int) -> Iterator[np.ndarray]:
+        while length:
+            if not len(self._left):
+                self._left = next(self._documents)
+            piece, self._left = self._left[:length], self._left[length:]
+            length -= len(piece)
+            yield piece
+
+    @staticmethod
+    def _endless(documents: Documents, seed: int) -> Iterator[np.ndarray]:
+        for epoch in count():
+            empty = True
+            for index in shuffled(documents.bounds, seed, epoch):
+                tokens = documents.tokens(index)
+                if len(tokens):
+                    empty = False
+                    yield tokens
+            if empty:
+                raise DataError(f"dataset {documents.name} gives no token: all its documents are empty")
+
+
+class SampleStream:
+    """Endless batches in a fixed order: the same seed gives the same batches to every recipe.
+
+    Of `ranks` readers each gets other batches: rank r gets batches r, r + ranks, r + 2·ranks, ... of a single reader.
+    All must ask for batches of the same size.
+    """
+
+    def __init__(self, documents: Documents, sequence_length: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._row = TokenRow(documents, seed)
+        self._next = self._row.take(1)  # the last label is the next sample's first token
+        self._length = sequence_length
+        self._ranks = ranks
+        self._behind = rank  # batches of other ranks before the next of ours
+        self._sha = hashlib.sha256()
+
+    def batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels), each int64 [size, sequence_length]; labels are the tokens one further on. Raises DataError,
+        or OSError, if the data can no longer be read."""
+        for _ in range(self._behind):
+            self._row.skip(size * self._length - 1)
+            self._next = self._row.take(1)
+        self._behind = self._ranks - 1
+        row = np.concatenate([self._next, self._row.take(size * self._length)])
+        self._next = row[-1:]
+        tokens, labels = row[:-1].reshape(size, -1), row[1:].reshape(size, -1)
+        for ids in (tokens, labels):
+            self._sha.update(ids.astype("<i8").tobytes())
+        return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+    def digest(self) -> str:
+        """SHA-256 of the ids handed out so far: of each batch its tokens, then its labels, as little-endian int64."""
+        return self._sha.hexdigest()

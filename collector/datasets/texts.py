@@ -1,0 +1,225 @@
+"""Documents as text: JSON lines, Parquet, or a list; each found good as a whole, then read one at a time.
+
+Opening a file reads it once from end to end: what is broken is refused before anything is trained, and the SHA-256 of
+all texts, joined by NUL, says which data this is, whatever file they came in. After that memory holds where each
+document begins (8 bytes a document; of Parquet, one row group), not the texts. A .jsonl.gz is unpacked into a nameless
+temporary file (in $TMPDIR), because gzip cannot be read from the middle. A process scans an unchanged file only once.
+"""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+import weakref
+import zlib
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from binade.collector.datasets.inputs import Source
+from binade.collector.errors import ConfigError, DataError
+
+COLUMN = "text"
+SETTLED = 10**9  # ns; of a file changed within its clock's resolution, the time does not tell versions apart
+
+
+class Texts(Protocol):
+    """Documents by number. bounds, int64 [blocks + 1], are the first document of each block and their count: documents
+    of a block are best read together. digest is the SHA-256 of all texts in order, joined by NUL."""
+
+    bounds: np.ndarray
+    digest: str
+
+    def text(self, index: int) -> str: ...
+
+
+def open_texts(source: Source) -> Texts:
+    """Read and check a dataset of text. Raises ConfigError, naming the line or row."""
+    if source.format == "python":
+        topics = import_module("pydoc_data.topics").topics
+        return ListedTexts([text for _, text in sorted(topics.items())])
+    (path,) = source.paths
+    try:
+        state = path.stat()
+        if time.time_ns() - state.st_mtime_ns < SETTLED:
+            return _scan(source)
+        return _scanned(source, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
+    except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG):
+            raise ConfigError(
+                f"dataset {source.name} cannot be unpacked in {tempfile.gettempdir()}: {error.strerror}; "
+                "name a directory with more room in TMPDIR"
+            ) from error
+        raise ConfigError(f"dataset {source.name} cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=1)
+def _scanned(source: Source, state: tuple[int, ...]) -> Texts:
+    """state tells versions of a file apart."""
+    return _scan(source)
+
+
+def _scan(source: Source) -> Texts:
+    kind = ParquetTexts if source.format == "parquet" else JsonLines
+    texts = kind(source)
+    if texts.bounds[-1] == 0:
+        raise ConfigError(f"dataset {source.name} holds no document")
+    return texts
+
+
+class _Digest:
+    """SHA-256 over texts as they come, joined by NUL."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256()
+        self._between = b""
+
+    def add(self, text: str) -> None:
+        self._sha.update(self._between)
+        self._sha.update(text.encode())
+        self._between = b"\0"
+
+    def hexdigest(self) -> str:
+        return self._sha.hexdigest()
+
+
+class ListedTexts:
+    """Texts in memory, one block."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts = list(texts)
+        self.bounds = np.array([0, len(self._texts)])
+        digest = _Digest()
+        for text in self._texts:
+            digest.add(text)
+        self.digest = digest.hexdigest()
+
+    def text(self, index: int) -> str:
+        return self._texts[index]
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each with a "text"; blank lines are passed over. One block."""
+
+    def __init__(self, source: Source) -> None:
+        self._name = source.name
+        self._file = _unpacked(source.paths[0]) if source.format == "jsonl.gz" else open(source.paths[0], "rb")
+        weakref.finalize(self, self._file.close)
+        digest, starts, position = _Digest(), array("q"), 0
+        for number, line in enumerate(self._file, 1):
+            if line.strip():
+                digest.add(_text(line, f"dataset {source.name}, line {number}"))
+                starts.append(position)
+            position += len(line)
+        self._starts = np.frombuffer(starts, dtype=np.int64) if starts else np.empty(0, dtype=np.int64)
+        self.bounds = np.array([0, len(starts)])
+        self.digest = digest.hexdigest()
+
+    def text(self, index: int) -> str:
+        """Raises DataError if the file is no longer what it was."""
+        start = int(self._starts[index])
+        self._file.seek(start)
+        try:
+            return _text(self._file.readline(), f"dataset {self._name}, byte {start}")
+        except ConfigError as error:
+            raise DataError(f"{error}; the file was changed while it was in use") from error
+
+
+def _unpacked(path: Path) -> BinaryIO:
+    file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the texts do
+    try:
+        with gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, file, 1 << 20)
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _text(line: bytes, where: str) -> str:
+    """The document on a line of JSON. Raises ConfigError, beginning with `where`."""
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8: {error.reason}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from error
+    if not isinstance(record, dict) or not isinstance(record.get(COLUMN), str):
+        raise ConfigError(f'{where}: an object with the key "{COLUMN}" was expected')
+    try:
+        record[COLUMN].encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: its text holds half a surrogate pair, which is no character") from error
+    return record[COLUMN]
+
+
+class ParquetTexts:
+    """The column "text" of a Parquet file. A row group is a block, and one at a time is in memory."""
+
+    def __init__(self, source: Source) -> None:
+        self._name = source.name
+        self._file = pq.ParquetFile(source.paths[0], page_checksum_verification=True)
+        weakref.finalize(self, self._file.close)
+        schema = self._file.schema_arrow
+        if schema.names.count(COLUMN) != 1:
+            columns = ", ".join(schema.names) or "none"
+            raise ConfigError(f"dataset {source.name} needs one column {COLUMN!r}: its columns are {columns}")
+        kind = schema.field(COLUMN).type
+        if not _is_text(kind):
+            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} holds {kind}, text was expected")
+        metadata = self._file.metadata
+        rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+        self.bounds = np.cumsum([0, *rows])
+        self._group = -1
+        self._column = pa.chunked_array([], pa.string())
+        digest = _Digest()
+        for index in range(sum(rows)):
+            digest.add(self._read(index))
+        self.digest = digest.hexdigest()
+
+    def text(self, index: int) -> str:
+        """Raises DataError if the file is no longer what it was."""
+        try:
+            return self._read(index)
+        except (ConfigError, OSError, pa.ArrowException) as error:
+            raise DataError(f"dataset {self._name}: {error}; the file was changed while it was in use") from error
+
+    def _read(self, index: int) -> str:
+        """Raises ConfigError for a row without text, OSError or ArrowException for what cannot be decoded."""
+        group = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        first, end = self.bounds[group : group + 2].tolist()
+        if self._group != group:
+            self._column = pa.chunked_array([], pa.string())  # let go of one before the next is read
+            self._column = self._file.read_row_group(group, columns=[COLUMN]).column(COLUMN)
+            self._group = group
+            if len(self._column) != end - first:
+                raise ConfigError(
+                    f"dataset {self._name}: row group {group} has {len(self._column)} rows, {end - first} were expected"
+                )
+        where = f"dataset {self._name}, row {index + 1}"
+        try:
+            text = self._column[index - first].as_py()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{where} is not UTF-8: {error.reason}") from error
+        if text is None:
+            raise ConfigError(f"{where} has no text: null")
+        return text
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)

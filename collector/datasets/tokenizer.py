@@ -1,0 +1,105 @@
+"""Text to token ids: bytes, or a tokenizer.json of Hugging Face.
+
+The token that ends a document is 256 for bytes. A tokenizer.json does not say which it is: it is the `eos_token` of the
+tokenizer_config.json beside it, else the first of END_TOKENS in the vocabulary, else there is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from binade.collector.datasets.inputs import BYTE, find_tokenizer
+from binade.collector.errors import ConfigError, DataError
+
+END_OF_DOCUMENT = 256
+END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "[EOS]")
+CONFIG_FILE = "tokenizer_config.json"
+
+
+class Tokenizer(Protocol):
+    """size is the largest id + 1, end the id that follows each document, sha256 that of the tokenizer's file."""
+
+    name: str
+    size: int
+    end: int | None
+    sha256: str | None
+
+    def encode(self, text: str) -> np.ndarray: ...
+
+
+class ByteTokenizer:
+    """A token is a UTF-8 byte."""
+
+    name = BYTE
+    size = END_OF_DOCUMENT + 1
+    end = END_OF_DOCUMENT
+    sha256 = None
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+class FileTokenizer:
+    """A tokenizer.json. Texts are encoded whole and as they are: nothing put around them, cut off or padded."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # it raises no narrower class
+            raise ConfigError(f"tokenizer {path} is no tokenizer.json of Hugging Face: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"tokenizer {path} has an empty vocabulary: train it first")
+        self.size = max(vocabulary.values()) + 1
+        self.end = _end_token(vocabulary, path.parent / CONFIG_FILE)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Raises DataError for a text that the vocabulary cannot spell."""
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # it raises no narrower class
+            raise DataError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from error
+        return np.array(ids, dtype=np.int64)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of that name or path. Raises ConfigError."""
+    path = find_tokenizer(name)
+    return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def _end_token(vocabulary: dict[str, int], config: Path) -> int | None:
+    named = _named_end(config)
+    if named is not None:
+        if named not in vocabulary:
+            raise ConfigError(f"{config} names the end-of-text token {named!r}, which the tokenizer does not have")
+        return vocabulary[named]
+    return next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None)
+
+
+def _named_end(config: Path) -> str | None:
+    """The eos_token of a tokenizer_config.json, written as a string or as an object with its "content"."""
+    if not config.is_file():
+        return None
+    try:
+        settings = json.loads(config.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{config} cannot be read: {error}") from error
+    token = settings.get("eos_token") if isinstance(settings, dict) else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None

@@ -1,0 +1,381 @@
+"""What a tensor log written by another tool says about its tensor: names and metadata to an Identity. No torch.
+
+A Megatron-LM fork used by the field writes one file a tensor and has changed how it names them seven times:
+
+    V0   {time}_{count}_{layer type}_L{layer}_{operation}_{quant type}_{tensor}
+    V1   ..._{operation}_{phase}_{component}_{quant type}_{tensor}
+    V2   {time}_{count}_iter{i}_..._{quant type}_rank{r}_sample{s}_group{g}_{tensor}
+    V3   as V2 without sample      V4   as V2 without group      V6   as V2 without both, and without count
+    V5a  as V2 without count, phase and component                V5c  as V5a, the layer before the layer type
+    V7   iter_{i}/{fwd|bwd}_{in|out}_{id}, a bare tensor
+
+Any other name is welcome and says nothing but, at most, what the tensor is called. Metadata is believed before the
+name. What neither says stays None: which linear layer it was (qkv, proj, fc1, fc2) is never recorded, nor what `group`
+counts.
+
+Nothing here raises: names and metadata are anyone's, so what is no plain word or number of the expected kind is left
+out. Every change of what the log says becomes a sentence of `corrections`; none repeats text that was left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import PurePath
+from typing import Any
+
+from binade.quant.formats import FORMATS
+
+BEFORE, AFTER = "before", "after"
+VERSIONS = ("V0", "V1", "V2", "V3", "V4", "V5a", "V5c", "V6", "V7")
+
+# How that tool spells our formats. "mxfp" alone names no element format.
+SPELLINGS = {
+    "hifp": "hifp8",
+    "hif8": "hifp8",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "mxfp_fp8_e4m3": "mxfp8",
+    "mxfp_fp8_e5m2": "mxfp8_e5m2",
+    "mxfp_fp6_e3m2": "mxfp6_e3m2",
+    "mxfp_fp6_e2m3": "mxfp6_e2m3",
+    "mxfp_fp4_e2m1": "mxfp4",
+    "mxfp_int8": "mxint8",
+}
+AMBIGUOUS = ("mxfp",)
+QUANTIZED = "_quantized"
+KNOWN_QUANT_TYPES = sorted([*FORMATS, *FORMATS.aliases, *SPELLINGS, *AMBIGUOUS], key=len, reverse=True)
+
+MISSING = ("", "none", "null", "unknown", "n/a")
+LARGEST = (1 << 31) - 1
+LONGEST = 128
+_WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
+_STAMP = "%Y%m%d_%H%M%S"
+_SAVE_TIME = "%Y-%m-%d %H:%M:%S"
+
+_NAME = re.compile(
+    r"""(?P<stamp>\d{8}_\d{6})
+        (?:_(?P<counter>\d{4,}))?
+        (?:_iter(?P<iteration>\d+))?
+        _(?:(?P<layer_type>attention|linear)(?:_L?(?P<layer>\d+))?|L(?P<first_layer>\d+)_(?P<second_type>attention|linear))
+        _(?P<operation>forward|backward)
+        (?:_(?P<phase>pre|post)_(?P<component>FA|linear|attention))?
+        _(?P<tail>.+)""",
+    re.VERBOSE | re.ASCII,
+)
+_TAIL = re.compile(r"(?P<quant_type>.+?)(?P<places>(?:_(?:rank|sample|group)\d+)+)_(?P<tensor_name>.+)", re.ASCII)
+_PLACE = re.compile(r"_(rank|sample|group)(\d+)", re.ASCII)
+_ITERATION = re.compile(r"iter_(?P<iteration>\d+)", re.ASCII)
+_BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
+
+# The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
+# input_B on whether it was transposed.
+_CONTRACTED = {
+    ("linear", "forward", "input"): -1,
+    ("linear", "forward", "weight"): -1,
+    ("linear", "backward", "grad_output"): -1,
+    ("attention", "forward", "query"): -1,
+    ("attention", "forward", "key"): -1,
+    ("attention", "forward", "attention_probs"): -1,
+    ("attention", "backward", "grad_output"): -1,
+}
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is known of a logged tensor, by Binade's words. None where the log does not say.
+
+    version           how its file is named: one of VERSIONS, None for any other name
+    layer_index       from 1; iteration, micro_batch, rank, expert from 0
+    quant_type        one of FORMATS; original_quant_type as the log spells it
+    stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
+    captured          as the log tells it, its time zone unknown
+    contracted_axis   of an operand, from the end
+    corrections       a sentence for each thing that is not as the log says, with the reason
+    """
+
+    version: str | None = None
+    quant_type: str | None = None
+    original_quant_type: str | None = None
+    stage: str | None = None
+    layer_type: str | None = None
+    layer_index: int | None = None
+    module: str | None = None
+    component: str | None = None
+    operation: str | None = None
+    phase: str | None = None
+    tensor_name: str | None = None
+    iteration: int | None = None
+    micro_batch: int | None = None
+    rank: int | None = None
+    expert: int | None = None
+    captured: datetime | None = None
+    contracted_axis: int | None = None
+    corrections: tuple[str, ...] = field(default=())
+
+
+def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
+    """What a log's path, metadata and key (of a file with several tensors) say. Never raises.
+
+    Only the last two parts of the path are looked at; metadata that is no dict is left out.
+    """
+    notes: list[str] = []
+    version, named = _from_name(path)
+    told = _from_metadata(metadata, notes)
+    if key is not None and key != "tensor" and _word(key):
+        told["tensor_name"] = key
+    _compare(named, told, notes)
+    known = named | told
+    directory = path.parent.name
+    if "quant_type" not in known and directory.removesuffix(QUANTIZED) in KNOWN_QUANT_TYPES:
+        known["quant_type"] = directory
+    if version is None and "tensor_name" not in known and _word(path.stem):
+        known["tensor_name"] = path.stem
+    original = known.pop("quant_type", None)
+    quant_type, stage = _quant_type(original, notes)
+    micro_batch = known.pop("sample", None)
+    log = Log(
+        version=version,
+        quant_type=quant_type,
+        original_quant_type=original,
+        stage=stage,
+        **({"micro_batch": micro_batch} | known),
+    )
+    return _corrected(replace(log, corrections=tuple(notes)))
+
+
+def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
+    """The version and the words that a file's name holds."""
+    stem = path.stem
+    if found := _BARE.fullmatch(stem):
+        iteration = _ITERATION.fullmatch(path.parent.name)
+        if iteration:
+            forward, entering = found["direction"] == "fwd", found["side"] == "in"
+            words = {
+                "operation": "forward" if forward else "backward",
+                "phase": "pre" if entering else "post",
+                "tensor_name": "input" if entering else "output",
+                "iteration": _integer(iteration["iteration"], 0),
+            }
+            return "V7", {name: value for name, value in words.items() if value is not None}
+    found = _NAME.fullmatch(stem)
+    tail = _tail(found["tail"]) if found else None
+    if not found or not tail:
+        return None, {}
+    places = tail.pop("places")
+    layer = found["layer"] or found["first_layer"]
+    words = tail | {
+        "layer_type": found["layer_type"] or found["second_type"],
+        "layer_index": None if layer is None else _integer(layer, 1),
+        "operation": found["operation"],
+        "phase": found["phase"],
+        "component": found["component"],
+        "iteration": None if found["iteration"] is None else _integer(found["iteration"], 0),
+        "rank": _integer(places.get("rank"), 0),
+        "sample": _integer(places.get("sample"), 0),
+        "captured": _time(found["stamp"], _STAMP),
+    }
+    return _version(found, places), {name: value for name, value in words.items() if value is not None}
+
+
+def _version(found: re.Match[str], places: Mapping[str, str]) -> str:
+    if found["first_layer"] is not None:
+        return "V5c"
+    if found["iteration"] is None:
+        return "V0" if found["phase"] is None else "V1"
+    if found["phase"] is None:
+        return "V5a"
+    return {(True, True): "V2", (False, True): "V3", (True, False): "V4"}.get(
+        ("sample" in places, "group" in places), "V6"
+    )
+
+
+def _tail(text: str) -> dict[str, Any] | None:
+    """What follows the component: both the quant type and the tensor's name may hold underscores."""
+    if found := _TAIL.fullmatch(text):
+        words = {"quant_type": found["quant_type"], "tensor_name": found["tensor_name"]}
+        words["places"] = dict(_PLACE.findall(found["places"]))
+    else:
+        known = next((name for name in KNOWN_QUANT_TYPES if text.lower().startswith(f"{name}_")), None)
+        if known is None:
+            known = text.partition("_")[0]
+        elif text[len(known) :].startswith(f"{QUANTIZED}_"):
+            known += QUANTIZED
+        words = {"quant_type": text[: len(known)], "tensor_name": text[len(known) + 1 :], "places": {}}
+    return words if _word(words["quant_type"]) and _word(words["tensor_name"]) else None
+
+
+_CHOICES = {
+    "layer_type": {"attention": "attention", "linear": "linear"},
+    "operation": {"forward": "forward", "backward": "backward"},
+    "phase": {"pre": "pre", "post": "post"},
+    "component": {"fa": "FA", "linear": "linear", "attention": "attention"},
+}
+# The least each may be. Of the two words for a micro-batch the later one is believed.
+_NUMBERS = {
+    "layer_idx": ("layer_index", 1),
+    "iteration": ("iteration", 0),
+    "rank": ("rank", 0),
+    "sample_idx": ("sample", 0),
+    "microbatch": ("micro_batch", 0),
+    "expert": ("expert", 0),
+}
+
+
+def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
+    """The words of a log's metadata that can be believed; a note for each that cannot."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        notes.append("The log's metadata is not a dict and was left out.")
+        return {}
+    words: dict[str, Any] = {}
+    for name, allowed in _CHOICES.items():
+        value = metadata.get(name)
+        if _absent(value):
+            continue
+        found = allowed.get(value.lower()) if _word(value) else None
+        if found is None:
+            notes.append(f"The log's {name} is none of {', '.join(dict.fromkeys(allowed.values()))} and was left out.")
+        else:
+            words[name] = found
+    for name in ("quant_type", "tensor_name", "module"):
+        value = metadata.get(name)
+        if _absent(value):
+            continue
+        if _word(value):
+            words[name] = value
+        else:
+            notes.append(f"The log's {name} is not a plain word and was left out.")
+    for name, (word, least) in _NUMBERS.items():
+        value = metadata.get(name)
+        if _absent(value):
+            continue
+        number = _integer(value, least)
+        if number is None:
+            notes.append(f"The log's {name} is not a whole number from {least} and was left out.")
+        else:
+            words[word] = number
+    value = metadata.get("save_time")
+    if not _absent(value):
+        captured = _time(value, _SAVE_TIME)
+        if captured is None:
+            notes.append("The log's save_time is not a time as 2025-09-08 09:21:56 and was left out.")
+        else:
+            words["captured"] = captured
+    return words
+
+
+def _compare(named: Mapping[str, Any], told: Mapping[str, Any], notes: list[str]) -> None:
+    """A note where name and metadata contradict each other. Times differ by what writing took; that is none."""
+    for name, value in named.items():
+        other = told.get(name, value)
+        same = other == value or (name == "quant_type" and _quant_type(other, []) == _quant_type(value, []))
+        if name != "captured" and not same:
+            notes.append(
+                f"The file's name says {name} {value}, the metadata inside says {other}: the metadata is believed."
+            )
+
+
+def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | None]:
+    """The format, and whether the tensor was taken before or after quantization: that tool marks what comes after."""
+    if text is None:
+        return None, None
+    base = text.lower().removesuffix(QUANTIZED)
+    after = base != text.lower()
+    base = SPELLINGS.get(base, base)
+    if base in FORMATS:
+        name = FORMATS[base].name
+        return name, AFTER if after else None if name == "bf16" else BEFORE
+    why = "names no element format" if base in AMBIGUOUS else "is no format that Binade has"
+    notes.append(f"The log's quant type {text} {why}: the quant type is left blank.")
+    return None, AFTER if after else BEFORE if base in AMBIGUOUS else None
+
+
+def _corrected(log: Log) -> Log:
+    """Put right what that tool is known to mislabel, in Binade's words, with the axis that a GEMM contracts."""
+    changes, note = _mislabelled(log)
+    log = replace(log, **changes, corrections=(*log.corrections, *([note] if note else [])))
+    axis = log.contracted_axis or _CONTRACTED.get((log.layer_type, log.operation, log.tensor_name))
+    if log.tensor_name == "weight" and "tensor_name" in changes:
+        axis = None  # whether it was transposed is not recorded
+    component = "FA" if log.component == "attention" else log.component
+    return replace(log, contracted_axis=axis, component=component)
+
+
+def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
+    """What of a log is other than it says, and the sentence that explains it."""
+    name = (log.tensor_name or "").lower()
+    linear, attention = log.layer_type == "linear", log.layer_type == "attention"
+    forward, backward = log.operation == "forward", log.operation == "backward"
+    if log.version == "V3" and attention and log.component == "attention" and log.phase == "pre":
+        if name == "attention_probs":
+            return {"tensor_name": "query"}, (
+                "Logged as attention_probs before attention. In logs of version V3 that is in truth the query: only "
+                "post_FA holds the probabilities."
+            )
+        if name == "value":
+            return {"tensor_name": "key", "contracted_axis": -2}, (
+                "Logged as value before attention. In logs of version V3 that is in truth the key, its last two axes "
+                "swapped: only post_FA holds the value."
+            )
+    if backward and log.phase == "pre" and name == "input":
+        return {"tensor_name": "grad_output"}, (
+            "Logged as input of the backward pass: that is the gradient of the operation's output, grad_output."
+        )
+    if backward and log.phase == "post" and name == "output":
+        return {"tensor_name": "grad_input"}, (
+            "Logged as output of the backward pass: that is the gradient of the operation's input, grad_input."
+        )
+    if linear and forward and name in ("output", "mm_output"):
+        said = [f"as {log.tensor_name}"] * (name != "output") + ["with phase pre"] * (log.phase == "pre")
+        note = f"Logged {' and '.join(said)}: this is the output of the linear layer, which comes after its operation."
+        phase = "post" if log.phase == "pre" else log.phase
+        return {"tensor_name": "output", "phase": phase}, note if said else None
+    if linear and name == "input_a" and (forward or backward):
+        meant = "input" if forward else "grad_output"
+        return {
+            "tensor_name": meant
+        }, f"Logged as {log.tensor_name}: the first operand of the layer's product, {meant}."
+    if linear and name == "input_b" and forward:
+        return {"tensor_name": "weight"}, (
+            f"Logged as {log.tensor_name}: the second operand of the layer's product, the weight. Whether it was "
+            "transposed is not recorded."
+        )
+    if name == "attention_weights":
+        return {"tensor_name": "attention_probs"}, "Logged as attention_weights: the probabilities after softmax."
+    if name == "matmul_input_buffer":
+        return {}, (
+            "matmul_input_buffer is the memory that a product is written to: its values mean nothing unless that tool "
+            "set them."
+        )
+    return {}, None
+
+
+def _absent(value: object) -> bool:
+    return value is None or (isinstance(value, str) and len(value) <= LONGEST and value.strip().lower() in MISSING)
+
+
+def _word(value: object) -> bool:
+    """Whether it is plain ASCII of a reasonable length: no path, markup, quote or line break."""
+    return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
+
+
+def _integer(value: object, least: int) -> int | None:
+    """A whole number from `least` that fits 32 bits, also as text (safetensors keeps texts only), else None."""
+    if isinstance(value, str) and len(value) <= 20 and re.fullmatch(r"\d+", value, re.ASCII):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        return None
+    return value
+
+
+def _time(value: object, layout: str) -> datetime | None:
+    if not isinstance(value, str) or len(value) > 40:
+        return None
+    try:
+        return datetime.strptime(value, layout)
+    except ValueError:
+        return None

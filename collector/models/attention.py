@@ -1,0 +1,171 @@
+"""Attention: the core, and around it grouped-query attention (Llama) and multi-head latent attention (DeepSeek)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from binade.collector.models.norm import RMSNorm
+from binade.collector.models.parallel import (
+    SINGLE,
+    ColumnParallelLinear,
+    Group,
+    Quantization,
+    ReplicatedLinear,
+    RowParallelLinear,
+    Site,
+    copy_to_ranks,
+    gather_sequence,
+    scatter_sequence,
+)
+from binade.collector.models.rotary import apply_rotary, pairs_to_halves
+from binade.collector.models.shapes import DeepseekShape, ModelShape
+from binade.data.segment import Shard
+from binade.quant.gemm import Observed, Tap, matmul
+
+
+@dataclass
+class CoreQuantization:
+    """The attention core's two products: qk contracts the head size, pv the keys."""
+
+    qk: Quantization = field(default_factory=Quantization)
+    pv: Quantization = field(default_factory=Quantization)
+
+
+class CoreAttention(nn.Module):
+    """softmax(QKᵀ · scale) V with a causal mask. Keys and values stay one per group: nothing is copied to each head.
+
+    head_dim is d, that of queries and keys; scale is 1 / √d unless given.
+    The taps of `quantization.qk` see query, key and, by the name "scores", the scaled scores before the mask.
+    """
+
+    def __init__(self, site: Site, head_dim: int, scale: float | None = None, group: Group = SINGLE) -> None:
+        super().__init__()
+        self.site = site
+        self.group = group
+        self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        self.quantization = CoreQuantization()
+
+    def shard(self, name: str) -> Shard:
+        """How this rank's tensors stand to the whole ones: all are divided by heads."""
+        return Shard(self.group.rank, self.group.size, "slice", 1) if self.group.size > 1 else Shard()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [b, heads, s, d], key [b, groups, s, d], value [b, groups, s, v] -> [b, heads, s, v]"""
+        batch, heads, length, dim = query.shape
+        groups = key.shape[1]
+        qk, pv = self.quantization.qk, self.quantization.pv
+        stacked = query.reshape(batch, groups, heads // groups * length, dim)
+        tap = qk.tap()
+        by_head = (batch, heads, length)
+        scores = matmul(stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=_unstacked(tap, by_head))
+        scores = scores * self.scale
+        scores = scores.view(batch, heads, length, length)
+        if tap:
+            tap(Observed("scores", scores.detach()))
+        future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+        probs = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(query.dtype)
+        probs = probs.view(batch, groups, heads // groups * length, length)
+        output = matmul(probs, value, pv.formats, backend=pv.backend, tap=_unstacked(pv.tap(), by_head))
+        return output.view(batch, heads, length, -1)
+
+
+def _unstacked(tap: Tap | None, by_head: tuple[int, int, int]) -> Tap | None:
+    """A tap that shows what is stacked by group, [b, groups, heads/groups · s, d], as [b, heads, s, d]."""
+    if tap is None:
+        return None
+
+    def see(seen: Observed) -> None:
+        stacked = seen.name in ("a", "y", "grad", "grad_a")
+        tap(replace(seen, shape=(*by_head, seen.tensor.shape[-1])) if stacked else seen)
+
+    return see
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention. Modules are qkv, core and proj."""
+
+    def __init__(self, layer_index: int, shape: ModelShape, group: Group) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads // group.size, shape.kv_heads // group.size
+        self.head_dim = shape.head_dim
+        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        self.linear_qkv = ColumnParallelLinear(Site(layer_index, "qkv"), shape.hidden, width, group)
+        self.core_attention = CoreAttention(Site(layer_index, "core"), shape.head_dim, group=group)
+        self.linear_proj = RowParallelLinear(
+            Site(layer_index, "proj"), shape.heads * shape.head_dim, shape.hidden, group
+        )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mixed = self.linear_qkv(x)
+        length, batch, _ = mixed.shape
+        # Megatron's layout: for each group its query heads, then its key, then its value.
+        per_group = self.heads // self.kv_heads
+        mixed = mixed.view(length, batch, self.kv_heads, per_group + 2, self.head_dim)
+        query = mixed[:, :, :, :per_group].reshape(length, batch, self.heads, self.head_dim)
+        query = apply_rotary(query, cos, sin)
+        key = apply_rotary(mixed[:, :, :, per_group], cos, sin)
+        value = mixed[:, :, :, per_group + 1]
+        context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
+        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention: keys and values are expanded from one small latent a token, and a rotated part of
+    the key is shared by all heads. Modules are q (or q_down and q_up), kv_down, kv_up, core and proj.
+
+    The down projections are whole on every rank and see whole sequences, the up projections are split by heads.
+    """
+
+    def __init__(self, layer_index: int, shape: DeepseekShape, group: Group) -> None:
+        super().__init__()
+        self.shape, self.group = shape, group
+        group = group.whole_sequences
+        self.heads = shape.heads // group.size
+
+        def site(module: str) -> Site:
+            return Site(layer_index, module)
+
+        query_width = shape.heads * shape.head_dim
+        if shape.q_lora_rank is None:
+            self.linear_q = ColumnParallelLinear(site("q"), shape.hidden, query_width, group)
+        else:
+            self.linear_q_down = ReplicatedLinear(site("q_down"), shape.hidden, shape.q_lora_rank, group)
+            self.q_layernorm = RMSNorm(shape.q_lora_rank, shape.norm_eps)
+            self.linear_q_up = ColumnParallelLinear(site("q_up"), shape.q_lora_rank, query_width, group)
+        latent, expanded = shape.kv_lora_rank, shape.heads * (shape.qk_nope + shape.v_head)
+        self.linear_kv_down = ReplicatedLinear(site("kv_down"), shape.hidden, latent + shape.qk_rope, group)
+        self.kv_layernorm = RMSNorm(latent, shape.norm_eps)
+        self.linear_kv_up = ColumnParallelLinear(site("kv_up"), latent, expanded, group)
+        scale = (shape.rope_scaling.softmax_scale if shape.rope_scaling else 1.0) / math.sqrt(shape.head_dim)
+        self.core_attention = CoreAttention(site("core"), shape.head_dim, scale, group)
+        self.linear_proj = RowParallelLinear(site("proj"), shape.heads * shape.v_head, shape.hidden, group)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [s, b, hidden], cos and sin [s, 1, 1, qk_rope] -> [s, b, hidden]"""
+        if self.group.sequence_parallel:
+            whole = gather_sequence(x, self.group, gradient_is_whole=True)
+            return scatter_sequence(self._attend(whole, cos, sin), self.group)
+        return self._attend(x, cos, sin)
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shape = self.shape
+        length, batch, _ = x.shape
+        by_head = (length, batch, self.heads, -1)
+        if shape.q_lora_rank is None:
+            query = self.linear_q(x)
+        else:
+            query = self.linear_q_up(self.q_layernorm(self.linear_q_down(x)))
+        q_nope, q_rope = query.view(by_head).split((shape.qk_nope, shape.qk_rope), -1)
+        latent, k_rope = self.linear_kv_down(x).split((shape.kv_lora_rank, shape.qk_rope), -1)
+        expanded = self.linear_kv_up(self.kv_layernorm(latent)).view(by_head)
+        k_nope, value = expanded.split((shape.qk_nope, shape.v_head), -1)
+        k_rope = copy_to_ranks(k_rope, self.group).unsqueeze(2)  # one for all heads
+        q_rope, k_rope = (apply_rotary(pairs_to_halves(part), cos, sin) for part in (q_rope, k_rope))
+        query = torch.cat((q_nope, q_rope), -1)
+        key = torch.cat((k_nope, k_rope.expand(by_head)), -1)
+        context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
+        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))

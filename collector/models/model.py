@@ -1,0 +1,126 @@
+"""A Llama or a DeepSeek-V2 in Megatron's words: RMSNorm, rotary positions, attention, feed-forward, parallel layers.
+
+Activations are [sequence, batch, hidden] in the model's compute dtype (bfloat16 unless told otherwise), weights
+float32 masters. Each layer's GEMMs are those of its ParallelLinear modules and of CoreAttention, and run as their
+`quantization` says; embedding and LM head are plain and whole on every tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from binade.collector.models.attention import CoreAttention, CoreQuantization, LatentAttention, SelfAttention
+from binade.collector.models.feedforward import MLP, MixtureOfExperts
+from binade.collector.models.norm import RMSNorm
+from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_sequence, scatter_sequence
+from binade.collector.models.rotary import apply_rotary, rotary_angles
+from binade.collector.models.shapes import DeepseekShape, Shape
+
+__all__ = [
+    "MLP",
+    "CoreAttention",
+    "CoreQuantization",
+    "GPTModel",
+    "LatentAttention",
+    "MixtureOfExperts",
+    "RMSNorm",
+    "SelfAttention",
+    "TransformerLayer",
+    "apply_rotary",
+    "rotary_angles",
+]
+
+
+class TransformerLayer(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), a mixture of experts after a DeepSeek's dense layers."""
+
+    def __init__(self, layer_index: int, shape: Shape, group: Group) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        if isinstance(shape, DeepseekShape):
+            self.self_attention = LatentAttention(layer_index, shape, group)
+        else:
+            self.self_attention = SelfAttention(layer_index, shape, group)
+        self.pre_mlp_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        if isinstance(shape, DeepseekShape) and layer_index > shape.dense_layers:
+            self.mlp = MixtureOfExperts(layer_index, shape, group)
+        else:
+            self.mlp = MLP(layer_index, shape.hidden, shape.ffn, group)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [s, b, hidden] -> the same, and the balance loss if the layer has one"""
+        x = x + self.self_attention(self.input_layernorm(x), cos, sin)
+        y = self.mlp(self.pre_mlp_layernorm(x))
+        y, balance = y if isinstance(self.mlp, MixtureOfExperts) else (y, None)
+        return x + y, balance
+
+
+class GPTModel(nn.Module):
+    """tokens [batch, sequence] -> logits, float32 [batch, sequence, vocab]."""
+
+    def __init__(self, shape: Shape, group: Group = SINGLE, compute_dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.shape = shape
+        self.group = group
+        self.compute_dtype = compute_dtype
+        self.embedding = nn.Embedding(shape.vocab, shape.hidden)
+        self.layers = nn.ModuleList(TransformerLayer(i + 1, shape, group) for i in range(shape.layers))
+        self.final_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.output_layer = self.embedding if shape.tied_embedding else nn.Embedding(shape.vocab, shape.hidden)
+        for norm in (n for layer in self.layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm)):
+            norm.weight.sequence_parallel = group.sequence_parallel
+        self.final_layernorm.weight.sequence_parallel = group.sequence_parallel
+
+    @torch.no_grad()
+    def set_weights(self, whole: Callable[[str, torch.Size], Tensor]) -> None:
+        """Overwrite every weight with this rank's part of what `whole` returns for a parameter's name and whole shape;
+        called in the order of named_parameters."""
+        layers = {layer.weight: layer for layer in self.modules() if isinstance(layer, ParallelLinear)}
+        for name, parameter in self.named_parameters():
+            layer = layers.get(parameter)
+            if layer is None:
+                parameter.copy_(whole(name, parameter.shape))
+            else:
+                parameter.copy_(layer.part(whole(name, torch.Size(layer.whole_shape))))
+
+    def initialize(self, seed: int, std: float = 0.02) -> None:
+        """Normal weights as Megatron draws them: std, over sqrt(2 · layers) for what writes into the residual; norms 1.
+        The same whole weights for any number of ranks."""
+        device = self.embedding.weight.device
+        generator = torch.Generator(device=device).manual_seed(seed)
+
+        def draw(name: str, shape: torch.Size) -> Tensor:
+            if len(shape) < 2:
+                return torch.ones(shape, device=device)
+            residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            spread = std / math.sqrt(2 * self.shape.layers) if residual else std
+            return torch.empty(shape, device=device).normal_(0.0, spread, generator=generator)
+
+        self.set_weights(draw)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.logits_and_balance(tokens)[0]
+
+    def logits_and_balance(self, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits, and the sum of the layers' load-balancing losses, weighted, to be added to the training loss: a
+        float32 scalar, or None where nothing is routed."""
+        shape = self.shape
+        x = self.embedding(tokens.t()).to(self.compute_dtype)  # [s, b, hidden]
+        cos, sin = rotary_angles(len(x), shape.rotary_dim, shape.rope_theta, x.device, shape.rope_scaling)
+        if self.group.sequence_parallel:
+            x = scatter_sequence(x, self.group)
+        balance: list[Tensor] = []
+        for layer in self.layers:
+            x, loss = layer(x, cos, sin)
+            if loss is not None:
+                balance.append(loss)
+        x = self.final_layernorm(x)
+        if self.group.sequence_parallel:
+            x = gather_sequence(x, self.group, gradient_is_whole=True)
+        logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
+        return logits, torch.stack(balance).sum() if balance else None

@@ -1,0 +1,232 @@
+"""Tensor and sequence parallelism as a few autograd functions and three linear layers, as in Megatron; the identity at
+one rank.
+
+Between layers an activation [s, b, h] is whole on every rank, or, with sequence parallelism, split along s. Each
+function states what it does forward and, after the slash, to the gradient:
+
+    copy_to_ranks            identity / sum               into a column-parallel layer
+    reduce_from_ranks        sum / identity               out of a row-parallel layer
+    gather_sequence          all-gather / reduce-scatter  the two above with sequence parallelism; where every rank's
+                             (or / own part)              gradient is already whole, its own part of it is taken
+    reduce_scatter_sequence  reduce-scatter / all-gather
+    scatter_sequence         own part / all-gather
+
+A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features), a
+ReplicatedLinear all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from binade.collector.models.site import Site
+from binade.data.segment import Shard
+from binade.quant.formats import GemmFormats
+from binade.quant.gemm import Tap, linear
+
+
+class PeerLost(RuntimeError):
+    """A collective operation failed: another rank is gone."""
+
+    exit_status = 75  # tells who launched this rank that the fault is another's
+
+    @classmethod
+    def after(cls, error: RuntimeError) -> PeerLost:
+        reason = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # gloo begins with its source line
+        return cls(f"another rank is gone: {reason.partition('. ')[0]}")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a model's layers, or its batches. handle None is a single rank."""
+
+    handle: dist.ProcessGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def size(self) -> int:
+        return 1 if self.handle is None else dist.get_world_size(self.handle)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return 0 if self.handle is None else dist.get_rank(self.handle)
+
+    @property
+    def whole_sequences(self) -> Group:
+        """The same ranks for layers that take and return whole sequences."""
+        return replace(self, sequence_parallel=False)
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """x summed over the ranks, in place. Raises PeerLost."""
+        if self.size > 1:
+            _collective(dist.all_reduce, x, group=self.handle)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' x one after the other along axis 0."""
+        whole = x.new_empty(self.size * len(x), *x.shape[1:])
+        _collective(dist.all_gather_into_tensor, whole, x.contiguous(), group=self.handle)
+        return whole
+
+    def part(self, x: Tensor) -> Tensor:
+        """This rank's part of x along axis 0."""
+        return x.chunk(self.size)[self.rank].contiguous()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sum of the ranks' x. Gloo has no reduce-scatter: there it is sum, then part."""
+        if dist.get_backend(self.handle) == dist.Backend.GLOO:
+            return self.part(self.sum_(x.clone()))
+        part = x.new_empty(len(x) // self.size, *x.shape[1:])
+        _collective(dist.reduce_scatter_tensor, part, x.contiguous(), group=self.handle)
+        return part
+
+
+SINGLE = Group()
+
+
+def _collective(operation: Callable, *tensors: Tensor, **options) -> None:
+    try:
+        operation(*tensors, **options)
+    except RuntimeError as error:
+        raise PeerLost.after(error) from error
+
+
+@dataclass
+class Quantization:
+    """How a layer's GEMMs run. tap gives the observer of the next call, or None when nothing is recorded."""
+
+    formats: GemmFormats = GemmFormats()
+    backend: str = "auto"
+    tap: Callable[[], Tap | None] = lambda: None
+
+
+def _function(forward: Callable[[Tensor, Group], Tensor], backward: Callable[[Tensor, Group], Tensor], name: str):
+    """An autograd function of a tensor and a group; the identity at one rank."""
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            return forward(x, group)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return backward(grad, ctx.group), None
+
+    Exchange.__name__ = name
+    return lambda x, group: x if group.size == 1 else Exchange.apply(x, group)
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    return group.sum_(x.clone())  # the caller's tensor may have been captured
+
+
+copy_to_ranks = _function(_same, _summed, "CopyToRanks")
+reduce_from_ranks = _function(_summed, _same, "ReduceFromRanks")
+reduce_scatter_sequence = _function(
+    lambda x, group: group.reduce_scatter(x), lambda grad, group: group.gather(grad), "ReduceScatterSequence"
+)
+scatter_sequence = _function(lambda x, group: group.part(x), lambda grad, group: group.gather(grad), "ScatterSequence")
+_gather_partial = _function(
+    lambda x, group: group.gather(x), lambda grad, group: group.reduce_scatter(grad), "GatherSequence"
+)
+_gather_whole = _function(
+    lambda x, group: group.gather(x), lambda grad, group: group.part(grad), "GatherSequenceOfWhole"
+)
+
+
+def gather_sequence(x: Tensor, group: Group, *, gradient_is_whole: bool) -> Tensor:
+    """[s / ranks, ...] -> [s, ...]. gradient_is_whole: every rank computes all of the gradient, not a share of it."""
+    return _gather_whole(x, group) if gradient_is_whole else _gather_partial(x, group)
+
+
+class ParallelLinear(nn.Module):
+    """A linear layer without bias whose three GEMMs run as `quantization` says.
+
+    The weight is kept in float32 (the optimizer's master copy) and used in the input's dtype. split_axis is the axis
+    of the weight that is divided among the ranks, None if every rank holds all of it; `stride` as in Megatron: the
+    weight is that many matrices, one after the other along the axis, and each is divided (2 for SwiGLU's gate and up).
+    """
+
+    split_axis: int | None = None
+    # How the ranks' tensors of a GEMM make the whole, by the name that the tap sees.
+    shards: dict[str, str] = {}
+
+    def __init__(self, site: Site, inputs: int, outputs: int, group: Group = SINGLE, stride: int = 1) -> None:
+        super().__init__()
+        self.site = site
+        self.group = group
+        self.stride = stride
+        self.quantization = Quantization()
+        self.whole_shape = (outputs, inputs)
+        shape = list(self.whole_shape)
+        if self.split_axis is not None:
+            shape[self.split_axis] //= group.size
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.weight.tensor_model_parallel = self.split_axis is not None and group.size > 1
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a weight [outputs, inputs]."""
+        if self.split_axis is None or self.group.size == 1:
+            return whole
+        pieces = whole.chunk(self.stride, self.split_axis)
+        return torch.cat([p.chunk(self.group.size, self.split_axis)[self.group.rank] for p in pieces], self.split_axis)
+
+    def shard(self, name: str) -> Shard:
+        """How this rank's tensor of the name that a tap sees ("a", "grad_b", ...) stands to the whole one."""
+        kind = self.shards.get(name, "whole")
+        axis = {"rows": 0, "columns": -1}.get(kind)
+        return Shard(
+            index=self.group.rank,
+            count=self.group.size,
+            kind="whole" if self.group.size == 1 else "slice" if axis is not None else kind,
+            axis=axis if self.group.size > 1 else None,
+            stride=self.stride if axis is not None and self.group.size > 1 else 1,
+        )
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        how = self.quantization
+        return linear(x, self.weight.to(x.dtype), how.formats, backend=how.backend, tap=how.tap())
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """[..., inputs] -> this rank's [..., outputs / ranks]."""
+
+    split_axis = 0
+    shards = {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns", "grad_a": "partial"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.group.sequence_parallel:
+            return self._multiply(gather_sequence(x, self.group, gradient_is_whole=False))
+        return self._multiply(copy_to_ranks(x, self.group))
+
+
+class RowParallelLinear(ParallelLinear):
+    """This rank's [..., inputs / ranks] -> [..., outputs], summed over the ranks."""
+
+    split_axis = 1
+    shards = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._multiply(x)
+        if self.group.sequence_parallel:
+            return reduce_scatter_sequence(y, self.group)
+        return reduce_from_ranks(y, self.group)
+
+
+class ReplicatedLinear(ParallelLinear):
+    """[..., inputs] -> [..., outputs], whole on every rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._multiply(x)

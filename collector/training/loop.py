@@ -1,0 +1,276 @@
+"""One run: build the model, warm it up in bf16, train the recorded iterations under the recipe, write it all down."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.datasets.loading import open_dataset
+from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
+from binade.collector.models.model import GPTModel
+from binade.collector.training.config import ConfigError, RunConfig, check
+from binade.collector.training.memory import available_host_memory, check_memory
+from binade.collector.training.ranks import (
+    Ranks,
+    clip_gradients,
+    finish_gradients,
+    join,
+    mean_over_replicas,
+    started_as_rank,
+)
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int], None]  # iterations done, of how many
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Losses are in nats per token; None if no iteration finished."""
+
+    run_id: str
+    directory: Path
+    loss_first: float | None
+    loss_last: float | None
+    tensors: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step: the mean loss in nats per token, over all replicas, and the seconds it took."""
+
+    loss: float
+    seconds: float
+
+
+class Diverged(RuntimeError):
+    """The loss is no longer finite."""
+
+
+def prepare(config: RunConfig) -> None:
+    """Everything that can be refused before a run exists. Raises ConfigError and its kin.
+
+    On a CPU the memory is that of all ranks of the machine: who starts them looks at it, not each of them.
+    """
+    check(config)
+    if config.device == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
+        check_memory(config, torch.cuda.mem_get_info()[0])
+    else:
+        if not started_as_rank():
+            check_memory(config, available_host_memory(), config.world_size)
+        if config.backend == "triton":
+            # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
+            os.environ["TRITON_INTERPRET"] = "1"
+
+
+def backend_name(config: RunConfig) -> str:
+    """What quantizes the GEMM operands, as recorded with the run."""
+    if config.backend == "torch":
+        return "torch"
+    kernels = import_module("binade.quant.backends.triton_kernels")
+    return f"triton {version('triton')} ({'interpreted' if kernels.INTERPRETED else 'compiled'})"
+
+
+def train(
+    config: RunConfig, root: Path, *, say: Say, progress: Progress = lambda done, total: None, command: str = ""
+) -> Result:
+    """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
+    written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
+    prepare(config)
+    with join(config) as ranks:
+        return _run(config, root, ranks, say if ranks.rank == 0 else _silent, progress, command)
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
+    checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
+    shape, recipe = config.shape(), config.parsed_recipe()
+    dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
+    stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    description = config.to_dict() | {
+        "backend": backend_name(config),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        "data": dataset.identity,
+        "operands": recipe.lines(),
+        "parameters": shape.parameters,
+        "command": command or " ".join(sys.argv),
+        "versions": {name: version(name) for name in ("torch", "triton", "numpy")}
+        | {"python": platform.python_version()},
+    }
+    start = time.monotonic()
+    recorder = Recorder(
+        root,
+        label=f"{config.model}_{config.recipe}",
+        config=description,
+        tensors=config.tensors,
+        scores=config.scores,
+        raw=config.raw,
+        max_bytes=config.max_bytes // len(config.recording_ranks),
+        ranks=ranks,
+        enabled=True,
+    )
+    with recorder:
+        writer = recorder.writer
+        with open(writer.directory / "log.txt", "ab", buffering=0) as log:
+            prefix = f"rank {ranks.rank}: " if ranks.rank else ""
+
+            def note(line: str) -> None:
+                log.write(f"{time.strftime('%H:%M:%S')} {prefix}{line}\n".encode())
+
+            def tell(line: str) -> None:
+                if ranks.rank == 0:
+                    note(line)
+                    say(line)
+
+            try:
+                tell(f"data: {dataset}")
+                with ranks.explaining():
+                    _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
+            except BaseException as error:
+                with suppress(OSError):  # a full disk must not hide what happened
+                    note(f"ended early: {type(error).__name__}: {error}")
+                raise
+    status = writer.status
+    return Result(
+        writer.run_id,
+        writer.directory,
+        status.loss_first,
+        status.loss_last,
+        status.tensors,
+        status.bytes,
+        time.monotonic() - start,
+    )
+
+
+def _train(
+    config, stream, recipe, device, recorder: Recorder, tell: Say, progress: Progress, checkpoint: Checkpoint | None
+) -> None:
+    torch.manual_seed(config.seed)
+    shape = config.shape()
+    ranks = recorder.ranks
+    with device:
+        model = GPTModel(shape, ranks.tensor)
+    if checkpoint:
+        checkpoint.load_into(model)
+    else:
+        model.initialize(config.seed)
+    optimizer = _optimizer(model, config)
+    tell(
+        f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
+        f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
+    )
+    if checkpoint:
+        tell(f"weights from {checkpoint.directory}")
+    tell(f"recipe {recipe.name}: {recipe.describe()}")
+    if config.skip_layers:
+        tell(f"in bf16 whatever the recipe: {config.skip_layers}")
+    total = config.warmup_iterations + config.iterations
+    recorder.recording = False
+    for done in range(config.warmup_iterations):
+        step = _step(model, optimizer, stream, config, device, ranks)
+        _note(recorder, done - config.warmup_iterations, step, stream.digest(), tell, "warm-up in bf16", recorded=False)
+        progress(done + 1, total)
+    launches = _launches(config)
+    chosen = {"skip": config.skip(), "capture": config.capture()}
+    with instrument(model, recipe, recorder, backend=config.backend, **chosen):
+        for iteration in range(config.iterations):
+            step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
+            recorded = config.records(iteration)
+            _note(recorder, iteration, step, stream.digest(), tell, recipe.name, recorded=recorded)
+            progress(config.warmup_iterations + iteration + 1, total)
+    if config.backend == "triton":
+        tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
+    elif recipe.name != "bf16":
+        tell("quantized by torch")
+    recorder.settle()
+    status = recorder.writer.status
+    kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
+    tell(f"recorded {status.tensors} tensors ({kept})")
+
+
+def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def _launches(config: RunConfig) -> int:
+    return import_module("binade.quant.backends.triton_kernels").launches if config.backend == "triton" else 0
+
+
+def _step(
+    model: GPTModel,
+    optimizer: torch.optim.Optimizer,
+    stream: SampleStream,
+    config: RunConfig,
+    device: torch.device,
+    ranks: Ranks,
+    recorder: Recorder | None = None,
+    iteration: int = 0,
+) -> Step:
+    """One optimizer step over the micro-batches."""
+    ranks.check_launcher()
+    start = time.perf_counter()
+    records = config.records(iteration) and ranks.rank in config.recording_ranks
+    optimizer.zero_grad(set_to_none=True)
+    total = 0.0
+    for index in range(config.micro_batches):
+        tokens, labels = (t.to(device) for t in stream.batch(config.micro_batch_size))
+        if recorder is None:
+            loss = _backward(model, tokens, labels, config.micro_batches)
+        else:
+            record = records and index < config.recorded_micro_batches
+            with recorder.at(iteration, index, record):
+                loss = _backward(model, tokens, labels, config.micro_batches)
+        total += loss / config.micro_batches
+    finish_gradients(model, ranks)
+    clip_gradients(model, ranks, 1.0)
+    optimizer.step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
+
+
+def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
+    """The cross entropy in nats per token; the experts' balance loss is trained on beside it."""
+    logits, balance = model.logits_and_balance(tokens)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    total = loss if balance is None else loss + balance
+    (total / micro_batches).backward()
+    return loss.item()
+
+
+def _note(
+    recorder: Recorder, iteration: int, step: Step, data_sha256: str, tell: Say, what: str, *, recorded: bool
+) -> None:
+    """Warm-up iterations count from below: the last one is -1. data_sha256 is of all tokens read so far."""
+    writer, loss = recorder.writer, step.loss
+    if loss != loss or loss in (float("inf"), float("-inf")):
+        raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
+    timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
+    writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
+    first = writer.status.loss_first
+    if iteration < 0:
+        writer.update()  # it lives
+    else:
+        writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
+    tell(f"iteration {iteration} ({what}): loss {loss:.4f}")

@@ -1,0 +1,199 @@
+"""The ranks of a run: which of them this process is, and what they exchange beside the layers' own sums.
+
+A run on several ranks is started by torchrun (`launch`, or by hand). Ranks are laid out as Megatron lays them: the
+tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from binade.collector.models.parallel import SINGLE, Group, PeerLost
+from binade.collector.training.config import ConfigError, RunConfig
+
+# Set by `launch` for the ranks that it starts: its process, and a file to meet at that no other machine can reach.
+LAUNCHER = "BINADE_LAUNCHER"
+STORE = "BINADE_STORE"
+TIMEOUT = timedelta(minutes=30)
+_joined = count()  # the runs of this process
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """tensor is the group that shares this replica's layers, data the group that shares this rank's weights."""
+
+    rank: int = 0
+    size: int = 1
+    tensor: Group = SINGLE
+    data: Group = SINGLE
+
+    @property
+    def replica(self) -> int:
+        """Which data-parallel copy of the model this rank belongs to."""
+        return self.data.rank
+
+    @property
+    def replicas(self) -> int:
+        return self.data.size
+
+    @property
+    def owner(self) -> int | None:
+        """The process whose life is the run's, if it is not rank 0's own."""
+        return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
+
+    def share(self, text: str | None) -> str | None:
+        """Rank 0's text, on every rank. Raises PeerLost."""
+        if self.size == 1:
+            return text
+        box = [text]
+        try:
+            dist.broadcast_object_list(box, src=0)
+        except RuntimeError as error:
+            raise PeerLost.after(error) from error
+        return box[0]
+
+    def wait(self) -> None:
+        """Until every rank is here. Raises PeerLost."""
+        if self.size > 1:
+            self.share(None)
+            Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
+
+    def check_launcher(self) -> None:
+        """Raises PeerLost if the process that started the ranks is gone: nobody would end them."""
+        if self.owner is not None and os.getppid() != self.owner:
+            raise PeerLost("the process that started the ranks is gone")
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Within it a rank that is lost because the launcher is gone is not blamed: whichever rank notices that first
+        leaves, and the others miss it."""
+        try:
+            yield
+        except PeerLost:
+            self.check_launcher()
+            raise
+
+    @property
+    def device(self) -> torch.device:
+        """Where collective operations take their tensors from."""
+        on_gpu = self.size > 1 and dist.get_backend() == dist.Backend.NCCL
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def started_as_rank() -> bool:
+    """Whether torchrun started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def current_ranks() -> Ranks:
+    """This process among those of torch.distributed, laid out as megatron.core has it if it is initialized, else as
+    replicas; a single one without them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Ranks()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.is_initialized():
+        return Ranks(rank, size, data=Group(dist.group.WORLD))
+    return Ranks(rank, size, Group(state.get_tensor_model_parallel_group()), Group(state.get_data_parallel_group()))
+
+
+@contextmanager
+def join(config: RunConfig) -> Iterator[Ranks]:
+    """This process as one of the ranks that the run asks for; a single one without torchrun. Raises ConfigError."""
+    wanted = config.tp * config.dp
+    size = _told("WORLD_SIZE") if started_as_rank() else 1
+    if size != wanted:
+        raise ConfigError(
+            f"--tp {config.tp} times --dp {config.dp} is {wanted} ranks, torchrun started {size}: make them equal"
+        )
+    rank = _told("RANK") if started_as_rank() else 0
+    if rank >= size:
+        raise ConfigError(f"RANK is {rank}, but torchrun started {size}: the ranks are 0 to {size - 1}")
+    if wanted == 1:
+        yield Ranks()
+        return
+    if config.device == "cuda":
+        torch.cuda.set_device(_told("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
+    store = dist.PrefixStore(f"run {next(_joined)}", _meeting_place(rank, size))
+    dist.init_process_group(
+        "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+    )
+    try:
+        tensor = _own([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
+        data = _own([range(first, size, config.tp) for first in range(config.tp)], rank)
+        yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
+    finally:
+        dist.destroy_process_group()
+
+
+def _told(name: str) -> int:
+    """A number that torchrun tells its processes. Raises ConfigError."""
+    word = os.environ[name]
+    if not re.fullmatch("[0-9]{1,9}", word):
+        raise ConfigError(f"the environment's {name} is {word!r}, not a number: torchrun sets it; without it, unset it")
+    return int(word)
+
+
+@cache
+def _meeting_place(rank: int, size: int) -> dist.Store:
+    """Where the ranks find each other, one for all runs of a batch: a rank that is early for the next run would meet
+    those that have not left the last."""
+    if STORE in os.environ:
+        return dist.FileStore(os.environ[STORE], size)
+    return next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0]
+
+
+def _own(groups: list[range], rank: int) -> dist.ProcessGroup | None:
+    """Make all the groups, as every rank must; the one that holds this rank, None if it is alone there."""
+    own = None
+    for members in groups:
+        if len(members) > 1:
+            made = dist.new_group(list(members), timeout=TIMEOUT)
+            own = made if rank in members else own
+    return own
+
+
+@torch.no_grad()
+def finish_gradients(model: nn.Module, ranks: Ranks) -> None:
+    """Make every gradient what one rank would have: sum over the tensor-parallel ranks what sequence parallelism left
+    in shares, average over the replicas. Raises PeerLost."""
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        if getattr(parameter, "sequence_parallel", False):
+            ranks.tensor.sum_(parameter.grad)
+        if ranks.replicas > 1:
+            ranks.data.sum_(parameter.grad).div_(ranks.replicas)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, ranks: Ranks, largest: float) -> None:
+    """torch's clip_grad_norm_, with the norm of the whole gradient. Raises PeerLost."""
+    if ranks.tensor.size == 1:
+        nn.utils.clip_grad_norm_(model.parameters(), largest)
+        return
+    with_gradient = [p for p in model.parameters() if p.grad is not None]
+    divided = [p.grad for p in with_gradient if getattr(p, "tensor_model_parallel", False)]
+    same = [p.grad for p in with_gradient if not getattr(p, "tensor_model_parallel", False)]
+    square = ranks.tensor.sum_(nn.utils.get_total_norm(divided).square())
+    total = (square + nn.utils.get_total_norm(same).square()).sqrt()
+    nn.utils.clip_grads_with_norm_(with_gradient, largest, total)
+
+
+def mean_over_replicas(value: float, ranks: Ranks) -> float:
+    if ranks.replicas == 1:
+        return value
+    total = ranks.data.sum_(torch.tensor(value, dtype=torch.float64, device=ranks.device))
+    return float(total) / ranks.replicas

@@ -1,0 +1,91 @@
+"""Counting the values of a tensor by their 65,536 codes: all there is to know of a bfloat16 or float16 tensor's values.
+
+Of float32 the upper 16 bits are counted. CPU tensors go through counts.cpp where it pays to build it (see `native`),
+else and on other devices through torch.bincount, a chunk at a time; the counts are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from binade.quant.backends import native
+
+CODES = 1 << 16
+CHUNK = 1 << 18
+# A thread more costs as much as counting this many values.
+PER_THREAD = 1 << 20
+UNIT = native.Unit("counts.cpp")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The values of a bfloat16 or float16 tensor that occur, float32 [n] in the order of their codes, NaN, Inf and -0
+    among them; and how often each does, int64 [n]."""
+
+    dtype: torch.dtype
+    values: np.ndarray
+    counts: np.ndarray
+
+
+def counted(x: Tensor) -> Counted | None:
+    """Counts a tensor's values by their codes; None of a tensor that is neither bfloat16 nor float16."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    used, counts = _distinct(x.detach().reshape(-1).contiguous().view(torch.int16))
+    return Counted(x.dtype, torch.from_numpy(used.view(np.int16)).view(x.dtype).float().numpy(), counts)
+
+
+def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The upper 16 bits of a float32 tensor's values that occur (int64, 0 to 65,535), and how often each does (int64).
+
+    What `upper_edges` says of them bounds every value within 1/128 of itself (2^-133 for subnormals).
+    """
+    halves = x.detach().reshape(-1).contiguous().view(torch.int16)
+    used, counts = _distinct(halves[1 if sys.byteorder == "little" else 0 :: 2])
+    return used.astype(np.int64), counts
+
+
+def upper_edges(upper: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The interval of the float32 values with these upper 16 bits, as float64 (low, high); NaN or infinite for those of
+    Inf and NaN. As in `sketch.bin_edges`, the inner end belongs to it."""
+    magnitude = (np.asarray(upper, np.int64) & 0x7FFF).astype(np.uint32)
+    with np.errstate(invalid="ignore"):
+        inner = (magnitude << 16).view(np.float32).astype(np.float64)
+        outer = ((magnitude + 1) << 16).view(np.float32).astype(np.float64)
+    outer = np.where(magnitude == 0x7F7F, 2.0**128, outer)
+    negative = np.asarray(upper) >= 0x8000
+    return np.where(negative, -outer, inner), np.where(negative, -inner, outer)
+
+
+def _distinct(codes: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """int16 [n], evenly strided -> the codes that occur as uint16, ascending, and how often (int64)."""
+    if codes.device.type == "cpu" and codes.numel() < 1 << 32:
+        library = native.built(UNIT, codes.numel())
+        if library is not None:
+            return _compiled(codes, library)
+    counts = np.zeros(CODES, np.int64)
+    for chunk in codes.split(CHUNK):
+        counts += torch.bincount(chunk.to(torch.int32) & 0xFFFF, minlength=CODES).cpu().numpy()
+    used = counts.nonzero()[0]
+    return used.astype(np.uint16), counts[used]
+
+
+def _compiled(codes: Tensor, library: ctypes.CDLL) -> tuple[np.ndarray, np.ndarray]:
+    used, counts = np.empty(CODES, np.uint16), np.empty(CODES, np.int64)
+    threads = max(1, min(torch.get_num_threads(), codes.numel() // PER_THREAD))
+    library.distinct.restype = ctypes.c_int64
+    found = library.distinct(
+        ctypes.c_void_p(codes.data_ptr()),
+        ctypes.c_int64(codes.numel()),
+        ctypes.c_int64(codes.stride(0) if codes.numel() else 1),
+        ctypes.c_int64(threads),
+        ctypes.c_void_p(used.ctypes.data),
+        ctypes.c_void_p(counts.ctypes.data),
+    )
+    return used[:found].copy(), counts[:found].copy()

@@ -1,0 +1,252 @@
+"""Quantize-dequantize on a CPU: a compiled kernel where it pays, else `reference` in pieces; the same bits from both.
+
+cpu.cpp is built (see `native`) once for each kind of kernel: input dtype, number of tiers, rounding, float32-wide
+exponents. A new format of a known family needs no new source. torch.compile of the reference was the alternative: its
+first call takes far longer than a build here, and its loops along the first axis are not ours to shape.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from binade.quant import reference
+from binade.quant.backends import native
+from binade.quant.reference import RULES, Plan
+
+MAX_TIERS = 8
+STRIP = 256  # as in cpu.cpp
+ROUNDINGS = {"nearest": 0, "half_away": 1}
+VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
+# A piece that keeps the reference's dozen temporaries in a core's cache.
+PIECE = 1 << 16
+
+
+class _Format(ctypes.Structure):
+    _fields_ = [
+        ("rule", ctypes.c_int32),
+        ("signed_zero", ctypes.c_int32),
+        ("emax", ctypes.c_int32),
+        ("mantissa_bits", ctypes.c_int32),
+        ("max", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("lowest", ctypes.c_float * MAX_TIERS),
+        ("step", ctypes.c_float * MAX_TIERS),
+    ]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a build is for: the macros of cpu.cpp."""
+
+    value: str
+    tiers: int
+    rounding: int
+    wide: int
+
+    @property
+    def unit(self) -> native.Unit:
+        macros = f"VALUE={self.value}", f"TIERS={self.tiers}", f"ROUNDING={self.rounding}", f"WIDE={self.wide}"
+        return native.Unit("cpu.cpp", macros)
+
+
+def kind_of(plan: Plan, dtype: torch.dtype) -> Kind | None:
+    """The kernel for a plan, or None where there is none (stochastic rounding). float16 goes through float32."""
+    element = plan.format.element
+    if plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
+        return None
+    wide = int(element.emax > 64)
+    return Kind(VALUES.get(dtype, "float"), len(element.tiers), ROUNDINGS[plan.rounding], wide)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The functions of a build."""
+
+    quantize: Callable
+    measure: Callable
+    score: Callable
+
+
+def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
+    """The compiled kernel of a kind if there is one, or `values` more to work through are worth building it (None: in
+    any case)."""
+    library = native.built(kind.unit, values)
+    return None if library is None else _declare(library)
+
+
+@cache
+def _declare(library: ctypes.CDLL) -> Kernel:
+    pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+    library.quantize.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, size, size]
+    library.measure.argtypes = [pointer, pointer, pointer, size, size, size, real, real, size, size, pointer]
+    library.score.argtypes = [
+        *(pointer, pointer, pointer, size, size, size),
+        *(ctypes.c_float, real, real, size, size, pointer),
+    ]
+    library.quantize.restype = library.measure.restype = library.score.restype = None
+    return Kernel(library.quantize, library.measure, library.score)
+
+
+@lru_cache(maxsize=64)
+def _describe(plan: Plan) -> _Format:
+    element = plan.format.element
+    lowest, step = [0.0] * MAX_TIERS, [0.0] * MAX_TIERS
+    for i, (exponent, bits) in enumerate(element.tiers):
+        lowest[i], step[i] = 2.0**exponent, 2.0**-bits
+    return _Format(
+        RULES[plan.scale_rule],
+        element.signed_zero,
+        element.emax,
+        element.mantissa_bits,
+        element.max,
+        element.max if plan.overflow == "saturate" else float("inf"),
+        (ctypes.c_float * MAX_TIERS)(*lowest),
+        (ctypes.c_float * MAX_TIERS)(*step),
+    )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor as the kernels see it, [outer, axis, inner] in blocks along the axis, and the work cut into `items`."""
+
+    axis: int
+    inner: int
+    block: int
+    rows: int  # of blocks, each `inner` wide
+    items: int
+    per_item: int
+
+    @classmethod
+    def of(cls, x: Tensor, plan: Plan, dim: int) -> Layout:
+        dim = dim % x.dim() if x.dim() else 0
+        axis = x.shape[dim] if x.dim() else 1
+        inner = x.shape[dim + 1 :].numel()
+        if plan.block_size is None:
+            return cls(axis, inner, 1, 0, x.numel(), 1)
+        block = plan.block_size
+        rows = x.numel() // (axis * inner) * -(-axis // block)
+        items = rows if inner == 1 else rows * -(-inner // STRIP)
+        return cls(axis, inner, block, rows, items, min(block, axis) * min(inner, STRIP))
+
+
+def compiled(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: Kernel) -> tuple[Tensor, Tensor]:
+    """As `quantize_dequantize`, by kernel(kind_of(plan, x.dtype))."""
+    dtype = x.dtype
+    x = x.contiguous() if dtype in VALUES else x.float().contiguous()
+    layout = Layout.of(x, plan, dim)
+    y = torch.empty_like(x)
+    scales = torch.empty(layout.rows * layout.inner if want_scales else 0)
+    described = _describe(plan)
+    scales_at = scales.data_ptr() if scales.numel() else None
+    shape = layout.axis, layout.inner, layout.block
+    largest = float(absmax)
+
+    def part(first: int, last: int) -> None:
+        run.quantize(ctypes.addressof(described), x.data_ptr(), y.data_ptr(), scales_at, *shape, largest, first, last)
+
+    native.share_out(layout.items, layout.per_item, part)
+    return y.to(dtype), scales
+
+
+def measure(
+    x: Tensor, y: Tensor, plan: Plan, dim: int, scales: Tensor | None, left: float, right: float
+) -> list[float] | None:
+    """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
+    elements of x are finite, not zero, not zero but zero in y, and saturated, which is where |x| · left exceeds their
+    block's scale times right. None where there is no kernel for this plan and dtype, or it is not worth building.
+
+    x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them.
+    """
+    run = _for_errors(x, plan) if x.dtype == y.dtype else None
+    if run is None:
+        return None
+    x, y = x.contiguous(), y.contiguous()
+    layout = Layout.of(x, plan, dim)
+    scales = scales.contiguous() if scales is not None and plan.block_size is not None else None
+    scales_at = None if scales is None else scales.data_ptr()
+    shape = layout.axis, layout.inner, layout.block
+    return _added_up(
+        layout,
+        lambda first, last, sums: run.measure(
+            x.data_ptr(), y.data_ptr(), scales_at, *shape, left, right, first, last, sums
+        ),
+    )
+
+
+def score(x: Tensor, plan: Plan, dim: int, absmax: float, left: float, right: float) -> list[float] | None:
+    """As `measure`, for y = x rounded as planned, which is not kept. absmax is used by formats with a tensor scale."""
+    run = _for_errors(x, plan)
+    if run is None:
+        return None
+    x = x.contiguous()
+    layout = Layout.of(x, plan, dim)
+    scales = None if plan.block_size is None else torch.empty(layout.rows * layout.inner)
+    scales_at = None if scales is None else scales.data_ptr()
+    described = _describe(plan)
+    shape = layout.axis, layout.inner, layout.block
+    return _added_up(
+        layout,
+        lambda first, last, sums: run.score(
+            ctypes.addressof(described), x.data_ptr(), scales_at, *shape, absmax, left, right, first, last, sums
+        ),
+    )
+
+
+def _for_errors(x: Tensor, plan: Plan) -> Kernel | None:
+    kind = kind_of(plan, x.dtype) if x.dtype in VALUES else None
+    return kernel(kind, x.numel()) if kind else None
+
+
+def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
+    """Nine sums over all items; part(first, last, address) writes those of some."""
+    found: dict[int, ctypes.Array] = {}
+
+    def of_part(first: int, last: int) -> None:
+        found[first] = (ctypes.c_double * 9)()
+        part(first, last, ctypes.addressof(found[first]))
+
+    native.share_out(layout.items, layout.per_item, of_part)
+    parts = [list(found[first]) for first in sorted(found)]  # added up in one order, however the threads ran
+    total = [sum(column) for column in zip(*parts, strict=True)]
+    total[4] = max(part[4] for part in parts)
+    return total
+
+
+def in_pieces(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize_dequantize` with scales, by `reference` on a piece of the tensor after the other."""
+    if plan.rounding == "stochastic" or x.numel() <= PIECE:
+        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+    else:
+        if plan.block_size is None:
+            blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
+        else:
+            blocks = reference.to_blocks(x, dim, plan.block_size)
+        y = torch.empty(blocks.shape, dtype=x.dtype)
+        scales = torch.empty(blocks.shape[0], 1)
+        rows = max(1, PIECE // blocks.shape[1])
+        for start in range(0, blocks.shape[0], rows):
+            part = slice(start, start + rows)
+            _, scales[part], y[part] = reference.quantize_blocks(blocks[part].float(), plan, absmax)
+        y = y.reshape(x.shape) if plan.block_size is None else reference.from_blocks(y, x, dim)
+    dim = dim % x.dim() if x.dim() else 0
+    if plan.block_size is not None:  # groups come with the axis last
+        scales = scales.reshape(x.shape[:dim].numel(), x.shape[dim + 1 :].numel(), -1).transpose(1, 2)
+    return y, scales
+
+
+def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
+    """x (any shape and strides, on the CPU, not empty) -> (y of x's shape and dtype, contiguous; scales).
+
+    Scales are float32, as many as [outer, blocks along dim, inner]; without a meaning unless wanted.
+    """
+    kind = kind_of(plan, x.dtype)
+    run = kernel(kind, x.numel()) if kind else None
+    if run is None:
+        return in_pieces(x, plan, dim, absmax)
+    return compiled(x, plan, dim, absmax, want_scales, run)
