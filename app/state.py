@@ -46,7 +46,7 @@ def _sandbox(_opened: Catalog, root: str, state: tuple) -> Sandbox:
 
 
 def sandbox(opened: Catalog) -> Sandbox:
-    """A sandbox over the index as it is now. Raises ReadOnly."""
+    """A sandbox over the index as it is now. Raises ReadOnlyError."""
     check_writable("SQL")
     runs = opened.runs()
     state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))

@@ -12,7 +12,7 @@ SETTING = "BINADE_READ_ONLY"
 OFF = ("", "0", "false", "no", "off")
 
 
-class ReadOnly(ValueError):
+class ReadOnlyError(ValueError):
     """What was asked for would change something, and the process was started read-only."""
 
 
@@ -22,6 +22,6 @@ def read_only() -> bool:
 
 
 def check_writable(what: str) -> None:
-    """Raise ReadOnly, naming what cannot be done."""
+    """Raise ReadOnlyError, naming what cannot be done."""
     if read_only():
-        raise ReadOnly(f"{what} is not possible here: {SETTING} is set, so that runs can only be looked at")
+        raise ReadOnlyError(f"{what} is not possible here: {SETTING} is set, so that runs can only be looked at")

@@ -238,7 +238,7 @@ def take_in(
     """Take a bundle into a root, made if it does not exist. check may refuse what stands beside the runs by raising;
     done is told the files read and their number.
 
-    Raises BundleError (ReadOnly where nothing may be changed), and then the root is as it was.
+    Raises BundleError (ReadOnlyError where nothing may be changed), and then the root is as it was.
     """
     check_writable("Importing a bundle")
     try:

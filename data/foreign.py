@@ -38,7 +38,7 @@ SHOWN = 200
 NO_MEMORY = "it asks for more memory than there is"
 
 
-class TooLarge(TensorFileError):
+class TooLargeError(TensorFileError):
     """The file has to be read whole, and that does not fit into the memory allowed."""
 
 
@@ -65,8 +65,8 @@ class ForeignTensor:
 def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTensor]]:
     """The tensors of a file, read as they are asked for; those of float64 come rounded to float32.
 
-    room bounds the bytes that may be read whole; None for any. Raises TensorFileError, TooLarge among them, if the file
-    cannot be opened or read, or has changed by the end.
+    room bounds the bytes that may be read whole; None for any. Raises TensorFileError, TooLargeError among them, if
+    the file cannot be opened or read, or has changed by the end.
     """
     readers = {".pt": _torch, ".safetensors": _safetensors, ".npy": _numpy}
     if path.suffix not in readers:
@@ -165,7 +165,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
-            raise TooLarge(_too_large("it is in torch's older format, which must be read whole", size, room))
+            raise TooLargeError(_too_large("it is in torch's older format, which must be read whole", size, room))
         with open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
@@ -206,7 +206,7 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
 
 def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int | None) -> ForeignTensor:
     """A tensor that can be summarized, or why it cannot. size is that of the file: whoever claims more elements than
-    it has room for repeats them. Raises TooLarge if converting it takes more than `room`."""
+    it has room for repeats them. Raises TooLargeError if converting it takes more than `room`."""
     x = x.detach()
     dtype = str(x.dtype).removeprefix("torch.")
     reason = None
@@ -226,7 +226,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
         return ForeignTensor(key, metadata, None, dtype, refused=reason)
     copied = x.numel() * min(x.element_size(), 4)
     if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
-        raise TooLarge(_too_large("its values must be rewritten", copied, room))
+        raise TooLargeError(_too_large("its values must be rewritten", copied, room))
     x = x.resolve_neg()
     if x.dtype == torch.float64:
         wide, x = x, x.float()

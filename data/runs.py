@@ -153,7 +153,7 @@ class RunWriter:
         """Make <root>/<run_id> with run.json and a first status, all at once. The id has the label, "-" in the place of
         what is not plain in a file's name. owner is the process whose life is the run's, this one unless given. Raises
         RunError if the root cannot be written or a word of the configuration is not what `read_run` takes, and then
-        leaves nothing there; ReadOnly."""
+        leaves nothing there; ReadOnlyError."""
         check_writable("recording a run")
         _check_config(json.loads(json.dumps(config)))  # as it will be read
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
@@ -181,8 +181,8 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, directory: Path) -> RunWriter:
-        """Go on with a run that has ended: it is running again, as this process. Raises OSError, ReadOnly, or RunError
-        if its status is damaged."""
+        """Go on with a run that has ended: it is running again, as this process. Raises OSError, ReadOnlyError, or
+        RunError if its status is damaged."""
         check_writable("recording a run")
         try:
             before = read_status(directory)
@@ -318,7 +318,7 @@ def _is_gone(status: Status) -> bool:
 
 def delete_run(directory: Path) -> None:
     """Remove a run with all that it recorded. It is gone at once; what it held is removed after that. Raises RunError
-    for what is no run or still runs, ReadOnly, and OSError."""
+    for what is no run or still runs, ReadOnlyError, and OSError."""
     check_writable("deleting a run")
     run = read_run(directory)
     if run.status.state == RUNNING:

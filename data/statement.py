@@ -47,23 +47,23 @@ READY, ROWS, ERROR = b"ready\n", b"rows\n", b"error\n"
 PR_SET_PDEATHSIG = 1
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """The statement cannot be run. The message says why, in one line."""
 
 
 def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Table:
-    """At most limit + 1 rows of a single SELECT. Raises Refused."""
+    """At most limit + 1 rows of a single SELECT. Raises RefusedError."""
     statement = _single_select(sql)
     try:
         # The newline ends a comment on the last line.
         rows = connection.sql(f"FROM ({statement}\n) LIMIT {limit + 1}").to_arrow_table()
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
-        raise Refused(TOO_MUCH) from None
+        raise RefusedError(TOO_MUCH) from None
     except (duckdb.Error, pa.ArrowException) as error:
-        raise Refused(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
+        raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
     held = rows.nbytes + VALUE * sum(_values(chunk) for column in rows.columns for chunk in column.chunks)
     if held > MAX_BYTES:
-        raise Refused(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
+        raise RefusedError(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
     return rows
 
 
@@ -80,17 +80,17 @@ def _values(array: pa.Array) -> int:
 
 
 def _single_select(sql: str) -> str:
-    """The text of the one SELECT in sql. Raises Refused."""
+    """The text of the one SELECT in sql. Raises RefusedError."""
     if "\0" in sql:
-        raise Refused("a statement cannot hold a NUL character")
+        raise RefusedError("a statement cannot hold a NUL character")
     try:
         statements = duckdb.extract_statements(sql)
     except duckdb.Error as error:
-        raise Refused(one_line(error)) from None
+        raise RefusedError(one_line(error)) from None
     if len(statements) != 1:
-        raise Refused(f"one SELECT is expected, not {len(statements)} statements")
+        raise RefusedError(f"one SELECT is expected, not {len(statements)} statements")
     if statements[0].type != duckdb.StatementType.SELECT:
-        raise Refused(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
+        raise RefusedError(f"only SELECT can be run here, not {statements[0].type.name.replace('_', ' ')}")
     return _without_semicolon(statements[0].query)
 
 
@@ -136,7 +136,7 @@ def main() -> None:
     out.flush()
     try:
         rows = answer(connection, asked["sql"], asked["limit"])
-    except Refused as error:
+    except RefusedError as error:
         out.write(ERROR + str(error).encode(errors="replace"))
     else:
         out.write(ROWS)

@@ -16,7 +16,7 @@ _HOME = {
     "look": "blocks",
     "FORMATS": "formats",
     "Format": "formats",
-    "UnknownFormat": "formats",
+    "UnknownFormatError": "formats",
     "METRICS": "metrics",
     "Errors": "metrics",
     "Usage": "metrics",

@@ -231,7 +231,7 @@ class Format:
         return self.element.max
 
 
-class UnknownFormat(ValueError, KeyError):
+class UnknownFormatError(ValueError, KeyError):
     """The name is not in FORMATS. A ValueError to callers, a KeyError to Mapping's own methods."""
 
     __str__ = Exception.__str__  # KeyError would print the message in quotes
@@ -252,7 +252,7 @@ _OFP8 = "OCP OFP8 v1.0, current scaling as in Transformer Engine"
 
 
 class Formats(Mapping[str, Format]):
-    """FORMATS: by name, aliases too; iterates over the canonical names only. Raises UnknownFormat."""
+    """FORMATS: by name, aliases too; iterates over the canonical names only. Raises UnknownFormatError."""
 
     def __init__(self, formats: list[Format], aliases: dict[str, str]) -> None:
         self._formats = {f.name: f for f in formats}
@@ -262,7 +262,7 @@ class Formats(Mapping[str, Format]):
         try:
             return self._formats[self.aliases.get(name, name)]
         except (KeyError, TypeError):
-            raise UnknownFormat(f"format {name!r} is unknown: {', '.join([*self, *self.aliases])}") from None
+            raise UnknownFormatError(f"format {name!r} is unknown: {', '.join([*self, *self.aliases])}") from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._formats or name in self.aliases

@@ -35,8 +35,8 @@ def plan(
     overflow    saturate, or inf where the element has infinities
     block_size  values that share a scale, for formats that have one
 
-    Raises UnknownFormat or ValueError naming what was wrong and what is allowed, TypeError for a non-integer size or
-    seed.
+    Raises UnknownFormatError or ValueError naming what was wrong and what is allowed, TypeError for a non-integer
+    size or seed.
     """
     if not isinstance(fmt, (str, Format)):
         raise TypeError(f"a format is a name in FORMATS or a Format, not {fmt!r}")

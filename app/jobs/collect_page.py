@@ -22,7 +22,7 @@ from binade.collector.training.config import (
     ConfigError,
     RunConfig,
 )
-from binade.data.access import ReadOnly, read_only
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
@@ -33,8 +33,8 @@ MOST = {
     **{"tp": 64, "dp": 64, "learning_rate": 10.0, "seed": 2**53 - 1, "budget": 1 << 30},
 }  # that a field takes
 COMMAND = 38  # letters of a line of the command
-REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormat are ValueErrors
-FAILED = (JobError, ReadOnly, RunError, OSError)
+REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
+FAILED = (JobError, ReadOnlyError, RunError, OSError)
 
 
 def page() -> None:

@@ -92,7 +92,7 @@ def config_of(values: Mapping[str, Any], base: RunConfig) -> RunConfig:
 
 
 def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig) -> list[RunConfig]:
-    """A checked run for each recipe. Raises ConfigError, RecipeError or UnknownFormat for the first that cannot be
+    """A checked run for each recipe. Raises ConfigError, RecipeError or UnknownFormatError for the first that cannot be
     run."""
     if not recipes:
         raise ConfigError("choose at least one recipe")

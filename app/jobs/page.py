@@ -21,7 +21,7 @@ from binade.app.jobs.collecting import duration_text, wrapped
 from binade.app.state import catalog
 from binade.collector import jobs
 from binade.collector.jobs import JobError, JobView
-from binade.data.access import ReadOnly, read_only
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
@@ -38,7 +38,7 @@ CSS = (
     "[class*=st-key-job_] [data-testid=stProgress]{padding:.15rem 0}"
     "</style>"
 )
-FAILED = (JobError, ReadOnly, RunError, OSError, ValueError)
+FAILED = (JobError, ReadOnlyError, RunError, OSError, ValueError)
 
 
 def page() -> None:

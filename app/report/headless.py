@@ -148,7 +148,7 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     """Raise UsageError if one of the files is there and not from an earlier report, or is a folder, or if one of the
     folders, which may be theirs, is no folder."""
     files = list(files)
-    foreign = {name for name in files if _is_there(output / name) and name not in before or (output / name).is_dir()}
+    foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in files for parent in PurePosixPath(name).parents[:-1])}
     foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
     if foreign:

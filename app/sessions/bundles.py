@@ -11,7 +11,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.pins import Pin, tensors_of
 from binade.app.sessions.session import Session, SessionError
 from binade.data import bundle
-from binade.data.access import ReadOnly
+from binade.data.access import ReadOnlyError
 from binade.data.bundle import BundleError, Taken, Written
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, resolve_root
@@ -44,7 +44,7 @@ def bring_in(
     root: Path, source: Path, done: Callable[[int, int], None] = lambda count, of: None
 ) -> tuple[Taken, Session | None, int]:
     """Take a bundle into a root: (what was done with its runs, its session and the number it has here). Raises
-    BundleError, SessionError, ReadOnly, and then the root is as it was."""
+    BundleError, SessionError, ReadOnlyError, and then the root is as it was."""
 
     def check(beside: dict[str, bytes]) -> None:
         if SESSION in beside:
@@ -65,7 +65,7 @@ def command(given: argparse.Namespace) -> int:
     root = resolve_root(given.tensor_save_dir)
     try:
         {"export": _export, "import": _import, "list": _list}[given.verb](root, given)
-    except (BundleError, SessionError, RunError, ReadOnly) as error:
+    except (BundleError, SessionError, RunError, ReadOnlyError) as error:
         print(f"binade: {error}", file=sys.stderr)
         return 1
     return 0

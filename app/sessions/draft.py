@@ -18,7 +18,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.pins import Pin
 from binade.app.sessions.session import Session, SessionError, View
 from binade.app.state import catalog
-from binade.data.access import ReadOnly, read_only
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, resolve_root
 
@@ -112,7 +112,7 @@ def save(catalog: Catalog, session: Session) -> bool:
     before = draft.on_disk if draft else None
     try:
         saved, number = sessions.save(catalog.root, sessions.marked(catalog, session, before))
-    except (SessionError, ReadOnly, RunError) as error:
+    except (SessionError, ReadOnlyError, RunError) as error:
         st.session_state["notices"] = [str(error)]
         return False
     put(Draft(saved, number, saved))

@@ -21,7 +21,7 @@ from binade.app.sessions.draft import Draft
 from binade.app.sessions.pins import Pin
 from binade.app.sessions.session import Session, SessionError, Version, View
 from binade.app.state import catalog, explain_refused
-from binade.data.access import ReadOnly, read_only
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -185,7 +185,7 @@ def _more(opened: Catalog, one: Session) -> None:
 def _delete(opened: Catalog, one: Session) -> None:
     try:
         sessions.delete(opened.root, one.id)
-    except (SessionError, ReadOnly) as error:
+    except (SessionError, ReadOnlyError) as error:
         st.session_state["notices"] = [str(error)]
         return
     if (now := draft.current()) and now.session.id == one.id:
@@ -371,7 +371,7 @@ def _import(opened: Catalog) -> None:
         return
     try:
         session, words = _taken(opened, given)
-    except (SessionError, BundleError, ReadOnly) as error:
+    except (SessionError, BundleError, ReadOnlyError) as error:
         st.error(plain(str(error)), icon=":material/error:")
         return
     opened.sync()

@@ -307,7 +307,7 @@ def folder(root: Path) -> Path:
 def save(root: Path, session: Session) -> tuple[Session, int]:
     """Save as the next version: (the session with its time of saving, its number). Former versions stay.
 
-    Raises SessionError if it is beyond the limits or the disk refuses, ReadOnly where nothing may be changed; then
+    Raises SessionError if it is beyond the limits or the disk refuses, ReadOnlyError where nothing may be changed; then
     nothing is left behind.
     """
     check_writable("Saving a session")
@@ -383,7 +383,7 @@ def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
 
 
 def delete(root: Path, session_id: str) -> int:
-    """Delete a session with its history; how many versions went. Raises SessionError, ReadOnly."""
+    """Delete a session with its history; how many versions went. Raises SessionError, ReadOnlyError."""
     check_writable("Deleting a session")
     if not re.fullmatch(ID, session_id):
         raise SessionError(f"{session_id[:40]!a} is no session's id.")

@@ -30,7 +30,7 @@ from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import PeerLost, Quantization
+from binade.collector.models.parallel import PeerLostError, Quantization
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part, Recipe, parse_recipe
 from binade.collector.recipes.selection import Selection
@@ -197,7 +197,7 @@ class Recorder:
         else:
             run_id = ranks.share(None)
             if run_id is None:
-                raise PeerLost("rank 0 could not start the run")
+                raise PeerLostError("rank 0 could not start the run")
             self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         self._writing = Writing(self.writer, self.max_bytes)
         self.entered = True
@@ -217,7 +217,7 @@ class Recorder:
         if error is None and failure is None:
             try:
                 self.ranks.wait()  # for what the others have still to write
-            except PeerLost as lost:
+            except PeerLostError as lost:
                 failure = lost
         if error is None and failure is None:
             state = DONE
@@ -335,19 +335,19 @@ class Recorder:
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, seen.format, captured)
         self._count += 1
-        about = dict(
-            tensor_id=f"r{self.rank:02d}-{self._count:06d}",
-            run_id=self.writer.run_id,
-            identity=identity,
-            captured=captured.replace(tzinfo=None),
-            shape=tuple(shown.shape),
-            dtype=str(shown.dtype).removeprefix("torch."),
-            nbytes=shown.numel() * shown.element_size(),
-            path=path and str(path),
-            contracted_axis=seen.dim - seen.tensor.dim() if seen.dim >= 0 else seen.dim if operand else None,
-            format=seen.format,
-            shard=shard,
-        )
+        about = {
+            "tensor_id": f"r{self.rank:02d}-{self._count:06d}",
+            "run_id": self.writer.run_id,
+            "identity": identity,
+            "captured": captured.replace(tzinfo=None),
+            "shape": tuple(shown.shape),
+            "dtype": str(shown.dtype).removeprefix("torch."),
+            "nbytes": shown.numel() * shown.element_size(),
+            "path": path and str(path),
+            "contracted_axis": seen.dim - seen.tensor.dim() if seen.dim >= 0 else seen.dim if operand else None,
+            "format": seen.format,
+            "shard": shard,
+        }
 
         def row() -> TensorRow:
             found = {name: score() for name, score in scores.items()}

@@ -35,7 +35,7 @@ from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE, STATES, RunInfo, list_runs, read_losses
-from binade.quant.formats import FORMATS, UnknownFormat
+from binade.quant.formats import FORMATS, UnknownFormatError
 
 BF16_BITS = 16
 SIDES = (("linear", "forward"), ("linear", "backward"), ("FA", "forward"), ("FA", "backward"))  # component, operation
@@ -399,7 +399,7 @@ def _storage(catalog: Catalog, finished: Filter, run_id: str, refused: list[str]
         return None
     try:
         bits = sum(_bits(row) for row in operands.itertuples())
-    except UnknownFormat as error:
+    except UnknownFormatError as error:
         refused.append(f"{run_id}: {error}")
         return None
     return Storage(int(operands["tensors"].sum()), int(operands["numel"].sum()), bits)

@@ -21,8 +21,8 @@ EXIT = {DONE: 0, CANCELLED: 130}
 
 
 def run_command(given: argparse.Namespace) -> int:
-    """Do what the command line asks for: the exit status. Raises ConfigError and its kin, JobError, ReadOnly, RunError,
-    OSError."""
+    """Do what the command line asks for: the exit status. Raises ConfigError and its kin, JobError, ReadOnlyError,
+    RunError, OSError."""
     action = given.action or "list"
     root = resolve_root(given.tensor_save_dir)
     if action == "list":

@@ -25,10 +25,10 @@ from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.collector.recipes.selection import by_layer
 from binade.collector.training.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from binade.collector.training.slurm_options import slurm_options
-from binade.data.access import ReadOnly
+from binade.data.access import ReadOnlyError
 from binade.data.runs import RunError, resolve_root
 from binade.data.store import write_atomic
-from binade.quant.formats import FORMATS, UnknownFormat
+from binade.quant.formats import FORMATS, UnknownFormatError
 
 if TYPE_CHECKING:
     from binade.collector.imports.importer import Imported
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 SHOWN_REFUSALS = 10
-BAD_USAGE = (ConfigError, RecipeError, UnknownFormat, ReadOnly)
+USAGE_ERRORS = (ConfigError, RecipeError, UnknownFormatError, ReadOnlyError)
 
 
 def describe(config: RunConfig, root: Path) -> str:
@@ -291,7 +291,7 @@ def manage_jobs(given: argparse.Namespace) -> int:
     except BrokenPipeError:  # who read it has seen enough: a job that is followed goes on
         leave()
         return 0
-    except (*BAD_USAGE, JobError) as error:
+    except (*USAGE_ERRORS, JobError) as error:
         return _fail(error, 2)
     except RunError as error:
         return _fail(error, 1)
@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             put(_slurm().submit(slurm, root, job_arguments(argv)))
         else:
             collect(runs, root, argv)
-    except BAD_USAGE as error:
+    except USAGE_ERRORS as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         print("binade: cancelled; what was recorded is kept", file=sys.stderr)

@@ -41,7 +41,7 @@ ABOUT_FORMATS = (
 )
 
 
-class BadUsage(ConfigError):
+class UsageError(ConfigError):
     """The command line cannot be read. The message says why, and where help is."""
 
 
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        raise BadUsage(f"{one_line(message)}; see python -m {self.prog} --help")
+        raise UsageError(f"{one_line(message)}; see python -m {self.prog} --help")
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -71,16 +71,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line read; bad usage ends the process with status 2 and one line."""
     try:
         return read(argv)
-    except BadUsage as error:
+    except UsageError as error:
         print(f"binade: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line read. Raises BadUsage."""
+    """The command line read. Raises UsageError."""
     for word in argv:
         if not is_unicode(word):  # it could be opened, but neither written into run.json nor indexed
-            raise BadUsage(f"{one_line(word)} is not valid Unicode: rename the file, or write the option anew")
+            raise UsageError(f"{one_line(word)} is not valid Unicode: rename the file, or write the option anew")
     if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
         old = _old_parser()
         given, rest = old.parse_known_args(argv)

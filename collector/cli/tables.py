@@ -82,8 +82,20 @@ def tables(section: Section) -> list[Table]:
     found = [
         Table(
             "Loss, in nats per token",
-            ("recipe", "state", "runs", "steps", "loss", "common", "loss there", "bf16 there", "gap", "mean gap", "sd")
-            + ("perplexity",),
+            (
+                "recipe",
+                "state",
+                "runs",
+                "steps",
+                "loss",
+                "common",
+                "loss there",
+                "bf16 there",
+                "gap",
+                "mean gap",
+                "sd",
+                "perplexity",
+            ),
             tuple(_loss_cells(row) for row in section.rows),
             left=2,
         ),

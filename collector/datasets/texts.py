@@ -138,7 +138,7 @@ class JsonLines:
 
 
 def _unpacked(path: Path) -> BinaryIO:
-    file = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the texts do
+    file = tempfile.TemporaryFile()  # lives as long as the texts do
     try:
         with gzip.open(path, "rb") as packed:
             shutil.copyfileobj(packed, file, 1 << 20)

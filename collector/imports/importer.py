@@ -30,7 +30,7 @@ from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.config import ConfigError
 from binade.collector.training.memory import available_host_memory
 from binade.data.access import check_writable
-from binade.data.foreign import SUFFIXES, ForeignTensor, TooLarge, opened
+from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
 from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
 from binade.data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
@@ -135,7 +135,7 @@ def read_file(job: Job) -> Read:
                 version = log.version
                 tensor_id = f"f{job.number:07d}" + (f"-{number}" if found.key is not None else "")
                 rows.append(_row(job, tensor_id, found, log))
-    except TooLarge as error:
+    except TooLargeError as error:
         return Read(refused=[Refusal(job.name, str(error))], later=not job.alone)
     except TensorFileError as error:
         return Read(refused=[Refusal(job.name, str(error))])
@@ -154,7 +154,7 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, log: Log) -> TensorRow:
     scores = job.scores
     if scores and job.room is not None and needed > job.room:
         if not job.alone:
-            raise TooLarge(f"scoring it takes {needed / 2**30:.1f} GiB")
+            raise TooLargeError(f"scoring it takes {needed / 2**30:.1f} GiB")
         scores = ()
         notes.append(
             f"Not scored: that takes about {needed / 2**30:.1f} GiB, and {max(job.room, 0) / 2**30:.1f} GiB of memory "
@@ -193,8 +193,8 @@ def import_logs(
     scores   formats to try on every tensor: along the axis that its GEMM contracts, the last where that is not known
     workers  processes; None for one a core
 
-    Raises ConfigError if source is no directory, UnknownFormat, RunError if root cannot be written or the same import
-    is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was imported kept.
+    Raises ConfigError if source is no directory, UnknownFormatError, RunError if root cannot be written or the same
+    import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was imported kept.
     """
     start = time.monotonic()
     source = _checked(source, root)
@@ -205,22 +205,21 @@ def import_logs(
     if not (found or refused):
         return Imported("", root, 0, 0, 0, 0, {}, [], time.monotonic() - start)
     config = {"kind": IMPORT, "source": str(source), "scores": list(scores), "command": command}
-    with _locked(root, config) as writer:
-        with open(writer.directory / "log.txt", "ab", buffering=0) as log:
+    with _locked(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
 
-            def tell(line: str) -> None:
-                log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
-                say(line)
+        def tell(line: str) -> None:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
+            say(line)
 
-            try:
-                task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, tell, progress)
-                task.run(found)
-            except BaseException as error:
-                if writer.status.state == RUNNING:  # not even begun
-                    writer.finish(FAILED, str(error))
-                with suppress(OSError):  # a full disk must not hide what happened
-                    log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n".encode())
-                raise
+        try:
+            task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, tell, progress)
+            task.run(found)
+        except BaseException as error:
+            if writer.status.state == RUNNING:  # not even begun
+                writer.finish(FAILED, str(error))
+            with suppress(OSError):  # a full disk must not hide what happened
+                log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n".encode())
+            raise
     return task.result(time.monotonic() - start)
 
 

@@ -14,7 +14,7 @@ from binade.data.runs import delete_run, now
 
 def cancel(root: Path, number: int) -> None:
     """Have a job ended; what it recorded is kept. A queued one is over at once, of one that runs the runner ends every
-    process: `look` tells when that is done. Raises JobError, ReadOnly, RunError, OSError."""
+    process: `look` tells when that is done. Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("cancelling a run")
     with locked(root):
         job = find(root, number)
@@ -38,8 +38,8 @@ def retry(root: Path, number: int) -> Job:
 
 
 def delete(root: Path, number: int, *, with_run: bool = False) -> None:
-    """Forget a job that has ended, and with_run delete its run and all tensors. Raises JobError, ReadOnly, RunError,
-    OSError."""
+    """Forget a job that has ended, and with_run delete its run and all tensors. Raises JobError, ReadOnlyError,
+    RunError, OSError."""
     check_writable("deleting a job")
     with locked(root):
         job = find(root, number)

@@ -19,8 +19,8 @@ _OTHERWISE = {"recipe", "save_tensors", "raw", "sequence_parallel", "micro_batch
 def asked(line: Sequence[str]) -> list[RunConfig]:
     """The runs that a command line of run, batch or quick asks for, checked.
 
-    Raises ConfigError, RecipeError or UnknownFormat for what cannot be run, and ConfigError for what is no job: another
-    command, --dry-run, --launcher slurm.
+    Raises ConfigError, RecipeError or UnknownFormatError for what cannot be run, and ConfigError for what is no job:
+    another command, --dry-run, --launcher slurm.
     """
     if not line or line[0] not in COMMANDS:
         raise ConfigError(f"a job is a command line of {', '.join(COMMANDS)}, such as: run --quantization mxfp8")

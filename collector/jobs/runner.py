@@ -36,7 +36,7 @@ LEAST_SPACE = 1 << 20  # bytes free, or the next job waits
 
 
 def wake(root: Path) -> None:
-    """See to it that somebody works through the queue. Raises ReadOnly, RunError, OSError."""
+    """See to it that somebody works through the queue. Raises ReadOnlyError, RunError, OSError."""
     check_writable("starting a run")
     with locked(root):
         lock = _hold(root)
@@ -75,7 +75,7 @@ def _environment() -> dict[str, str]:
 
 
 def serve(root: Path) -> None:
-    """Work through the queue until it is empty; at once, if somebody else does already. Raises ReadOnly."""
+    """Work through the queue until it is empty; at once, if somebody else does already. Raises ReadOnlyError."""
     check_writable("starting a run")
     with locked(root):
         lock = _hold(root)

@@ -135,7 +135,7 @@ def at_once(root: Path) -> int:
 
 
 def set_at_once(root: Path, count: int) -> None:
-    """Raises JobError, ReadOnly, RunError, OSError."""
+    """Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("changing the queue")
     if not 1 <= count <= MOST_AT_ONCE:
         raise JobError(f"{count} jobs at once: it must be 1 to {MOST_AT_ONCE}")
@@ -155,7 +155,7 @@ def add(
     """Queue a command line of run, batch or quick: a job for each run of it, in their order. Who adds jobs sees to it
     that somebody works on them: `runner.wake`.
 
-    Raises ConfigError and its kin for a command line that cannot be run; ReadOnly, RunError, OSError.
+    Raises ConfigError and its kin for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     check_writable("starting a run")
     runs = asked(line)
@@ -228,7 +228,7 @@ def find(root: Path, number: int) -> Job:
 
 
 def change(root: Path, number: int, *, title: str | None = None, tags: Sequence[str] | None = None) -> Job:
-    """Rename or tag a job. Raises JobError, ReadOnly, RunError, OSError."""
+    """Rename or tag a job. Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("changing a job")
     with locked(root):
         job = find(root, number)

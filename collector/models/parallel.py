@@ -31,13 +31,13 @@ from binade.quant.formats import GemmFormats
 from binade.quant.gemm import Tap, linear
 
 
-class PeerLost(RuntimeError):
+class PeerLostError(RuntimeError):
     """A collective operation failed: another rank is gone."""
 
     exit_status = 75  # tells who launched this rank that the fault is another's
 
     @classmethod
-    def after(cls, error: RuntimeError) -> PeerLost:
+    def after(cls, error: RuntimeError) -> PeerLostError:
         reason = re.sub(r"^\[[^]]*\] *", "", str(error).splitlines()[0])  # gloo begins with its source line
         return cls(f"another rank is gone: {reason.partition('. ')[0]}")
 
@@ -64,7 +64,7 @@ class Group:
         return replace(self, sequence_parallel=False)
 
     def sum_(self, x: Tensor) -> Tensor:
-        """x summed over the ranks, in place. Raises PeerLost."""
+        """x summed over the ranks, in place. Raises PeerLostError."""
         if self.size > 1:
             _collective(dist.all_reduce, x, group=self.handle)
         return x
@@ -95,7 +95,7 @@ def _collective(operation: Callable, *tensors: Tensor, **options) -> None:
     try:
         operation(*tensors, **options)
     except RuntimeError as error:
-        raise PeerLost.after(error) from error
+        raise PeerLostError.after(error) from error
 
 
 @dataclass

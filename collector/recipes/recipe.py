@@ -178,7 +178,7 @@ def parse_recipe(
     router), then of one GEMM of every linear layer (forward, dgrad, wgrad), then of operands, each written
     "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS.
 
-    Raises RecipeError or UnknownFormat.
+    Raises RecipeError or UnknownFormatError.
     """
     for prefix in ("FA_linear_", "FA_", "linear_", ""):
         if name.startswith(prefix) and name.removeprefix(prefix) in FORMATS:

@@ -173,7 +173,7 @@ def fast(config: RunConfig) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError, RecipeError or UnknownFormat for the first choice that cannot be run."""
+    """Raise ConfigError, RecipeError or UnknownFormatError for the first choice that cannot be run."""
     _one_of("model", config.model, MODELS)
     _one_of("size", config.size, SIZES)
     check_inputs(config.dataset, config.tokenizer)

@@ -21,22 +21,22 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.parallel import PeerLost
+from binade.collector.models.parallel import PeerLostError
 from binade.collector.training.ranks import LAUNCHER, STORE
 from binade.data.runs import CANCELLED, DONE, FAILED, list_runs, settle
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
 # How a rank ends because another did: told by the collective operation, or by the signal that it was sent.
-FOLLOWED = (PeerLost.exit_status, 130, -signal.SIGTERM)
+FOLLOWED = (PeerLostError.exit_status, 130, -signal.SIGTERM)
 
 
-class RankFailed(RuntimeError):
+class RankFailedError(RuntimeError):
     """A rank ended the run. The message says which and why."""
 
 
 def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
-    """binade with these arguments on `ranks` ranks. Raises RankFailed, KeyboardInterrupt, or ConfigError
+    """binade with these arguments on `ranks` ranks. Raises RankFailedError, KeyboardInterrupt, or ConfigError
     where a rank refused what it was asked for."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it warns of is told here
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
@@ -45,7 +45,7 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
         processes = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args={rank: ("-m", "binade", *argv) for rank in range(ranks)},
+            args=dict.fromkeys(range(ranks), ("-m", "binade", *argv)),
             envs={rank: _environment(rank, ranks, Path(scratch, "store")) for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch, "logs")), redirects=quiet),
         )
@@ -64,7 +64,7 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
             _settle(root, FAILED, said)
             if failure.exitcode == REFUSED:
                 raise ConfigError(said.removeprefix(f"rank {rank}: "))
-            raise RankFailed(f"the run failed: {said}")
+            raise RankFailedError(f"the run failed: {said}")
 
 
 def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:

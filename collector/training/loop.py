@@ -58,7 +58,7 @@ class Step:
     seconds: float
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """The loss is no longer finite."""
 
 
@@ -265,7 +265,7 @@ def _note(
     """Warm-up iterations count from below: the last one is -1. data_sha256 is of all tokens read so far."""
     writer, loss = recorder.writer, step.loss
     if loss != loss or loss in (float("inf"), float("-inf")):
-        raise Diverged(f"the loss is {loss} at iteration {iteration}: training diverged")
+        raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
     timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
     writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
     first = writer.status.loss_first

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from binade.collector.models.parallel import SINGLE, Group, PeerLost
+from binade.collector.models.parallel import SINGLE, Group, PeerLostError
 from binade.collector.training.config import ConfigError, RunConfig
 
 # Set by `launch` for the ranks that it starts: its process, and a file to meet at that no other machine can reach.
@@ -54,26 +54,26 @@ class Ranks:
         return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
     def share(self, text: str | None) -> str | None:
-        """Rank 0's text, on every rank. Raises PeerLost."""
+        """Rank 0's text, on every rank. Raises PeerLostError."""
         if self.size == 1:
             return text
         box = [text]
         try:
             dist.broadcast_object_list(box, src=0)
         except RuntimeError as error:
-            raise PeerLost.after(error) from error
+            raise PeerLostError.after(error) from error
         return box[0]
 
     def wait(self) -> None:
-        """Until every rank is here. Raises PeerLost."""
+        """Until every rank is here. Raises PeerLostError."""
         if self.size > 1:
             self.share(None)
             Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
 
     def check_launcher(self) -> None:
-        """Raises PeerLost if the process that started the ranks is gone: nobody would end them."""
+        """Raises PeerLostError if the process that started the ranks is gone: nobody would end them."""
         if self.owner is not None and os.getppid() != self.owner:
-            raise PeerLost("the process that started the ranks is gone")
+            raise PeerLostError("the process that started the ranks is gone")
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -81,7 +81,7 @@ class Ranks:
         leaves, and the others miss it."""
         try:
             yield
-        except PeerLost:
+        except PeerLostError:
             self.check_launcher()
             raise
 
@@ -168,7 +168,7 @@ def _own(groups: list[range], rank: int) -> dist.ProcessGroup | None:
 @torch.no_grad()
 def finish_gradients(model: nn.Module, ranks: Ranks) -> None:
     """Make every gradient what one rank would have: sum over the tensor-parallel ranks what sequence parallelism left
-    in shares, average over the replicas. Raises PeerLost."""
+    in shares, average over the replicas. Raises PeerLostError."""
     for parameter in model.parameters():
         if parameter.grad is None:
             continue
@@ -180,7 +180,7 @@ def finish_gradients(model: nn.Module, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, ranks: Ranks, largest: float) -> None:
-    """torch's clip_grad_norm_, with the norm of the whole gradient. Raises PeerLost."""
+    """torch's clip_grad_norm_, with the norm of the whole gradient. Raises PeerLostError."""
     if ranks.tensor.size == 1:
         nn.utils.clip_grad_norm_(model.parameters(), largest)
         return

@@ -29,7 +29,7 @@ SRUN = ("--kill-on-bad-exit=0", "--wait=60")
 SIGNAL = "TERM@90"
 
 
-class NotSubmitted(RuntimeError):
+class SubmissionError(RuntimeError):
     """The cluster did not take the job. The message says why."""
 
 
@@ -48,7 +48,7 @@ def script(options: SlurmOptions, root: Path, arguments: Sequence[str]) -> str:
 
 def submit(options: SlurmOptions, root: Path, arguments: Sequence[str]) -> str:
     """Queue binade with these arguments: what to tell the user. Raises ConfigError, RunError and
-    NotSubmitted."""
+    SubmissionError."""
     executor, command = _executor(options, root), _command(arguments)
     if shutil.which("sbatch") is None:
         raise ConfigError(
@@ -62,9 +62,9 @@ def submit(options: SlurmOptions, root: Path, arguments: Sequence[str]) -> str:
     except FailedJobError as error:
         Path(error.__cause__.cmd[-1]).unlink()  # the script that no job came of
         said = str(error).splitlines() or ["it did not say why"]
-        raise NotSubmitted(f"sbatch refused the job: {said[-1]}") from None
+        raise SubmissionError(f"sbatch refused the job: {said[-1]}") from None
     except FailedSubmissionError as error:
-        raise NotSubmitted(f"sbatch named no job: {str(error).splitlines()[0]}") from None
+        raise SubmissionError(f"sbatch named no job: {str(error).splitlines()[0]}") from None
     except OSError as error:
         raise RunError(
             f"cannot write to {executor.folder}: {error.strerror or error}; choose a directory with --tensor-save-dir"

@@ -52,7 +52,7 @@ class Unit:
         return directory() / f"{name}-{_stamp(self.source)}.so"
 
 
-class CannotBuild(RuntimeError):
+class BuildError(RuntimeError):
     """There is no C++ compiler, or it failed."""
 
 
@@ -77,7 +77,7 @@ def built(unit: Unit, values: int | None = None) -> ctypes.CDLL | None:
                 return None
         try:
             _loaded[unit] = _load(unit)
-        except (CannotBuild, OSError) as error:
+        except (BuildError, OSError) as error:
             if None not in _loaded.values():
                 log.warning("working on the CPU without compiled kernels, several times slower: %s", error)
             _loaded[unit] = None
@@ -93,7 +93,7 @@ def _load(unit: Unit) -> ctypes.CDLL:
 def _build(unit: Unit) -> None:
     found = compiler()
     if found is None:
-        raise CannotBuild("no C++ compiler was found (CXX, c++, g++ or clang++)")
+        raise BuildError("no C++ compiler was found (CXX, c++, g++ or clang++)")
     source, path = Path(__file__).with_name(unit.source), unit.path
     aside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
     for native in (["-march=native"], []):  # not every compiler knows the option
@@ -102,7 +102,7 @@ def _build(unit: Unit) -> None:
         if result.returncode == 0:
             aside.replace(path)
             return
-    raise CannotBuild(f"{found} failed: {result.stderr.strip()[:200]}")
+    raise BuildError(f"{found} failed: {result.stderr.strip()[:200]}")
 
 
 def compiler() -> str | None:

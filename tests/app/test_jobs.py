@@ -15,7 +15,7 @@ from binade.app.jobs import collecting
 from binade.collector import jobs
 from binade.collector.jobs import processes, store
 from binade.collector.training.config import RunConfig
-from binade.data.access import ReadOnly
+from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
 from tests.app import roots
@@ -227,6 +227,6 @@ class TestReadOnly:
             alone = AppTest.from_string(f"from binade.app.{module} import page\npage()", default_timeout=60)
             alone.run()
             assert not alone.exception and "read-only" in words(alone) and not alone.button and not alone.code
-        with Catalog.open(root) as catalog, pytest.raises(ReadOnly, match="SQL"):
+        with Catalog.open(root) as catalog, pytest.raises(ReadOnlyError, match="SQL"):
             state.sandbox(catalog)
         monkeypatch.delenv("BINADE_READ_ONLY")

@@ -22,12 +22,12 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `make bench` and the collector set it
 
-import torch  # noqa: E402
+import torch
 
-from binade.collector.imports.importer import import_logs  # noqa: E402
-from binade.collector.training.config import DEFAULT_SCORES  # noqa: E402
-from binade.quant import score, summarize  # noqa: E402
-from tests.bench.bench_quantize import versions  # noqa: E402
+from binade.collector.imports.importer import import_logs
+from binade.collector.training.config import DEFAULT_SCORES
+from binade.quant import score, summarize
+from tests.bench.bench_quantize import versions
 
 
 def make(directory: Path, files: int, values: int, dtype: torch.dtype, older: bool) -> int:
@@ -78,9 +78,7 @@ def main() -> None:
                     for repeat in range(args.repeats):
                         root = Path(scratch, f"runs{len(scores)}{repeat}")
                         loops.append(seconds(lambda: loop(logs, scores)))  # noqa: B023
-                        imports.append(
-                            seconds(lambda: import_logs(logs, root, scores=scores, say=lambda line: None))  # noqa: B023
-                        )
+                        imports.append(seconds(lambda: import_logs(logs, root, scores=scores, say=lambda line: None)))  # noqa: B023
                     theirs, ours = size / statistics.median(loops), size / statistics.median(imports)
                     print(
                         f"| {args.files} × {size / args.files:.1f} MB | {str(dtype).removeprefix('torch.')} | "

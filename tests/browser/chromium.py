@@ -24,7 +24,7 @@ ARGUMENTS = (
 )
 
 
-class NoChromium(RuntimeError):
+class ChromiumError(RuntimeError):
     """There is no browser to drive. The message says what to install."""
 
 
@@ -38,27 +38,27 @@ def find() -> str | None:
 
 
 def install() -> str:
-    """The path of a Chromium, Debian's package installed if there is none. Raises NoChromium."""
+    """The path of a Chromium, Debian's package installed if there is none. Raises ChromiumError."""
     if path := find():
         return path
     if given := os.environ.get("CHROMIUM"):
-        raise NoChromium(f"CHROMIUM is {given!r}, which is no program: give a Chromium's path, or unset it")
+        raise ChromiumError(f"CHROMIUM is {given!r}, which is no program: give a Chromium's path, or unset it")
     wanted = "install Chromium (Debian, Ubuntu: apt-get install chromium), or set CHROMIUM to the path of one"
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise NoChromium(f"there is no Chromium on PATH: {wanted}")
+        raise ChromiumError(f"there is no Chromium on PATH: {wanted}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for arguments in (["update"], ["install", "-y", "--no-install-recommends", "chromium"]):
         done = subprocess.run(["apt-get", *arguments], env=environment, stdout=sys.stderr, stdin=subprocess.DEVNULL)
         if done.returncode:
-            raise NoChromium(f"apt-get {arguments[0]} failed with exit status {done.returncode}: {wanted}")
+            raise ChromiumError(f"apt-get {arguments[0]} failed with exit status {done.returncode}: {wanted}")
     if path := find():
         return path
-    raise NoChromium(f"the package chromium brought no program of that name: {wanted}")
+    raise ChromiumError(f"the package chromium brought no program of that name: {wanted}")
 
 
 if __name__ == "__main__":
     try:
         print(install())
-    except NoChromium as missing:
+    except ChromiumError as missing:
         print(f"chromium: {missing}", file=sys.stderr)
         sys.exit(1)

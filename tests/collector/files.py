@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ def read_pair(prefix: Path) -> list[list[int]]:
     bounds = dataset.document_indices.tolist()
     return [
         [token for number in range(first, end) for token in dataset[number].tolist()]
-        for first, end in zip(bounds, bounds[1:], strict=False)
+        for first, end in itertools.pairwise(bounds)
     ]
 
 

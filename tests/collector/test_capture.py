@@ -583,9 +583,8 @@ class TestRecorder:
             assert rows["iteration"].tolist() == [0] * 4 and rows["run_id"].nunique() == 2
 
     def test_entered_twice_it_says_so(self, tmp_path):
-        with Recorder(tmp_path) as recorder:
-            with pytest.raises(RecorderError, match="is recording a run already"):
-                recorder.__enter__()
+        with Recorder(tmp_path) as recorder, pytest.raises(RecorderError, match="is recording a run already"):
+            recorder.__enter__()
         assert [read_run(path).status.state for path in tmp_path.iterdir()] == [DONE]
 
     def test_without_a_run_it_says_so(self, tmp_path):
@@ -626,7 +625,7 @@ class TestRecorder:
 
         with pytest.raises(KeyboardInterrupt), Interrupting(tmp_path) as recorder, instrument(model, "bf16", recorder):
             step(model)
-        files = [path for path in tmp_path.rglob("*.pt")]
+        files = list(tmp_path.rglob("*.pt"))
         with Catalog.open(tmp_path) as catalog:
             assert sorted(catalog.path(i) for i in catalog.tensors()["tensor_id"]) == sorted(files)
             assert len(files) == 40

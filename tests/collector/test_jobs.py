@@ -19,7 +19,7 @@ from binade.collector import jobs
 from binade.collector.jobs import processes, runner, state, store
 from binade.collector.jobs.estimate import estimate, planned
 from binade.collector.training.config import ConfigError, RunConfig
-from binade.data.access import ReadOnly
+from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
 from tests.collector.test_failures import check_rows
@@ -431,7 +431,7 @@ class TestReadOnly:
             lambda: jobs.set_at_once(root, 2),
             lambda: jobs.wake(root),
         ):
-            with pytest.raises(ReadOnly, match="BINADE_READ_ONLY"):
+            with pytest.raises(ReadOnlyError, match="BINADE_READ_ONLY"):
                 act()
         assert jobs.listing(root)[0].state == "cancelled"
         assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before

@@ -136,7 +136,7 @@ def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
     for key, row in parts.iterrows():
         expected, got = catalog.load(whole[key]), catalog.unsharded(row["tensor_id"])
         assert got.shape == expected.shape and got.dtype == expected.dtype, key
-        if key[0] == "qkv" and key[1] == "forward" or key[-1] == "weight":
+        if (key[0] == "qkv" and key[1] == "forward") or key[-1] == "weight":
             assert torch.equal(got, expected), key
         else:  # behind a sum of two partial results in bfloat16, whose ulp is up to 2^-7
             assert (got.float() - expected.float()).norm() <= 2**-7 * expected.float().norm(), key

@@ -13,7 +13,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
 from binade.collector.training.config import MODELS
 from binade.quant import fake_quantize, gemm
-from binade.quant.formats import FORMATS, GemmFormats, UnknownFormat
+from binade.quant.formats import FORMATS, GemmFormats, UnknownFormatError
 
 # By hand from DESIGN.md: (linear, QK^T, PV), each (forward_a, forward_b, dgrad_grad, dgrad_b, wgrad_grad, wgrad_a).
 NOTHING = (None,) * 6
@@ -93,7 +93,7 @@ def test_unknown_recipes_are_refused(name):
 @pytest.mark.parametrize("unknown", ["mxfp9", "", "FA_mxfp8"])
 @pytest.mark.parametrize("part", ["linear", "qk", "pv", "router", "forward", "dgrad", "wgrad"])
 def test_unknown_formats_are_refused(part, unknown):
-    with pytest.raises(UnknownFormat, match=f"'{unknown}' is unknown"):
+    with pytest.raises(UnknownFormatError, match=f"'{unknown}' is unknown"):
         parse_recipe("bf16", **{part: unknown})
 
 
@@ -177,7 +177,7 @@ def test_what_is_more_exact_wins():
     ],
 )
 def test_operands_that_are_not_there_are_refused(operands, message):
-    with pytest.raises((RecipeError, UnknownFormat), match=message) as refused:
+    with pytest.raises((RecipeError, UnknownFormatError), match=message) as refused:
         parse_recipe("mxfp8", operands=operands)
     assert "\n" not in str(refused.value)
 

@@ -78,7 +78,7 @@ def test_every_bf16_pattern_as_gfloat(name):
 def test_ties(name):
     spec = LIBRARY[name]
     beyond = {"bf16": 2.0**128, "fp16": 65536.0, "fp8_e4m3": 480.0, "fp8_e5m2": 65536.0, "hifp8": 1.5 * 2**15}[name]
-    values = [v for v in FORMATS[name].element.finite_values] + [-beyond, beyond]
+    values = [*list(FORMATS[name].element.finite_values), -beyond, beyond]
     x = ties(np.array(values))
     x = x[np.isfinite(x)]
     assert len(x) >= 3 * (len(FORMATS[name].element.finite_values) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from binade.quant import FORMATS, UnknownFormat, compare, fake_quantize, quantize, summarize
+from binade.quant import FORMATS, UnknownFormatError, compare, fake_quantize, quantize, summarize
 from binade.quant.gemm import GemmFormats
 
 X = torch.zeros(4, 8)
@@ -15,7 +15,7 @@ X = torch.zeros(4, 8)
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "words"),
     [
-        ((X, "mxfp9"), {}, UnknownFormat, ["'mxfp9'", "mxfp8", "nvfp4", "mxfp8_e4m3"]),
+        ((X, "mxfp9"), {}, UnknownFormatError, ["'mxfp9'", "mxfp8", "nvfp4", "mxfp8_e4m3"]),
         ((X, "mxfp9"), {}, ValueError, ["mxfp9"]),
         ((X, None), {}, (TypeError, ValueError), ["None"]),
         ((X.int(), "mxfp8"), {}, TypeError, ["int32", "float32", "bfloat16", "float16"]),
@@ -58,13 +58,13 @@ def test_errors_come_before_work_on_empty_tensors():
 
 def test_formats_lookup():
     assert "mxfp8_e4m3" in FORMATS and FORMATS["mxfp8_e4m3"] is FORMATS["mxfp8"] and "x" not in FORMATS
-    with pytest.raises(UnknownFormat, match="'x' is unknown: bf16, "):
+    with pytest.raises(UnknownFormatError, match="'x' is unknown: bf16, "):
         FORMATS["x"]
     assert FORMATS.get("x") is None
 
 
 def test_gemm_formats_are_checked_when_written_down():
-    with pytest.raises(UnknownFormat, match="mxfp5"):
+    with pytest.raises(UnknownFormatError, match="mxfp5"):
         GemmFormats(forward_a="mxfp5")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import gfloat
 import ml_dtypes
 import numpy as np
@@ -78,7 +80,7 @@ def test_tiers_span_the_values(name):
     element = FORMATS[name].element
     grid = {0.0}
     tiers = [*element.tiers, (element.emax + 1, 0)]
-    for (lowest, bits), (end, _) in zip(tiers, tiers[1:], strict=False):
+    for (lowest, bits), (end, _) in itertools.pairwise(tiers):
         for exponent in range(lowest, end):
             grid |= {np.ldexp(1.0 * m, exponent - bits) for m in range(1 << bits, 2 << bits)}
     grid |= {np.ldexp(1.0 * m, tiers[0][0] - tiers[0][1]) for m in range(1, 1 << tiers[0][1])}
