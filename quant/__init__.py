@@ -22,6 +22,7 @@ _HOME = {
     "Usage": "metrics",
     "compare": "metrics",
     "score": "metrics",
+    "sqnr_db": "metrics",
     "usage": "metrics",
     "hadamard_rotate": "rotation",
     "Quantized": "quantizer",

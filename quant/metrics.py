@@ -84,6 +84,18 @@ class Errors:
     saturated: float
 
 
+def sqnr_db(signal: float, noise: float) -> float:
+    """10·log10(signal / noise) in dB, of two sums of squares: Σx² and Σ(q-x)².
+
+    +inf for zero noise, -inf for infinite noise (a finite x became infinite), NaN for zero signal or NaN noise.
+    """
+    if not signal > 0 or math.isnan(noise):
+        return math.nan
+    if noise in (0.0, math.inf):
+        return -math.inf if noise else math.inf
+    return 10 * math.log10(signal / noise)
+
+
 def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
     """The error of q against x, both of one shape, floating. Raises ValueError for different shapes."""
     return _from_sums(_error_sums(x, q).tolist(), x.numel(), saturated)
@@ -114,14 +126,8 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
 
 def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
     xx, qq, xq, ee, largest, finite, nonzero, flushed = sums
-    if not xx:
-        sqnr_db = math.nan
-    elif ee in (0.0, math.inf):
-        sqnr_db = -math.inf if ee else math.inf
-    else:
-        sqnr_db = 10 * math.log10(xx / ee)
     return Errors(
-        sqnr_db=sqnr_db,
+        sqnr_db=sqnr_db(xx, ee),
         mse=ee / finite if finite else math.nan,
         relative_error=math.sqrt(ee / xx) if xx else math.nan,
         cosine=xq / math.sqrt(xx * qq) if xx and qq else math.nan,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pandas as pd
+
+from binade.quant.metrics import sqnr_db
 
 
 def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
@@ -22,16 +22,9 @@ def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
             {
                 "format": name,
                 "tensors": len(part),
-                "sqnr_db": decibel(signal, noise),
+                "sqnr_db": sqnr_db(signal, noise),
                 "flush_to_zero": (part["flush_to_zero"].fillna(0) * nonzero).sum() / max(nonzero.sum(), 1),
                 "saturated": (part["saturated"] * part["numel"]).sum() / max(part["numel"].sum(), 1),
             }
         )
     return pd.DataFrame(rows, columns=["format", "tensors", "sqnr_db", "flush_to_zero", "saturated"])
-
-
-def decibel(signal: float, noise: float) -> float:
-    """10·log10(signal / noise): +inf without noise, -inf where it is not finite, NaN without a signal."""
-    if not signal > 0:
-        return math.nan
-    return 10 * math.log10(signal / noise) if 0 < noise < math.inf else math.inf if noise == 0 else -math.inf

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.analysis.distribution import Distribution, Pool, distribution_of
-from binade.app.analysis.formats import decibel
 from binade.quant.blocks import look, sample
 from binade.quant.formats import FORMATS
+from binade.quant.metrics import sqnr_db
 from binade.quant.quantizer import plan
 from binade.quant.reference import from_blocks
 
@@ -155,7 +155,7 @@ def _row(one: Trial, total: _Sum) -> dict[str, object]:
     return {
         "label": one.label,
         "format": one.format,
-        "sqnr_db": decibel(total.signal, total.noise),
+        "sqnr_db": sqnr_db(total.signal, total.noise),
         "flush_to_zero": total.flushed / total.nonzero if total.nonzero else math.nan,
         "saturated": total.saturated / total.values if total.values else math.nan,
         "codes_used": int((codes > 0).sum()),

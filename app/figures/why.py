@@ -12,6 +12,7 @@ from binade.app.charts import tensor as draw
 from binade.app.figure import Drawn, Figure, grid
 from binade.app.figures.look import Look, about_format
 from binade.app.style import MEASURES, short
+from binade.quant.metrics import sqnr_db
 
 
 def drawn(look: Look, values: dict[str, Any]) -> Drawn:
@@ -19,7 +20,7 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     zones = anatomy.zones(found)
     share = zones.set_index("zone")["share"]
     sums = found.blocks.sums
-    sqnr = MEASURES["sqnr_db"].text(_sqnr(sums.signal, sums.noise))
+    sqnr = MEASURES["sqnr_db"].text(sqnr_db(sums.signal, sums.noise))
     unit = " dB" if sqnr[0].isdigit() or sqnr[0] == "-" else ""
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
     flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
@@ -43,12 +44,6 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
         figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
         figures += filter(None, (_channels(look), tokens(look)))
     return Drawn(tuple(figures), verdict, tuple(problems))
-
-
-def _sqnr(signal: float, noise: float) -> float:
-    if not signal > 0 or math.isnan(noise):
-        return math.nan
-    return 10 * math.log10(signal / noise) if noise > 0 else math.inf
 
 
 def _channels(look: Look) -> Figure | None:

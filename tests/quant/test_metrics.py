@@ -20,6 +20,7 @@ from binade.quant.metrics import (
     saturated_fraction,
     score_later,
     score_of,
+    sqnr_db,
     stable_rank,
 )
 from binade.quant.quantizer import apply, plan
@@ -258,3 +259,18 @@ def test_saturation_is_told_in_the_formats_own_precision():
     """65,536 is the bfloat16 after fp16's largest value, 65,504, to which that rounds in bfloat16."""
     x = torch.tensor([65536.0, -65536.0, 65280.0, 1.0], dtype=torch.bfloat16)
     assert score(x, "fp16").saturated == 0.5
+
+
+@pytest.mark.parametrize(
+    ("signal", "noise", "want"),
+    [
+        (100.0, 1.0, 20.0),
+        (1.0, 0.0, math.inf),
+        (1.0, math.inf, -math.inf),
+        (1.0, math.nan, math.nan),
+        (0.0, 0.0, math.nan),
+        (0.0, math.inf, math.nan),
+    ],
+)
+def test_sqnr_of_power_sums(signal, noise, want):
+    assert sqnr_db(signal, noise) == pytest.approx(want, nan_ok=True)

@@ -1,0 +1,19 @@
+"""Why a tensor suffers: the figures of one tensor against one format."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+
+from binade.app.figures import why
+from binade.app.figures.look import Look
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS
+
+
+def test_values_that_overflow_fp16():
+    """A value that becomes infinite makes the SQNR -inf dB, shown as "overflows"; it raises no math domain error."""
+    row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t"})
+    x = torch.tensor([[1e6, 1.0, -3.0, 0.5]])
+    drawn = why.drawn(Look(None, Filter(), row, x, FORMATS["fp16"], "L1 fc1 input"), {})
+    assert "SQNR overflows" in drawn.verdict and "lost to NaN or Inf 25.00%" in drawn.verdict
