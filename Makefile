@@ -4,6 +4,8 @@ PORT ?= 8501
 OUTPUT ?= draw
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+BINADE := $(VENV)/bin/binade
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
@@ -20,14 +22,14 @@ help: ## list the targets
 
 run: install ## set up, collect a small batch of runs if there are none, open the app on 127.0.0.1:8501 (PORT=)
 	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || \
-		{ $(PY) -m binade batch $(FIRST_RUNS) && $(PY) -m binade run $(FIRST_PV); }
-	@exec $(PY) -m binade serve --port "$(PORT)"
+		{ $(BINADE) batch $(FIRST_RUNS) && $(BINADE) run $(FIRST_PV); }
+	@exec $(BINADE) serve --port "$(PORT)"
 
 test: install-tests ## set up, run every test, the browser's included
 	@$(PY) -m tests.browser.chromium
 	@$(PY) -m pytest $(ARGS)
 
-install: $(VENV)/.installed ## set up only, in .venv
+install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 
 install-tests: $(VENV)/.installed-tests
 
@@ -38,14 +40,15 @@ $(VENV)/.python:
 		{ rm -rf $(VENV); echo "make: python cannot make a virtual environment: apt-get install python3-venv" >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.python requirements.txt
-	@echo "Installing the packages of requirements.txt into $(VENV) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+$(VENV)/.installed: $(VENV)/.python requirements.txt pyproject.toml
+	@echo "Installing the packages of requirements.txt and the command binade into $(VENV) ..."
+	@$(PIP) -r requirements.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
 	@echo "Installing the packages of tests/requirements.txt into $(VENV) ..."
-	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r tests/requirements.txt
+	@$(PIP) -r requirements.txt -r tests/requirements.txt
 	@touch $@
 
 lint: install-tests ## check the style
@@ -66,7 +69,7 @@ bench: install-tests ## measure, each figure as a ratio to something measured in
 	@$(PY) -m tests.bench.bench_report
 
 report: install ## draw every chart of the runs into a folder, with one HTML of them all (OUTPUT=draw)
-	@$(PY) -m binade report --output "$(OUTPUT)" $(ARGS)
+	@$(BINADE) report --output "$(OUTPUT)" $(ARGS)
 
 clean: ## remove .venv and caches; runs are kept
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from scipy.special import ndtri, stdtrit
 
 BINS = 1 << 12
 INFINITY_BIN = 0xFF << 3  # the top 12 bits of +Inf; NaN shares the exponent
@@ -111,6 +110,8 @@ def qq_points(
     normal has deviation 1, laplace scale 1, student_t the given degrees of freedom. The sample quantiles have the error
     bound of `quantiles`; the theoretical ones are exact.
     """
+    from scipy.special import ndtri, stdtrit  # an extra of the app: the collector does without
+
     p = _probabilities(points)
     if law == "normal":
         theoretical = ndtri(p)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import tokenizers
 
 from binade.collector.datasets.inputs import BYTE, find_tokenizer
 from binade.collector.errors import ConfigError, DataError
@@ -49,6 +48,8 @@ class FileTokenizer:
     """A tokenizer.json. Texts are encoded whole and as they are: nothing put around them, cut off or padded."""
 
     def __init__(self, path: Path) -> None:
+        import tokenizers  # an extra: bytes need no library
+
         self.name = str(path)
         try:
             content = path.read_bytes()

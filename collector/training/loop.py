@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -68,6 +69,8 @@ def prepare(config: RunConfig) -> None:
     On a CPU the memory is that of all ranks of the machine: who starts them looks at it, not each of them.
     """
     check(config)
+    if config.backend == "triton" and not find_spec("triton"):
+        raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
     if config.device == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
@@ -78,6 +81,13 @@ def prepare(config: RunConfig) -> None:
         if config.backend == "triton":
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def backend_name(config: RunConfig) -> str:
@@ -115,7 +125,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         "operands": recipe.lines(),
         "parameters": shape.parameters,
         "command": command or " ".join(sys.argv),
-        "versions": {name: version(name) for name in ("torch", "triton", "numpy")}
+        "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
     }
     start = time.monotonic()
