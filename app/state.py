@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Callable
+from functools import wraps
 
 import streamlit as st
 
@@ -53,7 +55,29 @@ def sandbox(opened: Catalog) -> Sandbox:
     return _sandbox(opened, str(opened.root), state)
 
 
-def explain_refused(opened: Catalog) -> None:
+def catalog_page(
+    title: str, *, needs_tensors: bool = True
+) -> Callable[[Callable[[Catalog], None]], Callable[[], None]]:
+    """Turn a function of the catalog into a page: its title, the runs that cannot be read, then what the function
+    draws. On a root without tensors the page explains how to record some instead, unless needs_tensors is False."""
+
+    def decorate(draw: Callable[[Catalog], None]) -> Callable[[], None]:
+        @wraps(draw)
+        def page() -> None:
+            opened = catalog()
+            st.title(title, anchor=False)
+            _explain_refused(opened)
+            if needs_tensors and not opened.totals().tensors:
+                explain_empty(opened)
+            else:
+                draw(opened)
+
+        return page
+
+    return decorate
+
+
+def _explain_refused(opened: Catalog) -> None:
     """Name what could not be read, if anything."""
     if opened.refused:
         count = len(opened.refused)

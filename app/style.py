@@ -80,6 +80,10 @@ class Measure:
             return "0"
         return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else f"{shown:.1e}"
 
+    def quantity(self, value: float) -> str:
+        """A value with its unit; the words of a value that is not finite stand alone."""
+        return f"{self.text(value)} {self.unit}" if self.unit and math.isfinite(value) else self.text(value)
+
 
 OWN_METRICS = {
     "absmax": Metric("absmax", "largest magnitude"),

@@ -119,11 +119,10 @@ def results(look: Look, made: Plan, tried: Tried) -> Drawn:
     """tables: `trials`."""
     table, shown = tried
     best = table.loc[table["sqnr_db"].fillna(-1e9).idxmax()]
-    text = style.MEASURES["sqnr_db"].text(best["sqnr_db"])
-    unit = " dB" if text[0].isdigit() or text[0] == "-" else ""
+    sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))
     verdict = (
-        f"Best of these by SQNR: {best['label']}, {text}{unit}, at {best['bits_per_value']:g} bits a value "
-        f"({style.MEASURES['flush_to_zero'].text(best['flush_to_zero'])} % flushed)."
+        f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits a value "
+        f"({flushed} flushed)."
     )
     sampled = look.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values a tensor" if sampled else "exact"

@@ -20,12 +20,11 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     zones = anatomy.zones(found)
     share = zones.set_index("zone")["share"]
     sums = found.blocks.sums
-    sqnr = MEASURES["sqnr_db"].text(sqnr_db(sums.signal, sums.noise))
-    unit = " dB" if sqnr[0].isdigit() or sqnr[0] == "-" else ""
+    sqnr = MEASURES["sqnr_db"].quantity(sqnr_db(sums.signal, sums.noise))
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
     flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
     verdict = (
-        f"In {look.format.name}: SQNR {sqnr}{unit}, {flushed:.2%} of the nonzero values flushed to zero, "
+        f"In {look.format.name}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
         f"{share['saturated']:.2%} of all saturated{lost}."
     )
     table = anatomy.codebook_histogram(found)

@@ -43,8 +43,7 @@ def board(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
     if table.empty:
         return _nothing(measure)
     worst = table.iloc[0]
-    unit = f" {measure.unit}" if measure.unit and measure.text(worst["value"])[0] in "-0123456789" else ""
-    verdict = f"{worst['place']} suffers most: {measure.label} {measure.text(worst['value'])}{unit}."
+    verdict = f"{worst['place']} suffers most: {measure.label} {measure.quantity(worst['value'])}."
     title = _title(fmt, measure, ", worst first")
     subtitle = f"{min(len(table), draw.BARS)} of {len(table):,} places · {POOLED}"
     figure = Figure(
@@ -145,12 +144,11 @@ def directions(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Dr
     if table.empty:
         return _nothing(measure)
     totals = boards.direction_totals(opened, where, fmt, measure.key).set_index("operation")["value"]
-    unit = f" {measure.unit}" if measure.unit else ""
-    parts = [f"{name} {measure.text(totals[name])}{unit}" for name in ("forward", "backward") if name in totals]
+    parts = [f"{name} {measure.quantity(totals[name])}" for name in ("forward", "backward") if name in totals]
     worst = table[table["operation"] == "backward"].head(1)
     words = f"{measure.label}: {', '.join(parts)}."
     if not worst.empty:
-        words += f" Worst going backward: {worst['row'].iloc[0]} ({measure.text(worst['value'].iloc[0])}{unit})."
+        words += f" Worst going backward: {worst['row'].iloc[0]} ({measure.quantity(worst['value'].iloc[0])})."
     figures = []
     for operation in ("forward", "backward"):
         part = table[table["operation"] == operation]

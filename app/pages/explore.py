@@ -16,7 +16,7 @@ from binade.app.figures.explore import AXES, GROUPINGS, MAX_SELECTED
 from binade.app.filters import sidebar
 from binade.app.formatting import big, bytes_text
 from binade.app.params import TITLES
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 from binade.quant.metrics import METRICS
@@ -40,13 +40,8 @@ def _error_columns(of_what: str = "") -> dict[str, Any]:
     }
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Explore", anchor=False)
-    explain_refused(opened)
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+@catalog_page("Explore")
+def page(opened: Catalog) -> None:
     params = explore.params(opened)
     follow(opened, "explore", params)
     where = sidebar(opened)

@@ -14,18 +14,13 @@ from binade.app.figures import overview
 from binade.app.filters import sidebar
 from binade.app.formatting import big, bytes_text
 from binade.app.questions.registry import QUESTIONS
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Overview", anchor=False)
-    explain_refused(opened)
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+@catalog_page("Overview")
+def page(opened: Catalog) -> None:
     params = overview.params(opened)
     formats = params["format"].allowed
     follow(opened, "overview", params)

@@ -14,7 +14,7 @@ from binade.app.analysis import recipes
 from binade.app.figures import recipes as figures
 from binade.app.figures.recipes import NAMES, VIEWS, words
 from binade.app.filters import sidebar
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -22,13 +22,8 @@ from binade.data.filter import Filter
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Recipes", anchor=False)
-    explain_refused(opened)
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+@catalog_page("Recipes")
+def page(opened: Catalog) -> None:
     params = figures.params(opened)
     follow(opened, "recipes", params)
     where = sidebar(opened)

@@ -11,7 +11,8 @@ from binade.app import show
 from binade.app.analysis import recipes
 from binade.app.figures import runs as figures
 from binade.app.formatting import bytes_text
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page, explain_empty
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import IMPORT
 
@@ -24,12 +25,10 @@ STATES = {
 }
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Runs", anchor=False)
+@catalog_page("Runs", needs_tensors=False)
+def page(opened: Catalog) -> None:
     st.session_state["page"] = "runs"
     st.session_state["shown"] = {}
-    explain_refused(opened)
     runs = opened.runs()
     if runs.empty:
         explain_empty(opened)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import streamlit as st
 
 from binade.app.address import plain
-from binade.app.state import catalog, explain_empty, explain_refused, sandbox
+from binade.app.state import catalog_page, explain_empty, sandbox
 from binade.data.access import read_only
+from binade.data.catalog import Catalog
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
@@ -18,13 +19,11 @@ LIMIT 20"""
 LONGEST = 4000  # letters of a statement that the address can hold
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("SQL", anchor=False)
+@catalog_page("SQL", needs_tensors=False)
+def page(opened: Catalog) -> None:
     if read_only():
-        st.info("There is no SQL here: the app was started read-only.", icon=":material/lock:")
+        st.info("SQL is off: the app was started read-only.", icon=":material/lock:")
         return
-    explain_refused(opened)
     if not opened.totals().tensors:
         explain_empty(opened)
         return

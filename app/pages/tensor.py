@@ -15,7 +15,7 @@ from binade.app.figures.look import Look
 from binade.app.figures.tensor import VIEWS
 from binade.app.filters import sidebar
 from binade.app.pages.views import attention, blocks, card, codes, drift, law, whatif, why
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
@@ -24,13 +24,8 @@ from binade.quant.formats import FORMATS
 LARGE = 1 << 24  # values that take more than a moment to read
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Tensor", anchor=False)
-    explain_refused(opened)
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+@catalog_page("Tensor")
+def page(opened: Catalog) -> None:
     params = tensor.params(opened)
     follow(opened, "tensor", params)
     where = sidebar(opened)

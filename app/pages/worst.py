@@ -13,18 +13,14 @@ from binade.app.figures import worst
 from binade.app.figures.worst import VIEWS, definition
 from binade.app.filters import sidebar
 from binade.app.params import One
-from binade.app.state import catalog, explain_empty, explain_refused
+from binade.app.state import catalog_page
 from binade.app.style import MEASURES, Measure
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Worst tensors", anchor=False)
-    explain_refused(opened)
-    if not opened.totals().tensors:
-        explain_empty(opened)
-        return
+@catalog_page("Worst tensors")
+def page(opened: Catalog) -> None:
     params = worst.params(opened)
     follow(opened, "worst", params)
     where = sidebar(opened)

@@ -20,7 +20,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
 from binade.app.sessions.pins import Pin
 from binade.app.sessions.session import Session, SessionError, Version, View
-from binade.app.state import catalog, explain_refused
+from binade.app.state import catalog_page
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
@@ -31,10 +31,8 @@ A_PAGE = 12  # sessions listed at once
 REMEMBERED = 64  # pins kept drawn
 
 
-def page() -> None:
-    opened = catalog()
-    st.title("Sessions", anchor=False)
-    explain_refused(opened)
+@catalog_page("Sessions", needs_tensors=False)
+def page(opened: Catalog) -> None:
     params = {"part": One(tuple(PARTS))}
     follow(opened, "sessions", params)
     part = st.segmented_control(
