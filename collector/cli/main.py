@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NoReturn
 from binade.collector.cli.options import configs, job_arguments, parse
 from binade.collector.cli.terminal import escape_unknown, leave, one_line, put
 from binade.collector.datasets.inputs import describe_inputs
-from binade.collector.models.site import sites
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.collector.recipes.selection import by_layer
 from binade.collector.training.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
@@ -55,7 +54,7 @@ def describe(config: RunConfig, root: Path) -> str:
         f"into      {root}",
     ]
     if skip := config.skip():
-        model = sites(shape)
+        model = shape.sites()
         rows.append(f"skip      {'; '.join(by_layer(model, skip.of(model), 'bf16', 'as below'))}")
     rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
     return "\n".join([*rows, *(f"    {line}" for line in recipe.lines())])
@@ -257,7 +256,7 @@ def lists() -> str:
             lines.append(
                 f"    {name} {size}: {shape.layers} layers, hidden {shape.hidden}, vocabulary {shape.vocab}, {weights}"
             )
-        modules = dict.fromkeys(site.module for site in sites(sizes["full"]))
+        modules = dict.fromkeys(site.module for site in sizes["full"].sites())
         lines.append(f"        modules {', '.join(modules)}")
     lines += [
         f"datasets\n    {', '.join(DATASETS)}",

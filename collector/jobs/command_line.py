@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 
 from binade.collector.cli.options import configs, read
-from binade.collector.models.site import sites
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import ConfigError, RunConfig
 from binade.quant.formats import FORMATS
@@ -70,7 +69,7 @@ def command_line(runs: Sequence[RunConfig]) -> str:
 
 def modules_of(config: RunConfig) -> tuple[str, ...]:
     """The modules of its model, in their order."""
-    return tuple(dict.fromkeys(site.module for site in sites(config.shape())))
+    return tuple(dict.fromkeys(site.module for site in config.shape().sites()))
 
 
 def recipes() -> tuple[str, ...]:

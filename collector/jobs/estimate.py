@@ -14,14 +14,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.models.shapes import DeepseekShape, Shape
-from binade.collector.models.site import Site, sites
-from binade.collector.training.config import CORE_TENSORS, LINEAR_TENSORS, ConfigError, RunConfig, check
+from binade.collector.models.shape import Spec
+from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
 
@@ -129,13 +128,10 @@ def memory_free(device: str) -> int | None:
 
 def planned(config: RunConfig) -> Plan:
     """What a run records, from the shapes of its model."""
-    shape, model = config.shape(), sites(config.shape())
-    chosen = config.capture().of(model) if config.save_tensors else ()
-    tensors = values = 0
-    for site in chosen:
-        for numel in tensors_of(config, shape, site):
-            tensors += 1
-            values += numel
+    shape = config.shape()
+    chosen = config.capture().of(shape.sites()) if config.save_tensors else ()
+    elements = [n for spec in shape.specs() if spec.site in chosen for n in elements_of(config, spec, config.tensors)]
+    tensors, values = len(elements), sum(elements)
     times = len(config.recorded_iterations) * config.recorded_micro_batches
     recording = len(config.recording_ranks) / config.tp  # in replicas
     tensors, values = round(tensors * times * recording * config.tp), round(values * times * recording)
@@ -144,69 +140,11 @@ def planned(config: RunConfig) -> Plan:
     return Plan(tensors, values, files, files + ROW * tensors, wanted <= config.max_bytes)
 
 
-def tensors_of(config: RunConfig, shape: Shape, site: Site) -> list[int]:
-    """The elements of every tensor of a site that is recorded, of one micro-batch on the ranks of one replica."""
-    wanted = config.tensors or (*CORE_TENSORS, *LINEAR_TENSORS)
-    if site.module == "core":
-        sizes = _core(config, shape)
-        return [sizes[name] for name in CORE_TENSORS if name in wanted]
-    inputs, outputs = width(shape, site)
-    tokens = config.micro_batch_size * config.sequence_length
-    if site.expert is not None and isinstance(shape, DeepseekShape):
-        tokens = max(1, tokens * shape.experts_per_token // shape.routed_experts)
-    by_rows = site.module in ("proj", "fc2", "shared_fc2")  # else by columns, or (a replicated layer) not at all
-    alone = site.module in ("q_down", "kv_down", "router")
-    across_in = config.tp if alone or not by_rows else 1  # each rank of tp records a whole one
-    across_out = config.tp if alone or by_rows else 1
-    weight = inputs * outputs * (config.tp if alone else 1)
-    sizes = {"weight": weight, "grad_weight": weight}
-    sizes |= dict.fromkeys(("input", "grad_input"), tokens * inputs * across_in)
-    sizes |= dict.fromkeys(("output", "grad_output"), tokens * outputs * across_out)
-    return [sizes[name] for name in LINEAR_TENSORS if name in wanted]
-
-
-def _core(config: RunConfig, shape: Shape) -> dict[str, int]:
-    batch, length = config.micro_batch_size, config.sequence_length
-    value_dim = shape.v_head if isinstance(shape, DeepseekShape) else shape.head_dim
-    query = batch * length * shape.heads * shape.head_dim
-    key = batch * length * shape.kv_heads * shape.head_dim
-    value = batch * length * shape.kv_heads * value_dim
-    output = batch * length * shape.heads * value_dim
-    square = batch * shape.heads * length * length
-    sizes = {"query": query, "key": key, "value": value, "output": output}
-    return (
-        sizes
-        | {f"grad_{name}": numel for name, numel in sizes.items()}
-        | {"attention_scores": square, "attention_probs": square}
-    )
-
-
-def width(shape: Shape, site: Site) -> tuple[int, int]:
-    """The inputs and outputs of a linear layer, as collector.model builds it."""
-    module, hidden = site.module, shape.hidden
-    if isinstance(shape, DeepseekShape):
-        ffn = shape.ffn if site.expert is None else shape.expert_ffn
-        shared = shape.shared_experts * shape.expert_ffn
-        query, value = shape.heads * shape.head_dim, shape.heads * shape.v_head
-        return {
-            "q": (hidden, query),
-            "q_down": (hidden, shape.q_lora_rank or 0),
-            "q_up": (shape.q_lora_rank or 0, query),
-            "kv_down": (hidden, shape.kv_lora_rank + shape.qk_rope),
-            "kv_up": (shape.kv_lora_rank, shape.heads * (shape.qk_nope + shape.v_head)),
-            "proj": (value, hidden),
-            "router": (hidden, shape.routed_experts),
-            "fc1": (hidden, 2 * ffn),
-            "fc2": (ffn, hidden),
-            "shared_fc1": (hidden, 2 * shared),
-            "shared_fc2": (shared, hidden),
-        }[module]
-    return {
-        "qkv": (hidden, shape.head_dim * (shape.heads + 2 * shape.kv_heads)),
-        "proj": (shape.heads * shape.head_dim, hidden),
-        "fc1": (hidden, 2 * shape.ffn),
-        "fc2": (shape.ffn, hidden),
-    }[module]
+def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> list[int]:
+    """The elements of the tensors with these names (all, if there are none) at one site, of one micro-batch on the
+    ranks of one replica."""
+    elements = spec.elements(config.micro_batch_size, config.sequence_length, config.tp)
+    return [numel for name, numel in elements.items() if not names or name in names]
 
 
 # How long it takes
@@ -323,9 +261,8 @@ def _by_weights(config: RunConfig) -> float:
 
 
 def _by_rule(config: RunConfig, plan: Plan) -> float:
-    lines, shape = config.parsed_recipe().lines(), config.shape()
-    everything = replace(config, tensors=())
-    passing = sum(sum(tensors_of(everything, shape, site)) for site in sites(shape)) * config.micro_batches
+    lines = config.parsed_recipe().lines()
+    passing = sum(sum(elements_of(config, spec)) for spec in config.shape().specs()) * config.micro_batches
     rate = QUANTIZE[config.device, config.backend]
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp
     record = plan.values * (1 + len(config.scores)) * RECORD[config.device] / config.world_size

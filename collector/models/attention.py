@@ -1,9 +1,10 @@
-"""Attention: the core, and around it grouped-query attention (Llama) and multi-head latent attention (DeepSeek)."""
+"""Attention: the core, grouped-query attention (Llama) and multi-head latent attention (DeepSeek)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +12,21 @@ from torch import Tensor, nn
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import (
     SINGLE,
-    ColumnParallelLinear,
     Group,
     Quantization,
-    ReplicatedLinear,
-    RowParallelLinear,
-    Site,
+    build_linear,
     copy_to_ranks,
     gather_sequence,
     scatter_sequence,
 )
 from binade.collector.models.rotary import apply_rotary, pairs_to_halves
-from binade.collector.models.shapes import DeepseekShape, ModelShape
+from binade.collector.models.shape import CoreSpec, LinearSpec
+from binade.collector.models.site import Site
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap, matmul
+
+if TYPE_CHECKING:
+    from binade.collector.models.deepseek import DeepseekShape
 
 
 @dataclass
@@ -36,7 +38,7 @@ class CoreQuantization:
 
 
 class CoreAttention(nn.Module):
-    """softmax(QKᵀ · scale) V with a causal mask. Keys and values stay one per group: nothing is copied to each head.
+    """softmax(QKᵀ · scale) V with a causal mask. Keys and values are kept once per group, not copied to each head.
 
     head_dim is d, that of queries and keys; scale is 1 / √d unless given.
     The taps of `quantization.qk` see query, key and, by the name "scores", the scaled scores before the mask.
@@ -50,7 +52,7 @@ class CoreAttention(nn.Module):
         self.quantization = CoreQuantization()
 
     def shard(self, name: str) -> Shard:
-        """How this rank's tensors stand to the whole ones: all are divided by heads."""
+        """Which part of the whole tensors this rank has: all are divided by heads."""
         return Shard(self.group.rank, self.group.size, "slice", 1) if self.group.size > 1 else Shard()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -86,18 +88,15 @@ def _unstacked(tap: Tap | None, by_head: tuple[int, int, int]) -> Tap | None:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention. Modules are qkv, core and proj."""
+    """Grouped-query attention."""
 
-    def __init__(self, layer_index: int, shape: ModelShape, group: Group) -> None:
+    def __init__(self, qkv: LinearSpec, core: CoreSpec, proj: LinearSpec, group: Group) -> None:
         super().__init__()
-        self.heads, self.kv_heads = shape.heads // group.size, shape.kv_heads // group.size
-        self.head_dim = shape.head_dim
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        self.linear_qkv = ColumnParallelLinear(Site(layer_index, "qkv"), shape.hidden, width, group)
-        self.core_attention = CoreAttention(Site(layer_index, "core"), shape.head_dim, group=group)
-        self.linear_proj = RowParallelLinear(
-            Site(layer_index, "proj"), shape.heads * shape.head_dim, shape.hidden, group
-        )
+        self.heads, self.kv_heads = core.heads // group.size, core.kv_heads // group.size
+        self.head_dim = core.head_dim
+        self.linear_qkv = build_linear(qkv, group)
+        self.core_attention = CoreAttention(core.site, core.head_dim, group=group)
+        self.linear_proj = build_linear(proj, group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         mixed = self.linear_qkv(x)
@@ -110,39 +109,35 @@ class SelfAttention(nn.Module):
         key = apply_rotary(mixed[:, :, :, per_group], cos, sin)
         value = mixed[:, :, :, per_group + 1]
         context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
-        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        y: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        return y
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: keys and values are expanded from one small latent a token, and a rotated part of
-    the key is shared by all heads. Modules are q (or q_down and q_up), kv_down, kv_up, core and proj.
+    """Multi-head latent attention: keys and values are expanded from one small latent a token, and all heads share the
+    rotated part of the key.
 
     The down projections are whole on every rank and see whole sequences, the up projections are split by heads.
     """
 
-    def __init__(self, layer_index: int, shape: DeepseekShape, group: Group) -> None:
+    def __init__(self, shape: DeepseekShape, layer: int, group: Group) -> None:
         super().__init__()
         self.shape, self.group = shape, group
         group = group.whole_sequences
         self.heads = shape.heads // group.size
-
-        def site(module: str) -> Site:
-            return Site(layer_index, module)
-
-        query_width = shape.heads * shape.head_dim
+        linear = {spec.site.module: spec for spec in shape.linears(layer)}
         if shape.q_lora_rank is None:
-            self.linear_q = ColumnParallelLinear(site("q"), shape.hidden, query_width, group)
+            self.linear_q = build_linear(linear["q"], group)
         else:
-            self.linear_q_down = ReplicatedLinear(site("q_down"), shape.hidden, shape.q_lora_rank, group)
+            self.linear_q_down = build_linear(linear["q_down"], group)
             self.q_layernorm = RMSNorm(shape.q_lora_rank, shape.norm_eps)
-            self.linear_q_up = ColumnParallelLinear(site("q_up"), shape.q_lora_rank, query_width, group)
-        latent, expanded = shape.kv_lora_rank, shape.heads * (shape.qk_nope + shape.v_head)
-        self.linear_kv_down = ReplicatedLinear(site("kv_down"), shape.hidden, latent + shape.qk_rope, group)
-        self.kv_layernorm = RMSNorm(latent, shape.norm_eps)
-        self.linear_kv_up = ColumnParallelLinear(site("kv_up"), latent, expanded, group)
+            self.linear_q_up = build_linear(linear["q_up"], group)
+        self.linear_kv_down = build_linear(linear["kv_down"], group)
+        self.kv_layernorm = RMSNorm(shape.kv_lora_rank, shape.norm_eps)
+        self.linear_kv_up = build_linear(linear["kv_up"], group)
         scale = (shape.rope_scaling.softmax_scale if shape.rope_scaling else 1.0) / math.sqrt(shape.head_dim)
-        self.core_attention = CoreAttention(site("core"), shape.head_dim, scale, group)
-        self.linear_proj = RowParallelLinear(site("proj"), shape.heads * shape.v_head, shape.hidden, group)
+        self.core_attention = CoreAttention(Site(layer, "core"), shape.head_dim, scale, group)
+        self.linear_proj = build_linear(linear["proj"], group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [s, b, hidden], cos and sin [s, 1, 1, qk_rope] -> [s, b, hidden]"""
@@ -168,4 +163,5 @@ class LatentAttention(nn.Module):
         query = torch.cat((q_nope, q_rope), -1)
         key = torch.cat((k_nope, k_rope.expand(by_head)), -1)
         context = self.core_attention(*(t.permute(1, 2, 0, 3).contiguous() for t in (query, key, value)))
-        return self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        y: Tensor = self.linear_proj(context.permute(2, 0, 1, 3).reshape(length, batch, -1))
+        return y

@@ -1,64 +1,63 @@
-"""Feed-forward layers: the dense SwiGLU, and a mixture of them with a router, shared experts and a balance loss.
+"""Feed-forward layers: a dense MLP, and a mixture of them with a router, shared experts and a balance loss.
 
-Every expert runs in every step, on no tokens if none was routed to it: its gradients are then zeros and not missing, so
-that optimizers and data-parallel ranks treat all experts alike.
+Every expert runs in every step, even without tokens. Its gradients are then zeros rather than missing, so that
+optimizers and data-parallel ranks treat all experts alike.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.parallel import (
-    ColumnParallelLinear,
-    Group,
-    ReplicatedLinear,
-    RowParallelLinear,
-    Site,
-    gather_sequence,
-    scatter_sequence,
-)
-from binade.collector.models.shapes import DeepseekShape
+from binade.collector.models.parallel import Group, build_linear, gather_sequence, scatter_sequence
+from binade.collector.models.shape import LinearSpec
+
+if TYPE_CHECKING:
+    from binade.collector.models.deepseek import DeepseekShape
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) · up, gate and up being the halves of the last axis."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 class MLP(nn.Module):
-    """fc2(silu(gate) · up), gate and up being the halves of fc1. [..., hidden] -> [..., hidden]
+    """fc2(activation(fc1(x))). [..., hidden] -> [..., hidden]"""
 
-    prefix goes before the modules' names, expert is the expert's index.
-    """
-
-    def __init__(
-        self, layer_index: int, hidden: int, ffn: int, group: Group, *, prefix: str = "", expert: int | None = None
-    ) -> None:
+    def __init__(self, fc1: LinearSpec, fc2: LinearSpec, activation: Callable[[Tensor], Tensor], group: Group) -> None:
         super().__init__()
-        self.linear_fc1 = ColumnParallelLinear(Site(layer_index, f"{prefix}fc1", expert), hidden, 2 * ffn, group, 2)
-        self.linear_fc2 = RowParallelLinear(Site(layer_index, f"{prefix}fc2", expert), ffn, hidden, group)
+        self.activation = activation
+        self.linear_fc1 = build_linear(fc1, group)
+        self.linear_fc2 = build_linear(fc2, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.linear_fc1(x).chunk(2, -1)
-        return self.linear_fc2(F.silu(gate) * up)
+        y: Tensor = self.linear_fc2(self.activation(self.linear_fc1(x)))
+        return y
 
 
 class MixtureOfExperts(nn.Module):
     """DeepSeek's mixture: softmax over all experts, the largest k taken greedily and not normalized, shared experts for
-    every token. Modules are router, fc1 and fc2 with the expert's index, and shared_fc1 and shared_fc2.
+    every token.
 
     The router multiplies in float32, as published (MoEGate in modeling_deepseek.py), whatever the activations are. It
     is whole on every tensor-parallel rank and sees whole sequences, the experts are divided like any feed-forward.
     """
 
-    def __init__(self, layer_index: int, shape: DeepseekShape, group: Group) -> None:
+    def __init__(self, shape: DeepseekShape, layer: int, group: Group) -> None:
         super().__init__()
         self.shape, self.group = shape, group
         group = group.whole_sequences
-        self.router = ReplicatedLinear(Site(layer_index, "router"), shape.hidden, shape.routed_experts, group)
+        router, *experts, shared_fc1, shared_fc2 = shape.feed_forward(layer)
+        self.router = build_linear(router, group)
         self.experts = nn.ModuleList(
-            MLP(layer_index, shape.hidden, shape.expert_ffn, group, expert=index)
-            for index in range(shape.routed_experts)
+            MLP(fc1, fc2, swiglu, group) for fc1, fc2 in zip(experts[::2], experts[1::2], strict=True)
         )
-        width = shape.shared_experts * shape.expert_ffn
-        self.shared_experts = MLP(layer_index, shape.hidden, width, group, prefix="shared_")
+        self.shared_experts = MLP(shared_fc1, shared_fc2, swiglu, group)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [s, b, hidden] -> the same, and the balance loss, a float32 scalar"""
@@ -74,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         # Each token once for each of its experts, grouped by expert.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.shape.routed_experts).tolist()
-        grouped = x.flatten(0, 1)[order // k].split(counts)
+        grouped = torch.split(x.flatten(0, 1)[order // k], counts)
         outputs = torch.cat([expert(tokens) for expert, tokens in zip(self.experts, grouped, strict=True)])
         outputs = outputs[order.argsort()].view(*chosen.shape, -1)  # [s, b, k, hidden]
         routed = (outputs.float() * (weights * self.shape.routed_scale).unsqueeze(-1)).sum(-2)
@@ -87,7 +86,7 @@ def balance_loss(probs: Tensor, chosen: Tensor) -> Tensor:
 
     probs [s, b, experts], chosen int64 [s, b, k] -> float32 scalar
     """
-    length, batch, experts = probs.shape
+    _, batch, experts = probs.shape
     picks = chosen.transpose(0, 1).flatten(1)  # [b, s · k]
     counts = torch.zeros(batch, experts, device=probs.device).scatter_add_(1, picks, torch.ones_like(picks).float())
     load = counts * experts / picks.shape[1]  # 1 for each expert when even

@@ -1,8 +1,8 @@
-"""A Llama or a DeepSeek-V2 in Megatron's words: RMSNorm, rotary positions, attention, feed-forward, parallel layers.
+"""The model of any family, in Megatron's terms. The family's Shape builds attention and feed-forward.
 
-Activations are [sequence, batch, hidden] in the model's compute dtype (bfloat16 unless told otherwise), weights
-float32 masters. Each layer's GEMMs are those of its ParallelLinear modules and of CoreAttention, and run as their
-`quantization` says; embedding and LM head are plain and whole on every tensor-parallel rank.
+Activations are [sequence, batch, hidden] in the model's compute dtype (bfloat16 by default), weights float32 masters.
+The GEMMs of a layer are those of its ParallelLinear modules and of CoreAttention, and run as their `quantization` says.
+Embedding and LM head are plain, and whole on every tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -14,49 +14,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.attention import CoreAttention, CoreQuantization, LatentAttention, SelfAttention
-from binade.collector.models.feedforward import MLP, MixtureOfExperts
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_sequence, scatter_sequence
-from binade.collector.models.rotary import apply_rotary, rotary_angles
-from binade.collector.models.shapes import DeepseekShape, Shape
-
-__all__ = [
-    "MLP",
-    "CoreAttention",
-    "CoreQuantization",
-    "GPTModel",
-    "LatentAttention",
-    "MixtureOfExperts",
-    "RMSNorm",
-    "SelfAttention",
-    "TransformerLayer",
-    "apply_rotary",
-    "rotary_angles",
-]
+from binade.collector.models.rotary import rotary_angles
+from binade.collector.models.shape import Shape
 
 
 class TransformerLayer(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)), a mixture of experts after a DeepSeek's dense layers."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), both as the shape builds them for this layer, from 1."""
 
-    def __init__(self, layer_index: int, shape: Shape, group: Group) -> None:
+    def __init__(self, layer: int, shape: Shape, group: Group) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        if isinstance(shape, DeepseekShape):
-            self.self_attention = LatentAttention(layer_index, shape, group)
-        else:
-            self.self_attention = SelfAttention(layer_index, shape, group)
-        self.pre_mlp_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
-        if isinstance(shape, DeepseekShape) and layer_index > shape.dense_layers:
-            self.mlp = MixtureOfExperts(layer_index, shape, group)
-        else:
-            self.mlp = MLP(layer_index, shape.hidden, shape.ffn, group)
+        split = group.sequence_parallel
+        self.input_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=split)
+        self.self_attention = shape.build_attention(layer, group)
+        self.pre_mlp_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=split)
+        self.mlp = shape.build_feed_forward(layer, group)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [s, b, hidden] -> the same, and the balance loss if the layer has one"""
         x = x + self.self_attention(self.input_layernorm(x), cos, sin)
         y = self.mlp(self.pre_mlp_layernorm(x))
-        y, balance = y if isinstance(self.mlp, MixtureOfExperts) else (y, None)
+        y, balance = y if isinstance(y, tuple) else (y, None)
         return x + y, balance
 
 
@@ -70,11 +49,8 @@ class GPTModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(TransformerLayer(i + 1, shape, group) for i in range(shape.layers))
-        self.final_layernorm = RMSNorm(shape.hidden, shape.norm_eps)
+        self.final_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=group.sequence_parallel)
         self.output_layer = self.embedding if shape.tied_embedding else nn.Embedding(shape.vocab, shape.hidden)
-        for norm in (n for layer in self.layers for n in (layer.input_layernorm, layer.pre_mlp_layernorm)):
-            norm.weight.sequence_parallel = group.sequence_parallel
-        self.final_layernorm.weight.sequence_parallel = group.sequence_parallel
 
     @torch.no_grad()
     def set_weights(self, whole: Callable[[str, torch.Size], Tensor]) -> None:

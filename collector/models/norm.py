@@ -7,11 +7,16 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight over the last axis, in float32, returned in x's dtype."""
+    """x / rms(x) · weight over the last axis, in float32, returned in x's dtype.
 
-    def __init__(self, width: int, eps: float) -> None:
+    sequence_parallel marks the weight as one whose gradient is summed over the tensor-parallel ranks: each sees a part
+    of every sequence.
+    """
+
+    def __init__(self, width: int, eps: float, *, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # Megatron's mark
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:

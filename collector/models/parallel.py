@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from binade.collector.models.shape import LinearSpec, Split
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
 from binade.quant.formats import GemmFormats
@@ -34,7 +36,7 @@ from binade.quant.gemm import Tap, linear
 class PeerLostError(RuntimeError):
     """A collective operation failed: another rank is gone."""
 
-    exit_status = 75  # tells who launched this rank that the fault is another's
+    exit_status = 75  # tells the launcher that another rank failed first
 
     @classmethod
     def after(cls, error: RuntimeError) -> PeerLostError:
@@ -91,7 +93,7 @@ class Group:
 SINGLE = Group()
 
 
-def _collective(operation: Callable, *tensors: Tensor, **options) -> None:
+def _collective(operation: Callable[..., object], *tensors: Tensor, **options: Any) -> None:
     try:
         operation(*tensors, **options)
     except RuntimeError as error:
@@ -102,26 +104,36 @@ def _collective(operation: Callable, *tensors: Tensor, **options) -> None:
 class Quantization:
     """How a layer's GEMMs run. tap gives the observer of the next call, or None when nothing is recorded."""
 
-    formats: GemmFormats = GemmFormats()
+    formats: GemmFormats = field(default_factory=GemmFormats)
     backend: str = "auto"
     tap: Callable[[], Tap | None] = lambda: None
 
 
-def _function(forward: Callable[[Tensor, Group], Tensor], backward: Callable[[Tensor, Group], Tensor], name: str):
+GroupFunction = Callable[[Tensor, Group], Tensor]
+
+
+def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> GroupFunction:
     """An autograd function of a tensor and a group; the identity at one rank."""
 
     class Exchange(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, group):
+        def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
             ctx.group = group
             return forward(x, group)
 
         @staticmethod
-        def backward(ctx, grad):
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return backward(grad, ctx.group), None
 
     Exchange.__name__ = name
-    return lambda x, group: x if group.size == 1 else Exchange.apply(x, group)
+
+    def apply(x: Tensor, group: Group) -> Tensor:
+        if group.size == 1:
+            return x
+        y: Tensor = Exchange.apply(x, group)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return y
+
+    return apply
 
 
 def _same(x: Tensor, group: Group) -> Tensor:
@@ -161,7 +173,7 @@ class ParallelLinear(nn.Module):
 
     split_axis: int | None = None
     # How the ranks' tensors of a GEMM make the whole, by the name that the tap sees.
-    shards: dict[str, str] = {}
+    shards: ClassVar[dict[str, str]] = {}
 
     def __init__(self, site: Site, inputs: int, outputs: int, group: Group = SINGLE, stride: int = 1) -> None:
         super().__init__()
@@ -174,7 +186,8 @@ class ParallelLinear(nn.Module):
         if self.split_axis is not None:
             shape[self.split_axis] //= group.size
         self.weight = nn.Parameter(torch.empty(shape))
-        self.weight.tensor_model_parallel = self.split_axis is not None and group.size > 1
+        divided = self.split_axis is not None and group.size > 1
+        self.weight.tensor_model_parallel = divided  # type: ignore[attr-defined]  # Megatron's mark
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a weight [outputs, inputs]."""
@@ -184,7 +197,7 @@ class ParallelLinear(nn.Module):
         return torch.cat([p.chunk(self.group.size, self.split_axis)[self.group.rank] for p in pieces], self.split_axis)
 
     def shard(self, name: str) -> Shard:
-        """How this rank's tensor of the name that a tap sees ("a", "grad_b", ...) stands to the whole one."""
+        """Which part of the whole tensor this rank has, by the name that a tap sees ("a", "grad_b", ...)."""
         kind = self.shards.get(name, "whole")
         axis = {"rows": 0, "columns": -1}.get(kind)
         return Shard(
@@ -204,7 +217,7 @@ class ColumnParallelLinear(ParallelLinear):
     """[..., inputs] -> this rank's [..., outputs / ranks]."""
 
     split_axis = 0
-    shards = {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns", "grad_a": "partial"}
+    shards: ClassVar = {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns", "grad_a": "partial"}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.sequence_parallel:
@@ -216,7 +229,7 @@ class RowParallelLinear(ParallelLinear):
     """This rank's [..., inputs / ranks] -> [..., outputs], summed over the ranks."""
 
     split_axis = 1
-    shards = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
+    shards: ClassVar = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._multiply(x)
@@ -230,3 +243,14 @@ class ReplicatedLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._multiply(x)
+
+
+_LINEARS = {
+    Split.COLUMN: ColumnParallelLinear,
+    Split.ROW: RowParallelLinear,
+    Split.REPLICATED: ReplicatedLinear,
+}
+
+
+def build_linear(spec: LinearSpec, group: Group = SINGLE) -> ParallelLinear:
+    return _LINEARS[spec.split](spec.site, spec.inputs, spec.outputs, group, spec.stride)

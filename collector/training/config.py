@@ -9,8 +9,8 @@ from typing import Any
 
 from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
-from binade.collector.models.shapes import MODELS, ModelShape, Shape
-from binade.collector.models.site import sites
+from binade.collector.models.registry import MODELS
+from binade.collector.models.shape import Shape
 from binade.collector.recipes.recipe import Part, Recipe, parse_recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.quant.formats import FORMATS
@@ -25,7 +25,6 @@ __all__ = [
     "SIZES",
     "TENSOR_NAMES",
     "ConfigError",
-    "ModelShape",
     "RunConfig",
     "check",
     "fast",
@@ -119,8 +118,8 @@ class RunConfig:
         )
 
     def shape(self) -> Shape:
-        chosen = {"layers": self.layers, "vocab": self.vocab_size}
-        return replace(MODELS[self.model][self.size], **{name: value for name, value in chosen.items() if value})
+        published = MODELS[self.model][self.size]
+        return replace(published, layers=self.layers or published.layers, vocab=self.vocab_size or published.vocab)
 
     def skip(self) -> Selection | None:
         """The layers that stay in bf16, None for none. Raises SelectionError, as `capture` does."""
@@ -252,7 +251,7 @@ def _check_iterations(config: RunConfig) -> None:
 
 def _check_sites(config: RunConfig) -> None:
     """Layers, modules and tensors, against what the model has."""
-    model = sites(config.shape())
+    model = config.shape().sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
         raise ConfigError(
             f"the router is given a format, but {config.model} of {config.shape().layers} layers has none"

@@ -1,4 +1,4 @@
-"""What memory a run takes, told before it starts. No torch.
+"""The memory that a run takes, computed before it starts. No torch.
 
 Weights, gradients and optimizer are exact. Activations are what autograd keeps of one micro-batch, counted from the
 shapes; on Llama 3.2 1B and DeepSeek-V2-Lite within a tenth of what was measured.
@@ -10,7 +10,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from binade.collector.models.shapes import DeepseekShape, ModelShape, Shape
 from binade.collector.training.config import ConfigError, RunConfig
 
 # Of a weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
@@ -18,6 +17,10 @@ PER_WEIGHT = 16
 PER_COPY = 2
 # Of a logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
+# Of a value of a norm: three float32 tensors.
+PER_NORM = 12
+# Of an attention probability: it is kept twice, the first time in float32.
+PER_PROBABILITY = 6
 
 
 @dataclass(frozen=True)
@@ -38,36 +41,12 @@ def needed(config: RunConfig) -> Memory:
     outside = shape.vocab * shape.hidden * (1 if shape.tied_embedding else 2)  # whole on every rank
     weights = outside + (shape.parameters - outside) // config.tp
     tokens = config.micro_batch_size * config.sequence_length
-    own_norms = config.tp if config.sequence_parallel else 1
-    kept = _norms(shape) / own_norms + _products(shape, config.sequence_length) / config.tp
-    activations = tokens * (shape.layers * kept + PER_LOGIT * shape.vocab)
+    norms = PER_NORM * 2 * shape.hidden * shape.layers
+    cores = PER_PROBABILITY * shape.heads * config.sequence_length * shape.layers
+    linears = sum(shape.activation_bytes(layer) for layer in range(1, shape.layers + 1))
+    layers = norms / (config.tp if config.sequence_parallel else 1) + (cores + linears) / config.tp
+    activations = tokens * (layers + PER_LOGIT * shape.vocab)
     return Memory((PER_WEIGHT + PER_COPY) * weights, int(activations))
-
-
-def _norms(shape: Shape) -> float:
-    """Bytes a token that a layer's two norms keep: three float32 tensors each."""
-    return 2 * 3 * 4 * shape.hidden
-
-
-def _products(shape: Shape, length: int) -> float:
-    """Bytes a token that a layer's GEMMs keep: bfloat16 inputs and outputs, and the probabilities twice, the first time
-    in float32."""
-    core = 6 * shape.heads * length
-    if isinstance(shape, ModelShape):
-        return core + 6 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 8 * shape.ffn
-    return core + _latent(shape) + _mixture(shape)
-
-
-def _latent(shape: DeepseekShape) -> float:
-    return 6 * shape.heads * (2 * shape.head_dim + shape.v_head) + 14 * shape.kv_lora_rank
-
-
-def _mixture(shape: DeepseekShape) -> float:
-    """On average over the layers."""
-    dense = min(shape.dense_layers, shape.layers) / shape.layers
-    experts = shape.experts_per_token + shape.shared_experts
-    routed = 8 * shape.expert_ffn * experts + 6 * shape.hidden * shape.experts_per_token
-    return dense * 8 * shape.ffn + (1 - dense) * routed
 
 
 def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:

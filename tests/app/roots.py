@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from binade.collector.capture.recorder import LINEAR_PLACES, Recorder
-from binade.collector.models.parallel import ReplicatedLinear, Site
+from binade.collector.models.parallel import ReplicatedLinear
+from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import Part
 from binade.quant.gemm import Observed
 

@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from binade.collector.capture.adapters.layer import Moment
 from binade.collector.capture.recorder import Recorder, instrument
 from binade.collector.models.model import GPTModel
-from binade.collector.models.shapes import MODELS, Shape
+from binade.collector.models.registry import MODELS
+from binade.collector.models.shape import Shape
 from binade.collector.training.config import DEFAULT_SCORES
 from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions

@@ -39,7 +39,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 
-from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape
+from binade.collector.models.deepseek import DeepseekShape
+from binade.collector.models.llama import LlamaShape
+from binade.collector.models.rope_scaling import Llama3Scaling
+from binade.collector.models.shape import Shape
 
 CLIP = 1.0
 
@@ -99,7 +102,7 @@ def build(shape: Shape, dtype: torch.dtype = torch.float32, **settings: Any) -> 
         "bf16": dtype == torch.bfloat16,
         **settings,
     }
-    if isinstance(shape, ModelShape):
+    if isinstance(shape, LlamaShape):
         scaling = shape.rope_scaling
         if scaling not in (None, Llama3Scaling(scaling.factor if scaling else 1.0)):
             raise ValueError(f"megatron-core stretches by a factor from 8192 positions only, not by {scaling}")
@@ -238,7 +241,7 @@ def adamw(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 class Training:
     """What to train: whole weights by our names, and the steps, each of them its micro-batches of tokens and labels."""
 
-    shape: ModelShape
+    shape: LlamaShape
     weights: dict[str, Tensor]
     steps: list[list[tuple[Tensor, Tensor]]]
     learning_rate: float
@@ -256,7 +259,7 @@ def tensor_parallel_losses(trainings: Sequence[Training], directory: Path, ranks
     return losses[0]
 
 
-def _train_rank(rank: int, ranks: int, settings: Sequence[tuple[ModelShape, float]], directory: Path) -> None:
+def _train_rank(rank: int, ranks: int, settings: Sequence[tuple[LlamaShape, float]], directory: Path) -> None:
     torch.set_num_threads(1)
     losses = []
     with megatron_on_cpu(directory / "store", rank, ranks):

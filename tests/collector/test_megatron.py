@@ -33,9 +33,13 @@ from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import open_stream
 from binade.collector.models import attention
 from binade.collector.models.attention import CoreAttention
-from binade.collector.models.model import GPTModel, apply_rotary, rotary_angles
-from binade.collector.models.parallel import Site
-from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
+from binade.collector.models.deepseek import DeepseekShape
+from binade.collector.models.llama import LlamaShape
+from binade.collector.models.model import GPTModel
+from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
+from binade.collector.models.rotary import apply_rotary, rotary_angles
+from binade.collector.models.shape import Shape
+from binade.collector.models.site import Site
 from binade.collector.training.config import MODELS, RunConfig
 from binade.collector.training.loop import _backward, _optimizer, _step
 from binade.collector.training.ranks import Ranks
@@ -60,7 +64,7 @@ TOLERANCE = 5e-6
 ROUNDING = 2.0**-8  # a value rounded to bfloat16, with its 8 bits, is off by this much of itself at most
 
 TINY = {name: sizes["tiny"] for name, sizes in MODELS.items()}
-LLAMAS = [name for name, shape in TINY.items() if isinstance(shape, ModelShape)]
+LLAMAS = [name for name, shape in TINY.items() if isinstance(shape, LlamaShape)]
 COMPARED: dict[str, Shape] = {
     **TINY,
     "llama, unscaled": replace(TINY["llama32-1b"], rope_scaling=None),

@@ -10,8 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from binade.collector.models.model import MLP, CoreAttention, GPTModel, RMSNorm, apply_rotary, rotary_angles
-from binade.collector.models.parallel import SINGLE, ColumnParallelLinear, Site
+from binade.collector.models.attention import CoreAttention
+from binade.collector.models.model import GPTModel
+from binade.collector.models.norm import RMSNorm
+from binade.collector.models.parallel import SINGLE, ColumnParallelLinear
+from binade.collector.models.rotary import apply_rotary, rotary_angles
+from binade.collector.models.site import Site
 from binade.collector.training.config import MODELS
 
 TINY = MODELS["llama32-1b"]["tiny"]
@@ -126,7 +130,7 @@ def test_rotary_products_depend_on_distance_only():
 
 
 def test_mlp_is_swiglu():
-    mlp = MLP(1, TINY.hidden, TINY.ffn, SINGLE)
+    mlp = TINY.build_feed_forward(1, SINGLE)
     for p in mlp.parameters():
         nn.init.normal_(p, std=0.05)
     x = randn(5, 2, TINY.hidden)

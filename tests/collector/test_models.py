@@ -38,9 +38,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from binade.collector.capture.recorder import Recorder, instrument
 from binade.collector.cli.main import main
 from binade.collector.models.checkpoint import open_checkpoint, read_shape, sources
+from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.feedforward import balance_loss
-from binade.collector.models.model import GPTModel, rotary_angles
-from binade.collector.models.shapes import DeepseekShape, Llama3Scaling, ModelShape, Shape, YarnScaling
+from binade.collector.models.llama import LlamaShape
+from binade.collector.models.model import GPTModel
+from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
+from binade.collector.models.rotary import rotary_angles
+from binade.collector.models.shape import Shape
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe, parse_recipe
 from binade.collector.training.config import MODELS, ConfigError
 from binade.collector.training.loop import _backward
@@ -103,7 +107,7 @@ def theirs(shape: Shape) -> LlamaConfig | DeepseekV2Config:
         "rope_parameters": rope_parameters(shape),
         "attn_implementation": "eager",
     }
-    if isinstance(shape, ModelShape):
+    if isinstance(shape, LlamaShape):
         return LlamaConfig(**common, head_dim=shape.head_dim)
     return DeepseekV2Config(
         **common,
@@ -136,7 +140,7 @@ def rope_parameters(shape: Shape) -> dict[str, Any]:
 
 def random_reference(shape: Shape, seed: int = 0) -> nn.Module:
     """transformers' model with weights that keep activations near 1, norms included: nothing is left at its default."""
-    model = (LlamaForCausalLM if isinstance(shape, ModelShape) else DeepseekV2ForCausalLM)(theirs(shape))
+    model = (LlamaForCausalLM if isinstance(shape, LlamaShape) else DeepseekV2ForCausalLM)(theirs(shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -212,7 +216,7 @@ def test_full_models_have_the_published_number_of_weights(name):
     shape = MODELS[name]["full"]
     with torch.device("meta"):
         ours = sum(p.numel() for p in GPTModel(shape).parameters())
-        reference = (LlamaForCausalLM if isinstance(shape, ModelShape) else DeepseekV2ForCausalLM)(theirs(shape))
+        reference = (LlamaForCausalLM if isinstance(shape, LlamaShape) else DeepseekV2ForCausalLM)(theirs(shape))
     assert ours == shape.parameters == sum(p.numel() for p in reference.parameters()) == PUBLISHED_WEIGHTS[name]
 
 
@@ -269,7 +273,7 @@ def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
         length, shape.rotary_dim, shape.rope_theta, torch.device("cpu"), shape.rope_scaling
     ))  # fmt: skip
     at = torch.arange(length)[None]
-    if isinstance(shape, ModelShape):
+    if isinstance(shape, LlamaShape):
         wanted = LlamaRotaryEmbedding(theirs(shape))(cos, at)
     else:
         turned = DeepseekV2RotaryEmbedding(theirs(shape))(cos, at)
@@ -401,7 +405,7 @@ def expected_sites(shape: Shape) -> set[tuple[int, str]]:
     found = set()
     for layer in range(1, shape.layers + 1):
         modules = {"core", "proj", "fc1", "fc2"}
-        if isinstance(shape, ModelShape):
+        if isinstance(shape, LlamaShape):
             modules |= {"qkv"}
         else:
             modules |= {"kv_down", "kv_up"} | ({"q"} if shape.q_lora_rank is None else {"q_down", "q_up"})

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear, Site
+from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear
+from binade.collector.models.site import Site
 from tests.conftest import PROJECT
 
 RANKS = 2
@@ -19,7 +20,8 @@ INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
 # Each rank: its chunks of the weights, the same input; saves what it sees.
 WORKER = """
 import sys, torch, torch.distributed as dist
-from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear, Site
+from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear
+from binade.collector.models.site import Site
 rank, store, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 given = torch.load(where + "/given.pt", weights_only=True)

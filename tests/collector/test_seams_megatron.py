@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from binade.collector import Recorder, instrument
 from binade.collector.capture.recorder import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
-from binade.collector.models.shapes import Shape
+from binade.collector.models.shape import Shape
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.runs import DONE, list_runs

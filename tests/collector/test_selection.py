@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from binade.collector.models.model import CoreAttention, GPTModel
+from binade.collector.models.attention import CoreAttention
+from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
-from binade.collector.models.shapes import MODELS
-from binade.collector.models.site import Site, sites
+from binade.collector.models.registry import MODELS
+from binade.collector.models.site import Site
 from binade.collector.recipes.selection import Selection, SelectionError, Term, by_layer
 
 LLAMA = replace(MODELS["llama32-1b"]["tiny"], layers=12)
@@ -26,7 +27,7 @@ SHAPES = {
 def test_sites_are_those_of_the_model(shape):
     model = GPTModel(shape)
     built = [m.site for m in model.modules() if isinstance(m, (ParallelLinear, CoreAttention))]
-    listed = sites(shape)
+    listed = shape.sites()
     assert len(built) == len(listed) == len({site.name for site in listed}) and set(built) == set(listed)
 
 
@@ -60,22 +61,22 @@ def layers(found: frozenset[Site]) -> list[int]:
     ],
 )
 def test_which_layers(text, expected):
-    assert layers(Selection.parse(text).of(sites(LLAMA))) == expected
+    assert layers(Selection.parse(text).of(LLAMA.sites())) == expected
 
 
 def test_a_number_takes_the_whole_layer_a_pattern_what_it_finds():
-    model = sites(LLAMA)
+    model = LLAMA.sites()
     assert len(Selection.parse("3").of(model)) == 5
     assert Selection.parse(r"layer3\.(core|fc)").of(model) == {Site(3, "core"), Site(3, "fc1"), Site(3, "fc2")}
 
 
 def test_experts_are_found_by_name():
-    found = Selection.parse("expert3[.]").of(sites(DEEPSEEK))
+    found = Selection.parse("expert3[.]").of(DEEPSEEK.sites())
     assert found == {Site(2, "fc1", 3), Site(2, "fc2", 3)}
 
 
 def test_modules_narrow_the_layers():
-    model = sites(DEEPSEEK)
+    model = DEEPSEEK.sites()
     assert len(Selection.parse("", ("fc1",)).of(model)) == 1 + 16
     assert Selection.parse("first", ("fc1", "core")).of(model) == {Site(1, "fc1"), Site(1, "core")}
     assert Selection.parse("last,layer1.q", ("q", "router")).of(model) == {
@@ -110,7 +111,7 @@ HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, lay
 )
 def test_what_the_model_does_not_have_is_refused(text, modules, message):
     with pytest.raises(SelectionError) as refused:
-        Selection.parse(text, modules).of(sites(LLAMA))
+        Selection.parse(text, modules).of(LLAMA.sites())
     assert message in str(refused.value)
 
 
@@ -128,7 +129,7 @@ def test_what_the_model_does_not_have_is_refused(text, modules, message):
     ],
 )
 def test_by_layer_says_it_in_few_lines(shape, text, lines):
-    model = sites(shape)
+    model = shape.sites()
     assert by_layer(model, Selection.parse(text).of(model), "bf16", "as below") == lines
 
 

@@ -1,0 +1,131 @@
+"""How a model stretches its rotary frequencies for long texts: the setting that Hugging Face calls rope_scaling.
+
+No torch at import. Each kind is a frozen dataclass; SCALINGS lists them by Hugging Face's name.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RopeScaling(ABC):
+    """settings gives for each field its name in a Hugging Face configuration."""
+
+    settings: ClassVar[Mapping[str, str]]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        """Raises KeyError for a setting that is missing."""
+        return cls(**{field: settings[name] for field, name in cls.settings.items()})
+
+    @abstractmethod
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The stretched frequencies, float32 [rotary_dim / 2]. theta is the base that they were computed from."""
+
+    @property
+    def rotary_scale(self) -> float:
+        """The factor of cos and sin."""
+        return 1.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor of the attention scores, on top of 1 / √d."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Llama 3.1: wavelengths above original / low_frequency are stretched by `factor`, those below
+    original / high_frequency are kept, those between are interpolated."""
+
+    factor: float
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    original: int = 8192
+
+    settings: ClassVar = {
+        "factor": "factor",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
+        "original": "original_max_position_embeddings",
+    }
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """apply_scaling of meta-llama/llama-models: kept is 1 where the frequency stays, 0 where it is divided."""
+        turns = self.original * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clamp(0, 1)
+        return frequencies * kept + frequencies / self.factor * (1 - kept)
+
+
+@dataclass(frozen=True)
+class YarnScaling(RopeScaling):
+    """YaRN (arXiv 2309.00071): dimensions that turn fewer than beta_slow times in the original context are stretched by
+    `factor`, those that turn more than beta_fast times are kept. mscale and mscale_all_dim temper the attention."""
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    original: int
+
+    settings: ClassVar = {
+        **{name: name for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
+        "original": "original_max_position_embeddings",
+    }
+
+    @property
+    def rotary_scale(self) -> float:
+        return self._temper(self.mscale) / self._temper(self.mscale_all_dim)
+
+    @property
+    def softmax_scale(self) -> float:
+        return self._temper(self.mscale_all_dim) ** 2
+
+    def _temper(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
+        """DeepseekV2YarnRotaryEmbedding of DeepSeek-V2-Lite's modeling_deepseek.py: a ramp over the frequencies'
+        indices, from the last that turns beta_fast times in the original context to the first that turns beta_slow
+        times."""
+        dim = 2 * len(frequencies)
+
+        def index_of(turns: float) -> float:
+            return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(index_of(self.beta_fast)), 0)
+        high = min(math.ceil(index_of(self.beta_slow)), dim - 1)
+        index = frequencies.new_tensor(range(len(frequencies)))
+        stretched = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
+        return frequencies * (1 - stretched) + frequencies / self.factor * stretched
+
+
+SCALINGS: Mapping[str, type[RopeScaling]] = {"llama3": Llama3Scaling, "yarn": YarnScaling}
+
+
+def rope_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rotary settings of a config.json: under rope_parameters since transformers 5, before that as rope_theta and
+    rope_scaling."""
+    nested: Mapping[str, Any] | None = settings.get("rope_parameters")
+    return nested or {"rope_theta": settings["rope_theta"], **(settings.get("rope_scaling") or {})}
+
+
+def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling in a config.json, None if there is none. Raises KeyError or ValueError."""
+    rope = rope_settings(settings)
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']!r}, the models here have 1.0")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind not in SCALINGS:
+        raise ValueError(f"rope type {kind!r} is none of default, {', '.join(SCALINGS)}")
+    return SCALINGS[kind].from_settings(rope)

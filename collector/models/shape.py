@@ -1,0 +1,251 @@
+"""What a family of models says about its models. No torch at import.
+
+A family is one module: a Shape, which describes every layer as data and builds it, and MODELS, its published and tiny
+sizes. Adding a family is that module and its line in `registry`. Sites, estimates, memory, checkpoints and the model
+itself read only what is here.
+
+A full model has the published numbers. A tiny one keeps the architecture and the ratios of its widths, these rounded to
+whole blocks of 32 where the published ones are, has fewer experts, and a vocabulary that holds the byte tokenizer's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from binade.collector.models.rope_scaling import RopeScaling, read_scaling, rope_settings
+from binade.collector.models.site import Site
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from binade.collector.models.parallel import Group
+
+WHOLE = Fraction(1)
+
+
+class Split(StrEnum):
+    """How tensor-parallel ranks divide a linear layer, in Megatron's terms."""
+
+    COLUMN = "column"  # each rank computes a part of the outputs
+    ROW = "row"  # each rank takes a part of the inputs, and the results are summed
+    REPLICATED = "replicated"  # each rank computes all of it
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer [outputs, inputs] without bias.
+
+    path     of its module within our TransformerLayer
+    tensors  the modules of a Hugging Face layer that its weight is joined from, with their rows
+    groups   rows of `tensors` are taken in turns, this many times the next of each, as Megatron lays out a group's
+             queries, key and value; with one group, one tensor after the other
+    stride   the weight is that many matrices, one after the other, each divided among the ranks (2 for SwiGLU's gate
+             and up)
+    share    of a micro-batch's tokens, how many reach it on average: less than 1 for a routed expert
+    """
+
+    site: Site
+    inputs: int
+    outputs: int
+    split: Split
+    path: str
+    tensors: Mapping[str, int]
+    groups: int = 1
+    stride: int = 1
+    share: Fraction = WHOLE
+
+    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
+        """The elements of its recorded tensors, on all tensor-parallel ranks together: what is not divided is recorded
+        by every rank."""
+        tokens = max(1, int(batch * length * self.share))
+        weight = self.inputs * self.outputs * (ranks if self.split == Split.REPLICATED else 1)
+        taken = tokens * self.inputs * (1 if self.split == Split.ROW else ranks)
+        given = tokens * self.outputs * (1 if self.split == Split.COLUMN else ranks)
+        return {
+            **dict.fromkeys(("input", "grad_input"), taken),
+            **dict.fromkeys(("weight", "grad_weight"), weight),
+            **dict.fromkeys(("output", "grad_output"), given),
+        }
+
+
+@dataclass(frozen=True)
+class CoreSpec:
+    """An attention core: softmax(QKᵀ) V. head_dim is the width of a query or key head, value_dim of a value head."""
+
+    site: Site
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
+        """As of LinearSpec. All are divided by heads."""
+        tokens = batch * length
+        sizes = {
+            "query": tokens * self.heads * self.head_dim,
+            "key": tokens * self.kv_heads * self.head_dim,
+            "value": tokens * self.kv_heads * self.value_dim,
+            "output": tokens * self.heads * self.value_dim,
+        }
+        scores = dict.fromkeys(("attention_scores", "attention_probs"), tokens * self.heads * length)
+        return sizes | {f"grad_{name}": numel for name, numel in sizes.items()} | scores
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """An RMSNorm of a layer. path is that of our module, tensor that of Hugging Face's, both within the layer."""
+
+    path: str
+    width: int
+    tensor: str
+
+
+Spec = LinearSpec | CoreSpec
+
+
+def mlp_linears(
+    layer: int,
+    hidden: int,
+    ffn: int,
+    *,
+    gated: bool = True,
+    path: str = "mlp",
+    prefix: str = "",
+    expert: int | None = None,
+    share: Fraction = WHOLE,
+) -> tuple[LinearSpec, LinearSpec]:
+    """fc1 and fc2 of `feedforward.MLP`. gated: fc1 holds gate and up. path is the same here and at Hugging Face, prefix
+    is put before the sites' modules."""
+    rows = {f"{path}.{name}_proj": ffn for name in (("gate", "up") if gated else ("up",))}
+    fc1, fc2 = (Site(layer, f"{prefix}{module}", expert) for module in ("fc1", "fc2"))
+    return (
+        LinearSpec(
+            fc1, hidden, len(rows) * ffn, Split.COLUMN, f"{path}.linear_fc1", rows, stride=len(rows), share=share
+        ),
+        LinearSpec(fc2, ffn, hidden, Split.ROW, f"{path}.linear_fc2", {f"{path}.down_proj": hidden}, share=share),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(ABC):
+    """The dimensions of a model. Layers are counted from 1.
+
+    ffn           width of a dense feed-forward layer (of one branch, where it is gated)
+    family        the family's name for people, and its model_type at Hugging Face
+    fixed         settings of a Hugging Face configuration that the family has no switch for, with the only values that
+                  it can read
+    not_compared  fields that a run chooses or never uses: a checkpoint may have others
+    """
+
+    family: ClassVar[str]
+    model_type: ClassVar[str]
+    fixed: ClassVar[Mapping[str, object]] = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+    }
+    not_compared: ClassVar[frozenset[str]] = frozenset({"layers", "max_sequence"})
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocab: int
+    max_sequence: int
+    rope_theta: float
+    norm_eps: float
+    tied_embedding: bool
+    rope_scaling: RopeScaling | None = None
+
+    @abstractmethod
+    def attention(self, layer: int) -> tuple[Spec, ...]:
+        """The linear layers and the core of a layer's attention, in order of computation."""
+
+    @abstractmethod
+    def feed_forward(self, layer: int) -> tuple[LinearSpec, ...]:
+        """The linear layers of a layer's feed-forward, in order of computation."""
+
+    @abstractmethod
+    def build_attention(self, layer: int, group: Group) -> nn.Module:
+        """(x [s, b, hidden], cos, sin [s, 1, 1, rotary_dim]) -> [s, b, hidden]"""
+
+    @abstractmethod
+    def build_feed_forward(self, layer: int, group: Group) -> nn.Module:
+        """x [s, b, hidden] -> the same, or a tuple of it and a loss to be added to the training loss"""
+
+    @abstractmethod
+    def activation_bytes(self, layer: int) -> int:
+        """Bytes a token that a layer's linear layers keep until the backward pass. Norms and core are counted apart."""
+
+    @property
+    @abstractmethod
+    def rotary_dim(self) -> int:
+        """How much of a head is rotated by position."""
+
+    @property
+    @abstractmethod
+    def divided(self) -> dict[str, int]:
+        """What tensor parallelism divides, and the number of each."""
+
+    @abstractmethod
+    def describe(self) -> str: ...
+
+    @classmethod
+    @abstractmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        """The dimensions in a Hugging Face config.json. Raises KeyError, TypeError or ValueError."""
+
+    @staticmethod
+    def common_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of every family, read from a Hugging Face config.json."""
+        return {
+            "layers": settings["num_hidden_layers"],
+            "hidden": settings["hidden_size"],
+            "ffn": settings["intermediate_size"],
+            "heads": settings["num_attention_heads"],
+            "vocab": settings["vocab_size"],
+            "max_sequence": settings["max_position_embeddings"],
+            "rope_theta": rope_settings(settings)["rope_theta"],
+            "norm_eps": settings["rms_norm_eps"],
+            "tied_embedding": settings.get("tie_word_embeddings", False),
+            "rope_scaling": read_scaling(settings),
+        }
+
+    def norms(self, layer: int) -> tuple[NormSpec, ...]:
+        return (
+            NormSpec("input_layernorm", self.hidden, "input_layernorm"),
+            NormSpec("pre_mlp_layernorm", self.hidden, "post_attention_layernorm"),
+        )
+
+    def linears(self, layer: int) -> tuple[LinearSpec, ...]:
+        return tuple(
+            spec for spec in (*self.attention(layer), *self.feed_forward(layer)) if isinstance(spec, LinearSpec)
+        )
+
+    def specs(self) -> tuple[Spec, ...]:
+        """Everything that can be quantized and recorded, layer by layer."""
+        return _specs(self)
+
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(spec.site for spec in self.specs())
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        layers = range(1, self.layers + 1)
+        linears = sum(spec.inputs * spec.outputs for spec in self.specs() if isinstance(spec, LinearSpec))
+        norms = sum(norm.width for layer in layers for norm in self.norms(layer))
+        return linears + norms + self.hidden + self.vocab * self.hidden * (1 if self.tied_embedding else 2)
+
+
+@lru_cache(maxsize=32)
+def _specs(shape: Shape) -> tuple[Spec, ...]:
+    layers = range(1, shape.layers + 1)
+    return tuple(spec for layer in layers for spec in (*shape.attention(layer), *shape.feed_forward(layer)))

@@ -1,0 +1,110 @@
+"""A family is one file and one line in the registry: with those, everything that works for a Llama works for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import ArceeConfig, ArceeForCausalLM
+
+from binade.collector.cli.main import main
+from binade.collector.jobs.estimate import estimate
+from binade.collector.models.checkpoint import open_checkpoint
+from binade.collector.models.model import GPTModel
+from binade.collector.models.registry import MODELS
+from binade.collector.training.config import RunConfig, check
+from binade.collector.training.memory import PER_COPY, PER_WEIGHT, needed
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.collector import toy_family
+from tests.collector.test_memory import check_activations
+from tests.conftest import PROJECT
+
+TINY = toy_family.TINY
+CONFIG = RunConfig(model="arcee", dataset="python-docs", sequence_length=64, backend="torch")
+MODULES = ("qkv", "core", "proj", "fc1", "fc2")
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "arcee", toy_family.MODELS["arcee"])
+
+
+@pytest.fixture(scope="module")
+def reference() -> nn.Module:
+    torch.manual_seed(0)
+    return ArceeForCausalLM(
+        ArceeConfig(
+            hidden_size=TINY.hidden,
+            intermediate_size=TINY.ffn,
+            num_hidden_layers=TINY.layers,
+            num_attention_heads=TINY.heads,
+            num_key_value_heads=TINY.kv_heads,
+            head_dim=TINY.head_dim,
+            vocab_size=TINY.vocab,
+            rms_norm_eps=TINY.norm_eps,
+            bos_token_id=0,
+            eos_token_id=0,
+            attn_implementation="eager",
+        )
+    )
+
+
+def test_its_file_imports_no_torch():
+    code = "import sys, tests.collector.toy_family; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_its_sites_are_listed(capsys: pytest.CaptureFixture[str]):
+    assert [site.name for site in TINY.sites()] == [f"layer{layer}.{module}" for layer in (1, 2) for module in MODULES]
+    assert main(["list"]) == 0
+    assert f"arcee tiny: {TINY.layers} layers" in capsys.readouterr().out
+
+
+def test_its_weights_are_counted():
+    with torch.device("meta"):
+        published = ArceeForCausalLM(ArceeConfig(bos_token_id=0, eos_token_id=0))
+    assert toy_family.FULL.parameters == sum(weight.numel() for weight in published.parameters())
+
+
+def test_its_memory_and_its_tensors_are_estimated(tmp_path: Path):
+    check(CONFIG)
+    check_activations(CONFIG)
+    assert needed(CONFIG).weights == (PER_WEIGHT + PER_COPY) * sum(p.numel() for p in GPTModel(TINY).parameters())
+    assert estimate([CONFIG], tmp_path).tensors == TINY.layers * (4 * 6 + 10)
+
+
+def test_its_checkpoint_is_read_and_its_gradients_are_those_of_transformers(reference: nn.Module, tmp_path: Path):
+    reference.save_pretrained(tmp_path)
+    model = GPTModel(TINY, compute_dtype=torch.float32)
+    open_checkpoint(tmp_path, TINY).load_into(model)
+    tokens = torch.randint(TINY.vocab, (2, 33), generator=torch.Generator().manual_seed(1))
+    for logits in (ours := model(tokens[:, :-1]), theirs := reference(tokens[:, :-1]).logits):
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    wanted = dict(reference.named_parameters())
+    for index, layer in enumerate(model.layers):
+        for ours, name in ((layer.mlp.linear_fc1, "up_proj"), (layer.mlp.linear_fc2, "down_proj")):
+            grad = wanted[f"model.layers.{index}.mlp.{name}.weight"].grad
+            assert (ours.weight.grad - grad).norm() < 5e-6 * grad.norm()
+
+
+def test_it_trains_quantized_and_every_tensor_is_recorded(reference: nn.Module, tmp_path: Path):
+    reference.save_pretrained(tmp_path / "checkpoint")
+    command = ["run", "--model", "arcee", "--quantization", "mxfp8", "--dataset", "python-docs"]
+    options = ["--sequence-length", "16", "--backend", "torch", "--scores", "", "--tensor-save-dir", str(tmp_path)]
+    assert main([*command, *options, "--load-hf", str(tmp_path / "checkpoint")]) == 0
+    with closing(Catalog.open(tmp_path)) as catalog:
+        rows = catalog.tensors(Filter())
+    assert {(row.layer_index, row.module) for row in rows.itertuples()} == {
+        (site.layer_index, site.module) for site in TINY.sites()
+    }
+    assert len(rows) == estimate([CONFIG], tmp_path).tensors
+    assert set(rows[rows.module == "fc1"].quant_type) == {"mxfp8"}
