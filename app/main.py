@@ -7,7 +7,13 @@ import streamlit as st
 from binade.app import state
 from binade.app.jobs import collect_page as collect
 from binade.app.jobs import page as jobs
-from binade.app.pages import explore, overview, recipes, runs, sql, tensor, worst
+from binade.app.pages import overview_page as overview
+from binade.app.pages import runs_page as runs
+from binade.app.pages import sql_page as sql
+from binade.app.pages import tensor_page as tensor
+from binade.app.pages import worst_page as worst
+from binade.app.questions.distribution import page as explore
+from binade.app.questions.recipes import page as recipes
 from binade.app.sessions import draft
 from binade.app.sessions import page as sessions
 from binade.data.access import read_only

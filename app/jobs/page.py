@@ -10,14 +10,15 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from binade.app import charts, show, style
+from binade.app import show, style
 from binade.app.address import go, link, plain
-from binade.app.analysis.labels import thinned_note
-from binade.app.charts.boards import ranking, ranking_height
 from binade.app.figure import Figure
 from binade.app.formatting import bytes_text
 from binade.app.jobs import summary as told
 from binade.app.jobs.collecting import duration_text, wrapped
+from binade.app.questions.ranking.charts import ranking, ranking_height
+from binade.app.questions.shared import loss_chart
+from binade.app.questions.shared.labels import thinned_note
 from binade.app.state import catalog
 from binade.collector import jobs
 from binade.collector.jobs import JobError, JobView
@@ -329,7 +330,8 @@ def _results(view: JobView, table: pd.DataFrame, step: int) -> None:
             words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
             note = thinned_note(step)
             show.draw(
-                Figure("job_losses", charts.losses(table), table, f"{words} {note}".strip(), note, height), pin=False
+                Figure("job_losses", loss_chart.losses(table), table, f"{words} {note}".strip(), note, height),
+                pin=False,
             )
     with cells[-1]:
         if fmt is None:

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 import pandas as pd
 
-from binade.app.analysis import boards
-from binade.app.analysis.labels import thinned
 from binade.app.jobs.collecting import duration_text
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.shared.labels import thinned
 from binade.collector.jobs import ACTIVE, JobView, Progress
 from binade.collector.jobs.state import losses_of
 from binade.data.catalog import Catalog
@@ -96,7 +96,7 @@ def line(view: JobView, done: Progress) -> str:
 
 
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
-    """(for charts.losses: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
+    """(for loss_chart.losses: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
     more than MOST_POINTS, the last among them."""
     records = losses_of(view.run) if view.run else []
     rows = [
@@ -108,10 +108,10 @@ def losses(view: JobView) -> tuple[pd.DataFrame, int]:
 
 
 def worst(catalog: Catalog, run_id: str) -> tuple[str | None, pd.DataFrame]:
-    """(format, boards.ranking's first rows by SQNR) of what a run has published so far, in the coarsest of the formats
-    that its operands were scored with; (None, empty) while there are none."""
+    """(format, the first rows of the ranking by SQNR) of what a run has published so far, in the coarsest of the
+    formats that its operands were scored with; (None, empty) while there are none."""
     where = Filter(run_id=[run_id])
     formats = sorted(catalog.scored_formats(where), key=lambda name: (FORMATS[name].bits_per_value, name))
     if not formats:
         return None, pd.DataFrame()
-    return formats[0], boards.ranking(catalog, where, formats[0], "sqnr_db").head(WORST)
+    return formats[0], ranking_compute.ranking(catalog, where, formats[0], "sqnr_db").head(WORST)

@@ -1,103 +1,77 @@
-"""Overview: what was recorded, the questions that the app answers, and a first look."""
+"""Overview: how the selection's magnitudes lie, and what a format would do worst to."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import pandas as pd
-import streamlit as st
-
-from binade.app import show
-from binade.app.address import follow, go, link, plain, write
-from binade.app.figures import overview
-from binade.app.filters import sidebar
-from binade.app.formatting import big, bytes_text
-from binade.app.questions.registry import QUESTIONS
-from binade.app.state import catalog_page
-from binade.data.catalog import Catalog, Totals
+from binade.app import style
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import big, first_formats
+from binade.app.params import One, Param
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.ranking.charts import ranking, ranking_height
+from binade.app.questions.shared import distribution_charts, distributions
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-
-@catalog_page("Overview")
-def page(opened: Catalog) -> None:
-    params = overview.params(opened)
-    formats = params["format"].allowed
-    follow(opened, "overview", params)
-    where = sidebar(opened)
-    write(where, params)
-    totals = opened.totals(where)
-    _totals(opened, totals, where)
-    _questions(where)
-    if not totals.tensors:
-        st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
-        return
-    _panels(opened, where)
-    if formats:
-        _worst(opened, where, formats)
+PANELS = (
+    ("all", "All values"),
+    ("quant_type", "By quant type"),
+    ("layer_type", "By layer type"),
+    ("operation", "By operation"),
+)
+MOST_GROUPS = 6
+WORST = 8
+PANEL = 330  # pixels, without the legend
 
 
-def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
-    runs = opened.runs()
-    st.caption(f"Shown: {plain(where.sentence())}.")
-    cells = st.columns(5)
-    cells[0].metric("Runs", f"{totals.runs:,}", border=True)
-    cells[1].metric("Tensors", f"{totals.tensors:,}", border=True)
-    cells[2].metric("Values", big(totals.elements), border=True)
-    help = "Tensors whose values are on disk; of the others, statistics and sketch are kept"
-    cells[3].metric("With values", f"{totals.with_values:,}", border=True, help=help)
-    cells[4].metric("Size", bytes_text(totals.nbytes), border=True)
-    st.caption(_what_is_missing(runs, totals))
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"format": One(first_formats(opened))}
 
 
-def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
-    """What was dropped or sampled when the runs were recorded."""
-    dropped = totals.tensors - totals.with_values
-    parts = ["Nothing was dropped: every tensor has its values on disk."]
-    if dropped:
-        parts = [
-            f"{dropped:,} tensors have no values on disk (over the byte budget, or not asked for): their statistics, "
-            "sketches and scores are whole."
-        ]
-    configs = [json.loads(text) for text in runs["config"]]
-    if some := [c for c in configs if _less(c, "collect_micro_batches", "micro_batches")]:
-        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their micro-batches only.")
-    if some := [c for c in configs if (c.get("capture_every") or 1) > 1]:
-        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their iterations only.")
-    unfinished = int((~runs["state"].isin(["done", "running"])).sum())
-    if unfinished:
-        parts.append(f"{unfinished} of {len(runs)} runs did not end as they should: see Runs.")
-    return " ".join(parts)
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    found = panels(opened, where)
+    low = worst(opened, where, values["format"]) if values["format"] else None
+    problems = () if found else ("Nothing to draw: no nonzero value is finite.",)
+    return Drawn((*found, *((low,) if low else ())), problems=problems)
 
 
-def _less(config: dict[str, Any], name: str, than: str) -> bool:
-    a, b = config.get(name), config.get(than)
-    return isinstance(a, int) and isinstance(b, int) and a < b
+def panels(opened: Catalog, where: Filter) -> list[Figure]:
+    """One of PANELS each; those with nothing to draw are left out."""
+    each = distributions.each_by(opened, where, tuple(by for by, _ in PANELS[1:]))
+    figures = []
+    for by, title in PANELS:
+        found = each[by]
+        found = sorted(found, key=lambda d: -d.total)[:MOST_GROUPS] if len(found) > MOST_GROUPS else found
+        table = distributions.log2_histogram(found)
+        if table.empty:
+            continue
+        subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
+        figure = Figure(
+            f"panel_{by}",
+            distribution_charts.log2_histogram(table, subtitle, title.removeprefix("By ")),
+            table,
+            source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude"),
+            height=PANEL + style.legend_height([d.group for d in found]),
+            group="panels",
+        )
+        figures.append(figure)
+    return figures
 
 
-def _questions(where: Filter) -> None:
-    st.markdown("**What do you want to know?**")
-    columns = st.columns(3, gap="medium")
-    for index, question in enumerate(QUESTIONS):
-        with columns[index * 3 // len(QUESTIONS)]:
-            link(question.page, question.text, where, question.icon, question.help, **question.params)
-
-
-def _panels(opened: Catalog, where: Filter) -> None:
-    cells = [*st.columns(2, gap="large"), *st.columns(2, gap="large")]
-    found = {figure.name: figure for figure in overview.panels(opened, where)}
-    for cell, (by, _) in zip(cells, overview.PANELS, strict=True):
-        with cell:
-            if figure := found.get(f"panel_{by}"):
-                show.draw(figure)
-            else:
-                st.info("Nothing to draw: no nonzero value is finite.", icon=":material/block:")
-
-
-def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:
-    fmt = st.segmented_control("Worst tensors, if they were rounded to", formats, key="format", required=True)
-    figure = overview.worst(opened, where, fmt or formats[0])
-    if figure is None:
-        st.caption("Only the operands of a GEMM are scored, and the filter selects none.")
-    elif chosen := show.draw(figure):
-        go("tensor", where, tensor=chosen, format=fmt or formats[0])
+def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
+    """The places with the lowest SQNR; None where no operand is scored."""
+    measure = MEASURES["sqnr_db"]
+    table = ranking_compute.ranking(opened, where, fmt, "sqnr_db").head(WORST)
+    if table.empty:
+        return None
+    return Figure(
+        "worst",
+        ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together"),
+        table,
+        source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
+        hint="Choose a bar to look into its worst tensor.",
+        height=ranking_height(table),
+        choose="tensor_id",
+    )

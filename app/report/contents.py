@@ -14,14 +14,24 @@ from functools import partial
 import altair as alt
 import pandas as pd
 
-from binade.app.analysis import boards, recipes
-from binade.app.analysis.labels import full_labels
 from binade.app.figure import Drawn, Figure
-from binade.app.figures import attention, codes, explore, hifp8, overview, why, worst
-from binade.app.figures import recipes as recipe_figures
-from binade.app.figures.look import Look
 from binade.app.formatting import big, first_formats
+from binade.app.pages import overview
 from binade.app.params import TITLES
+from binade.app.questions.attention import question as attention
+from binade.app.questions.codes import question as codes
+from binade.app.questions.depth import question as depth
+from binade.app.questions.directions import question as directions
+from binade.app.questions.distribution import question as distribution
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.ranking import question as ranking
+from binade.app.questions.recipes import question as recipes
+from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.training import question as training
+from binade.app.questions.why import question as why
+from binade.app.report import hifp8
 from binade.app.report import runs as run_tables
 from binade.app.report.plates import Part, Plate, Table, plates
 from binade.app.style import MEASURES
@@ -88,8 +98,8 @@ def _chosen(where: Filter, name: str, facets: dict[str, list]) -> list:
 
 def _lie(opened: Catalog, where: Filter, by: str, axis: str = "log2") -> Drawn:
     """Histogram, Q-Q plot and boxes of the groups of one field."""
-    chosen = explore.selection(opened, where, opened.rows_of([]), by)
-    return explore.values_lie(opened, where, None, chosen, axis, "normal")
+    chosen = distribution.selection(opened, where, opened.rows_of([]), by)
+    return distribution.values_lie(opened, where, None, chosen, axis, "normal")
 
 
 def _distributions(opened: Catalog, where: Filter, lying: dict[str, Drawn]) -> Part:
@@ -120,12 +130,12 @@ def _heatmaps(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
     found: list[Plate] = []
     for fmt in formats:
         for metric in ("sqnr_db", "flush_to_zero", "saturated"):
-            drawn = worst.depth(opened, where, fmt, MEASURES[metric])
+            drawn = depth.depth(opened, where, fmt, MEASURES[metric])
             if metric == "saturated" and not _any(drawn):
                 continue
             found += [Plate(f"heatmaps/{metric}_{fmt}", figure) for figure in drawn.figures]
     for metric in OF_VALUES:
-        drawn = worst.depth(opened, where, "", MEASURES[metric])
+        drawn = depth.depth(opened, where, "", MEASURES[metric])
         found += [Plate(f"heatmaps/{metric}", figure) for figure in drawn.figures]
     problems: list[str] = []
     for fmt in formats:
@@ -142,7 +152,7 @@ def _any(drawn: Drawn) -> bool:
 
 
 def _tokens(opened: Catalog, where: Filter, fmt: str) -> tuple[Plate | None, str]:
-    table = boards.ranking(opened, where, fmt, "sqnr_db")
+    table = ranking_compute.ranking(opened, where, fmt, "sqnr_db")
     if table.empty:
         return None, ""
     look, problem = _look(opened, where, table.iloc[0]["tensor_id"], fmt)
@@ -167,22 +177,22 @@ def _look(opened: Catalog, where: Filter, tensor_id: str, fmt: str) -> tuple[Loo
 
 
 def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
-    panels, operands = explore.formats(opened, where, None)
+    panels, operands = distribution.formats(opened, where, None)
     names = ("sqnr_db", "flush_to_zero", "saturated")
     found = [Plate(f"comparisons/formats_{name}", panel) for name, panel in zip(names, panels, strict=False)]
     tables = [Table("formats", "What each format does", panels[0].table, f"{operands:,} operands.")] if panels else []
     problems: list[str] = []
     for fmt in formats:
         for metric in ("sqnr_db", "flush_to_zero"):
-            drawn = worst.directions(opened, where, fmt, MEASURES[metric])
+            drawn = directions.directions(opened, where, fmt, MEASURES[metric])
             for figure in drawn.figures:
                 operation = figure.name.removeprefix("direction_")
                 titled = _titled(figure, f"{MEASURES[metric].label} in {fmt}, {operation}")
                 found.append(Plate(f"comparisons/{operation}_{metric}_{fmt}", titled))
-    runs = recipes.overview(recipe_figures.runs_of(opened, where), opened.parts())
+    runs = runs_with_reference(recipes.runs_of(opened, where), opened.parts())
     verdict = ""
-    if recipe_figures.has_reference(runs):
-        cost = recipe_figures.cost(opened, where, runs)
+    if recipes.has_reference(runs):
+        cost = recipes.cost(opened, where, runs)
         verdict = cost.verdict
         found += plates("comparisons", cost.figures)
         problems += cost.problems
@@ -191,7 +201,7 @@ def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Pa
         found += [Plate(f"comparisons/gradients_{f.name}", f) for f in gradients.figures]
         problems += gradients.problems
     else:
-        problems.append(recipe_figures.no_reference(runs).replace("`", ""))
+        problems.append(recipes.no_reference(runs).replace("`", ""))
     if not panels:
         problems.append("No format comparison: only the operands of a GEMM are scored, and none is selected.")
     text = (
@@ -210,46 +220,48 @@ def _titled(figure: Figure, text: str) -> Figure:
 
 def _gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
     """Weight gradients of the first iteration, unless that would read too many values."""
-    name = recipe_figures.NAMES[0]
-    iterations = recipe_figures.iterations_of(opened, name)
+    name = recipes.NAMES[0]
+    iterations = recipes.iterations_of(opened, name)
     if not iterations:
-        return Drawn(problems=(f"No {recipe_figures.words(name)} was recorded.",))
+        return Drawn(problems=(f"No {recipes.words(name)} was recorded.",))
     of = Filter(tensor_name=[name], iteration=[iterations[0]])
     values = sum(
         int(opened.pairs(run["run_id"], run["reference"], of)["numel"].sum())
-        for _, run in recipe_figures.runs_compared(runs).iterrows()
+        for _, run in recipes.runs_compared(runs).iterrows()
     )
     if values > GRADIENT_VALUES:
         return Drawn(
             problems=(f"Gradients are not compared here: {big(values)} values would be read. The app does (Recipes).",)
         )
-    compared = partial(recipe_figures.compare, opened)
-    return recipe_figures.gradients(where, runs, name, iterations[0], iterations, compared)
+    compared = partial(recipes.compare, opened)
+    return recipes.gradients(where, runs, name, iterations[0], iterations, compared)
 
 
 def _statistics(opened: Catalog, where: Filter, formats: tuple[str, ...], lying: dict[str, Drawn]) -> Part:
     found: list[Plate] = []
     tables = [
-        Table(f"statistics_{by}", f"By {TITLES[by].lower()}", explore.moments(opened, where, opened.rows_of([]), by))
+        Table(
+            f"statistics_{by}", f"By {TITLES[by].lower()}", distribution.moments(opened, where, opened.rows_of([]), by)
+        )
         for by in _present(opened, where, STATISTICS_BY)
     ]
     for by, drawn in lying.items():
         found += plates("statistics", [f for f in drawn.figures if f.name == "boxes"], f"_{by}")
     verdicts = []
     for fmt in formats:
-        ranked = worst.board(opened, where, fmt, MEASURES["sqnr_db"])
+        ranked = ranking.board(opened, where, fmt, MEASURES["sqnr_db"])
         verdicts.append(f"{fmt}: {ranked.verdict}")
         found += [Plate(f"statistics/ranking_sqnr_db_{fmt}", figure) for figure in ranked.figures]
         tables += [
             Table(f"ranking_{fmt}", f"Worst in {fmt}", figure.table.head(MAX_WORST).drop(columns=["value"]))
             for figure in ranked.figures
         ]
-        trained = worst.training(opened, where, fmt, MEASURES["sqnr_db"])
+        trained = training.training(opened, where, fmt, MEASURES["sqnr_db"])
         found += [Plate(f"statistics/training_sqnr_db_{fmt}", f) for f in trained.figures if f.name == "training"]
     for metric in OF_VALUES:
-        ranked = worst.board(opened, where, "", MEASURES[metric])
+        ranked = ranking.board(opened, where, "", MEASURES[metric])
         found += [Plate(f"statistics/ranking_{metric}", figure) for figure in ranked.figures]
-    trained = worst.training(opened, where, "", MEASURES["absmax"])
+    trained = training.training(opened, where, "", MEASURES["absmax"])
     found += [Plate(f"statistics/{f.name if f.name == 'losses' else f'{f.name}_absmax'}", f) for f in trained.figures]
     text = "Moments over the finite values, ranked places, and how they change in training."
     return Part("statistics", "Statistics", tuple(found), tuple(tables), text, " ".join(verdicts[:1]))
@@ -262,7 +274,7 @@ def _hifp8(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
         found += [Plate(f"hifp8/{figure.name}", figure)] if figure else []
     problems, verdicts = [], []
     if "hifp8" in formats:
-        table = boards.ranking(opened, where, "hifp8", "sqnr_db")
+        table = ranking_compute.ranking(opened, where, "hifp8", "sqnr_db")
         chosen = pd.concat([part.head(LOOKED_AT // 2) for _, part in table.groupby("operation", sort=False)])
         for number, tensor_id in enumerate(chosen["tensor_id"].head(LOOKED_AT), 1):
             look, problem = _look(opened, where, tensor_id, "hifp8")

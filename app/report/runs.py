@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.figures.look import about_format
+from binade.app.questions.shared.rounded import about_format
 from binade.app.report.plates import Part, Table
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from binade.app.figures import explore
 from binade.app.params import TITLES
+from binade.app.questions.distribution import question as distribution
 from binade.app.report.contents import STATISTICS_BY
 from binade.app.report.frozen import number_text
 from binade.app.report.plates import shown
@@ -45,7 +45,9 @@ def _plain(value: Any) -> Any:
 def tensor_stats(opened: Catalog, where: Filter) -> dict[str, Any]:
     """The selection's totals, `Catalog.moments` by each of STATISTICS_BY, and every tensor's own row."""
     totals = opened.totals(where)
-    by = {name: explore.moments(opened, where, opened.rows_of([]), name).to_dict("records") for name in STATISTICS_BY}
+    by = {
+        name: distribution.moments(opened, where, opened.rows_of([]), name).to_dict("records") for name in STATISTICS_BY
+    }
     return {
         "root": opened.root.name,
         "filter": where.to_dict(),

@@ -17,10 +17,12 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from binade.app.analysis.recipes import overview as overview_of_runs
 from binade.app.figure import Drawn
-from binade.app.figures import explore, overview, recipes, runs, tensor, worst
+from binade.app.pages import overview, runs, tensor, worst
 from binade.app.params import TITLES, Param, read, read_filter
+from binade.app.questions.distribution import question as explore
+from binade.app.questions.recipes import question as recipes
+from binade.app.questions.shared.runs import runs_with_reference as overview_of_runs
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 

@@ -16,10 +16,10 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from binade import quant
-from binade.app import analysis
-from binade.app.analysis import Distribution, distribution_of
-from binade.app.analysis.distribution import _shares
-from binade.app.analysis.labels import run_labels, thinned
+from binade.app.questions.shared import distributions, laws
+from binade.app.questions.shared.distributions import Distribution, _shares, distribution_of
+from binade.app.questions.shared.labels import run_labels, tensor_label, thinned, unique_labels
+from binade.app.questions.shared.scores import format_comparison
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.metrics import score
@@ -60,7 +60,7 @@ def flat(x: torch.Tensor) -> np.ndarray:
 
 
 def sketched(catalog: Catalog, tensor_id: str) -> Distribution:
-    (found,) = analysis.distributions(catalog, Filter(), None, [tensor_id])
+    (found,) = distributions.distributions(catalog, Filter(), None, [tensor_id])
     return found
 
 
@@ -104,12 +104,12 @@ class TestDistributionOf:
         x = torch.randn(50_000, generator=torch.Generator().manual_seed(2)).clamp(-3, 3) * scale
         x[:4] = torch.tensor([0.0, -0.0, math.nan, math.inf])
         exact = distribution_of("x", x)
-        monkeypatch.setattr("binade.app.analysis.distribution.MAX_EXACT_FLOAT32", 1000)
+        monkeypatch.setattr("binade.app.questions.shared.distributions.MAX_EXACT_FLOAT32", 1000)
         d = distribution_of("x", x)
         assert not d.exact and d.total == exact.total == 49_998
         assert d.mean == pytest.approx(exact.mean, rel=1e-6) and d.std == pytest.approx(exact.std, rel=1e-6)
         p = np.linspace(0, 1, 301)
-        wanted, got = analysis.quantiles(exact, p), analysis.quantiles(d, p)
+        wanted, got = distributions.quantiles(exact, p), distributions.quantiles(d, p)
         assert (np.abs(got - wanted) <= np.maximum(np.abs(wanted) / 128, 2.0**-133)).all()
         values = np.repeat(exact.low, exact.count)
         inside = [np.count_nonzero((low <= values) & (values <= high)) for low, high in zip(d.low, d.high, strict=True)]
@@ -120,7 +120,7 @@ class TestDistributionOf:
     def test_a_constant_has_no_spread(self, value, count):
         d = distribution_of("x", torch.full((count,), value))
         assert d.std == 0.0 and d.mean == d.low[0]
-        assert analysis.qq_normal([d]).empty
+        assert laws.qq_normal([d]).empty
 
 
 class TestQuantiles:
@@ -129,24 +129,24 @@ class TestQuantiles:
         d = distribution_of("x", torch.from_numpy(values))
         finite = values[np.isfinite(values)].astype(np.float64)
         if finite.size:
-            assert np.array_equal(analysis.quantiles(d, p), np.quantile(finite, p, method="inverted_cdf"))
+            assert np.array_equal(distributions.quantiles(d, p), np.quantile(finite, p, method="inverted_cdf"))
         else:
-            assert np.isnan(analysis.quantiles(d, p)).all()
+            assert np.isnan(distributions.quantiles(d, p)).all()
 
     @pytest.mark.parametrize("name", NAMES)
     def test_from_the_sketch_are_within_a_bin(self, catalog, tensors, name):
         tensor_id, x = tensors[name]
         p = np.linspace(0, 1, 201)
         exact = np.quantile(flat(x), p, method="inverted_cdf")
-        found = analysis.quantiles(sketched(catalog, tensor_id), p)
+        found = distributions.quantiles(sketched(catalog, tensor_id), p)
         assert (
-            np.abs(found - exact) <= BIN * np.maximum(np.abs(exact), np.abs(found)) + analysis.SKETCH_SMALLEST
+            np.abs(found - exact) <= BIN * np.maximum(np.abs(exact), np.abs(found)) + distributions.SKETCH_SMALLEST
         ).all()
         assert found[0] == exact[0] and found[-1] == exact[-1]  # the extremes are known
 
     def test_of_huge_values_are_finite(self, odd):
         catalog, values, ids = odd
-        found = analysis.quantiles(sketched(catalog, ids["huge"]), np.linspace(0, 1, 11))
+        found = distributions.quantiles(sketched(catalog, ids["huge"]), np.linspace(0, 1, 11))
         assert np.isfinite(found).all()
         assert found[-1] == flat(values["huge"]).max()
 
@@ -155,7 +155,7 @@ class TestLinearHistogram:
     @pytest.mark.parametrize("name", NAMES)
     def test_is_numpys(self, tensors, name):
         values = flat(tensors[name][1])
-        table = analysis.linear_histogram([distribution_of(name, tensors[name][1])], bins=64)
+        table = distributions.linear_histogram([distribution_of(name, tensors[name][1])], bins=64)
         edges = [*table["low"], table["high"].iloc[-1]]
         counts, _ = np.histogram(values, edges)
         np.testing.assert_allclose(table["share"], counts / values.size, rtol=1e-12)
@@ -164,7 +164,7 @@ class TestLinearHistogram:
 
     def test_groups_share_their_bins(self, tensors):
         found = [distribution_of(name, x) for name, (_, x) in tensors.items()]
-        table = analysis.linear_histogram(found)
+        table = distributions.linear_histogram(found)
         assert list(table["group"].unique()) == list(NAMES)
         assert table.groupby("group")["low"].apply(tuple).nunique() == 1
         assert (table.groupby("group")["share"].sum() >= 1 - 1e-4 - 1e-12).all()
@@ -183,7 +183,7 @@ class TestLinearHistogram:
     @given(st.lists(floats, min_size=1, max_size=3))
     def test_never_fails(self, arrays):
         found = [distribution_of(str(i), torch.from_numpy(a)) for i, a in enumerate(arrays)]
-        table = analysis.linear_histogram(found)
+        table = distributions.linear_histogram(found)
         assert (table["share"] >= 0).all() and np.isfinite(table[["low", "high", "share"]].to_numpy(float)).all()
         assert (table["high"] > table["low"]).all()
         assert set(table["group"]) == {d.group for d in found if d.total}
@@ -195,7 +195,7 @@ class TestLog2Histogram:
     def test_whole_binades_are_numpys(self, catalog, tensors, name, source):
         tensor_id, x = tensors[name]
         d = distribution_of(name, x) if source == "exact" else sketched(catalog, tensor_id)
-        table = analysis.log2_histogram([d])
+        table = distributions.log2_histogram([d])
         values = flat(x)
         _, exponents = np.frexp(values[values != 0])
         wanted = pd.Series(exponents - 1).value_counts() / values.size
@@ -208,7 +208,9 @@ class TestLog2Histogram:
 
     @given(st.lists(floats, min_size=1, max_size=3))
     def test_integrates_to_the_nonzero_share(self, arrays):
-        table = analysis.log2_histogram([distribution_of(str(i), torch.from_numpy(a)) for i, a in enumerate(arrays)])
+        table = distributions.log2_histogram(
+            [distribution_of(str(i), torch.from_numpy(a)) for i, a in enumerate(arrays)]
+        )
         area = (table["share"] * (table["high"] - table["low"])).groupby(table["group"]).sum()
         for index, values in enumerate(arrays):
             finite = values[np.isfinite(values)]
@@ -219,18 +221,18 @@ class TestLog2Histogram:
 
     def test_eighths(self):
         values = torch.tensor([1.0, 1.12, 1.125, 1.9, -1.99, 0.0])
-        table = analysis.log2_histogram([distribution_of("x", values)]).set_index("low")
+        table = distributions.log2_histogram([distribution_of("x", values)]).set_index("low")
         assert (2**table.index).tolist() == pytest.approx([1, 1.125, 1.875])
         assert (table["share"] * (table["high"] - table.index)).tolist() == pytest.approx([2 / 6, 1 / 6, 2 / 6])
 
     def test_keeps_the_order_of_the_groups(self, tensors):
         found = [distribution_of(name, tensors[name][1]) for name in reversed(NAMES)]
-        assert list(analysis.log2_histogram(found)["group"].unique()) == list(reversed(NAMES))
+        assert list(distributions.log2_histogram(found)["group"].unique()) == list(reversed(NAMES))
 
     def test_marks_stay_few(self):
         wide = torch.exp2(torch.arange(-140.0, 127.0))
         found = [distribution_of(str(i), wide) for i in range(10)]
-        table = analysis.log2_histogram(found)
+        table = distributions.log2_histogram(found)
         assert len(table) <= 4000
         assert (table["high"] - table["low"]).round(9).eq(1).all()
 
@@ -243,7 +245,7 @@ class TestQuantileQuantile:
         x = torch.from_numpy(values.astype(np.float32))
         d = distribution_of(name, x)
         n = values.size
-        table = analysis.qq_normal([d])
+        table = laws.qq_normal([d])
         mean, std = values.mean(), values.std()
         ranks = np.clip(np.ceil(stats.norm.cdf(table["theoretical"]) * n).astype(int), 1, n)
         close = (
@@ -260,7 +262,7 @@ class TestQuantileQuantile:
         values = np.random.default_rng(3).normal(2.0, 0.5, 4001).astype(np.float32)
         d = distribution_of("x", torch.from_numpy(values))
         (theirs_x, theirs_y), _ = stats.probplot(values.astype(np.float64), dist="norm")
-        table = analysis.qq_normal([d])
+        table = laws.qq_normal([d])
         at = np.searchsorted(theirs_x, table["theoretical"].to_numpy()).clip(1, len(theirs_x) - 1)
         sample = table["sample"].to_numpy() * d.std + d.mean
         below, above = theirs_y[(at - 2).clip(0)], theirs_y[(at + 1).clip(max=len(theirs_y) - 1)]
@@ -268,13 +270,13 @@ class TestQuantileQuantile:
 
     def test_a_normal_sample_lies_on_the_diagonal(self):
         values = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000) * 3 - 1
-        table = analysis.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
+        table = laws.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
         inner = table[table["theoretical"].abs() < 3]
         np.testing.assert_allclose(inner["sample"], inner["theoretical"], atol=0.01)
 
     def test_tails_of_laplace_bend_outwards(self):
         values = stats.laplace.ppf((np.arange(20_000) + 0.5) / 20_000)
-        table = analysis.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
+        table = laws.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
         assert table["sample"].iloc[-1] > table["theoretical"].iloc[-1] * 1.2
         assert table["sample"].iloc[0] < table["theoretical"].iloc[0] * 1.2
 
@@ -282,9 +284,9 @@ class TestQuantileQuantile:
     def test_from_the_sketch_is_within_a_bin(self, catalog, tensors, name):
         tensor_id, x = tensors[name]
         d, exact = sketched(catalog, tensor_id), distribution_of(name, x)
-        a, b = analysis.qq_normal([d]), analysis.qq_normal([exact])
+        a, b = laws.qq_normal([d]), laws.qq_normal([exact])
         value = np.abs(b["sample"] * exact.std + exact.mean)
-        bound = (BIN / (1 - BIN) * value + analysis.SKETCH_SMALLEST) / exact.std + 1e-6
+        bound = (BIN / (1 - BIN) * value + distributions.SKETCH_SMALLEST) / exact.std + 1e-6
         assert (np.abs(a["sample"] - b["sample"]) <= bound).all()
 
 
@@ -292,7 +294,7 @@ class TestBoxes:
     @pytest.mark.parametrize("name", NAMES)
     def test_are_numpys_quantiles(self, tensors, name):
         x = tensors[name][1]
-        row = analysis.boxes([distribution_of(name, x)]).iloc[0]
+        row = distributions.boxes([distribution_of(name, x)]).iloc[0]
         wanted = np.quantile(flat(x), [0, 0.001, 0.25, 0.5, 0.75, 0.999, 1], method="inverted_cdf")
         assert row[["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]].tolist() == wanted.tolist()
 
@@ -301,21 +303,23 @@ class TestBoxes:
         tensor_id, x = tensors[name]
         values = np.log2(np.abs(flat(x)[flat(x) != 0]))
         wanted = np.quantile(values, [0, 0.001, 0.25, 0.5, 0.75, 0.999, 1], method="inverted_cdf")
-        exact = analysis.boxes([analysis.magnitudes(distribution_of(name, x))]).iloc[0, 1:].to_numpy(float)
+        exact = distributions.boxes([distributions.magnitudes(distribution_of(name, x))]).iloc[0, 1:].to_numpy(float)
         np.testing.assert_allclose(exact, wanted, rtol=1e-12)
-        sketch = analysis.boxes([analysis.magnitudes(sketched(catalog, tensor_id))]).iloc[0, 1:].to_numpy(float)
+        sketch = (
+            distributions.boxes([distributions.magnitudes(sketched(catalog, tensor_id))]).iloc[0, 1:].to_numpy(float)
+        )
         assert (np.abs(sketch - wanted) <= math.log2(1 + BIN) + 1e-9).all()
 
     def test_of_nothing(self):
-        assert analysis.boxes([distribution_of("x", torch.tensor([math.nan]))]).empty
-        assert analysis.boxes([analysis.magnitudes(distribution_of("x", torch.zeros(4)))]).empty
+        assert distributions.boxes([distribution_of("x", torch.tensor([math.nan]))]).empty
+        assert distributions.boxes([distributions.magnitudes(distribution_of("x", torch.zeros(4)))]).empty
 
 
 class TestDistributions:
     def test_groups_are_the_tensors_taken_together(self, catalog):
         where = Filter(layer_index=[1], tensor_name=["input"], iteration=[0])
         rows = catalog.tensors(where)
-        found = {d.group: d for d in analysis.distributions(catalog, where, "quant_type")}
+        found = {d.group: d for d in distributions.distributions(catalog, where, "quant_type")}
         assert set(found) == {"bf16", "hifp8", "mxfp8", "mxfp4"}
         for name, part in rows.groupby("quant_type"):
             values = np.concatenate([flat(catalog.load(tensor_id)) for tensor_id in part["tensor_id"]])
@@ -327,18 +331,18 @@ class TestDistributions:
             assert counts.tolist() == d.count[d.low > 0].tolist()
 
     def test_layers_in_the_order_of_their_numbers(self, odd):
-        found = analysis.distributions(odd[0], Filter(), "layer_index")
+        found = distributions.distributions(odd[0], Filter(), "layer_index")
         assert [d.group for d in found] == sorted((d.group for d in found), key=int)
 
     def test_a_word_that_does_not_apply_is_a_group_of_its_own(self, odd):
-        (d,) = analysis.distributions(odd[0], Filter(layer_index=[4]), "expert")
+        (d,) = distributions.distributions(odd[0], Filter(layer_index=[4]), "expert")
         assert d.group == "none" and d.total == 2048
 
     @pytest.mark.parametrize("name", odd_tensors())
     def test_odd_tensors(self, odd, name):
         catalog, values, ids = odd
         finite = flat(values[name])
-        found = analysis.distributions(catalog, Filter(), None, [ids[name]])
+        found = distributions.distributions(catalog, Filter(), None, [ids[name]])
         exact = distribution_of(name, catalog.load(ids[name]))
         assert exact.total == finite.size
         assert sum(d.total for d in found) == finite.size
@@ -347,18 +351,18 @@ class TestDistributions:
                 assert (d.low[0], d.high[-1]) == (finite.min(), finite.max())
         for group in (found, [exact]):
             for table in (
-                analysis.linear_histogram(group),
-                analysis.log2_histogram(group),
-                analysis.qq_normal(group),
-                analysis.boxes(group),
-                analysis.boxes([analysis.magnitudes(d) for d in group]),
+                distributions.linear_histogram(group),
+                distributions.log2_histogram(group),
+                laws.qq_normal(group),
+                distributions.boxes(group),
+                distributions.boxes([distributions.magnitudes(d) for d in group]),
             ):
                 assert np.isfinite(table.drop(columns="group").to_numpy(float)).all()
-            linear = analysis.linear_histogram(group)
+            linear = distributions.linear_histogram(group)
             assert linear.empty == (finite.size == 0)
             if finite.size:
                 assert linear["share"].sum() == pytest.approx(1, abs=1e-3)
-        assert analysis.log2_histogram([exact]).empty == (np.count_nonzero(finite) == 0)
+        assert distributions.log2_histogram([exact]).empty == (np.count_nonzero(finite) == 0)
 
 
 class TestFormatComparison:
@@ -375,7 +379,7 @@ class TestFormatComparison:
         """Quantize each operand along its own axis, then measure all values as one tensor."""
         rows = catalog.tensors(where).set_index("tensor_id")
         scores = catalog.scores(where)
-        table = analysis.format_comparison(scores).set_index("format")
+        table = format_comparison(scores).set_index("format")
         assert len(table) >= 3
         for fmt, line in table.iterrows():
             xs, qs, saturated = [], [], 0.0
@@ -422,11 +426,11 @@ class TestFormatComparison:
         ],
     )
     def test_decibels(self, rms, mse, wanted):
-        table = analysis.format_comparison(self.scores(rms=rms, mse=mse))
+        table = format_comparison(self.scores(rms=rms, mse=mse))
         assert table["sqnr_db"].iloc[0] == pytest.approx(wanted, nan_ok=True)
 
     def test_weights_by_what_a_share_is_of(self):
-        table = analysis.format_comparison(
+        table = format_comparison(
             self.scores(
                 numel=[100, 300], finite=[90, 300], zeros=[50, 0], flush_to_zero=[0.2, 0.1], saturated=[0.4, 0.0]
             )
@@ -435,10 +439,10 @@ class TestFormatComparison:
         assert table["saturated"].iloc[0] == pytest.approx(40 / 400)
 
     def test_of_nothing(self):
-        assert analysis.format_comparison(self.scores(rms=[]).iloc[:0]).empty
+        assert format_comparison(self.scores(rms=[]).iloc[:0]).empty
 
     def test_odd_tensors(self, odd):
-        table = analysis.format_comparison(odd[0].scores())
+        table = format_comparison(odd[0].scores())
         assert set(table["format"]) == {"hifp8", "mxfp8", "mxfp4"}
         assert np.isfinite(table[["sqnr_db", "flush_to_zero", "saturated"]].to_numpy()).all()
 
@@ -446,26 +450,26 @@ class TestFormatComparison:
 class TestLabels:
     def test_of_a_tensor(self, catalog):
         row = catalog.tensors(Filter(quant_type=["mxfp8"])).iloc[0]
-        assert analysis.tensor_label(row) == "L1 qkv input (forward, mxfp8)"
+        assert tensor_label(row) == "L1 qkv input (forward, mxfp8)"
 
     def test_are_unique_over_a_whole_root(self, catalog):
         rows = catalog.tensors()
-        labels = analysis.unique_labels(rows)
+        labels = unique_labels(rows)
         assert list(labels) == rows["tensor_id"].tolist()
         assert len(set(labels.values())) == len(rows)
 
     def test_say_only_what_tells_tensors_apart(self, catalog):
         rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[1], module=["qkv"], tensor_name=["input"]))
-        assert list(analysis.unique_labels(rows).values()) == [
+        assert list(unique_labels(rows).values()) == [
             "L1 qkv input (forward, mxfp8), iteration 0",
             "L1 qkv input (forward, mxfp8), iteration 1",
         ]
-        assert list(analysis.unique_labels(rows.head(1)).values()) == ["L1 qkv input (forward, mxfp8)"]
+        assert list(unique_labels(rows.head(1)).values()) == ["L1 qkv input (forward, mxfp8)"]
 
     def test_of_runs_that_differ_in_nothing_else(self, catalog):
         row = catalog.tensors(Filter(quant_type=["mxfp8"])).head(1)
         twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
-        labels = list(analysis.unique_labels(twins).values())
+        labels = list(unique_labels(twins).values())
         assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
 
     def test_curves_are_thinned_to_their_last_iterations(self):
@@ -501,7 +505,7 @@ class TestLabels:
             tensor_id=[f"r/{i}" for i in range(len(words))], expert=None, run_id="r", recipe="mxfp8", phase="pre",
             module="fc1", stage=None, tensor_name="input", operation="forward", quant_type="mxfp8",
         )  # fmt: skip
-        labels = analysis.unique_labels(rows)
+        labels = unique_labels(rows)
         assert len(set(labels.values())) == len(rows)
 
 

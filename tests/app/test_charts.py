@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from binade import quant
-from binade.app import analysis, charts, style
-from binade.app.charts.distribution import _outline as outline
+from binade.app import style
+from binade.app.questions.shared import distribution_charts, distributions, format_charts, laws, loss_chart
+from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.data.segment import TENSOR_SCHEMA
 
@@ -22,10 +23,10 @@ FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
 TENSORS = [f"L{i} fc1 input (forward, mxfp8)" for i in range(10)]
 
 
-def found(groups: list[str]) -> list[analysis.Distribution]:
+def found(groups: list[str]) -> list[distributions.Distribution]:
     random = torch.Generator().manual_seed(1)
     return [
-        analysis.distribution_of(name, torch.randn(4000, generator=random).mul(2.0**i).bfloat16())
+        distributions.distribution_of(name, torch.randn(4000, generator=random).mul(2.0**i).bfloat16())
         for i, name in enumerate(groups)
     ]
 
@@ -43,14 +44,14 @@ def losses(groups: list[str]) -> pd.DataFrame:
 def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
     each = found(groups)
     return {
-        "linear": charts.linear_histogram(analysis.linear_histogram(each), "4 k values", by, groups),
-        "log2": charts.log2_histogram(analysis.log2_histogram(each), "4 k values", by, groups),
-        "qq": charts.qq_normal(analysis.qq_normal(each), "4 k values", by, groups),
-        "boxes": charts.boxes(analysis.boxes(each), "4 k values", by, groups),
-        "log2 boxes": charts.boxes(
-            analysis.boxes([analysis.magnitudes(d) for d in each]), "4 k values", by, groups, log2=True
+        "linear": distribution_charts.linear_histogram(distributions.linear_histogram(each), "4 k values", by, groups),
+        "log2": distribution_charts.log2_histogram(distributions.log2_histogram(each), "4 k values", by, groups),
+        "qq": distribution_charts.qq_normal(laws.qq_normal(each), "4 k values", by, groups),
+        "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by, groups),
+        "log2 boxes": distribution_charts.boxes(
+            distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, groups, log2=True
         ),
-        "losses": charts.losses(losses(groups)),
+        "losses": loss_chart.losses(losses(groups)),
     }
 
 
@@ -132,10 +133,12 @@ def test_marks_are_few(specs):
 
 def test_marks_are_few_for_wide_tensors():
     wide = torch.exp2(torch.linspace(-140, 126, 4000))
-    each = [analysis.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
-    assert marks(spec(charts.log2_histogram(analysis.log2_histogram(each), "x", "tensor"))) <= 5000
-    assert marks(spec(charts.linear_histogram(analysis.linear_histogram(each), "x", "tensor"))) <= 5000
-    assert marks(spec(charts.qq_normal(analysis.qq_normal(each), "x", "tensor"))) <= 5000
+    each = [distributions.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
+    assert marks(spec(distribution_charts.log2_histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
+    assert (
+        marks(spec(distribution_charts.linear_histogram(distributions.linear_histogram(each), "x", "tensor"))) <= 5000
+    )
+    assert marks(spec(distribution_charts.qq_normal(laws.qq_normal(each), "x", "tensor"))) <= 5000
 
 
 @pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
@@ -165,7 +168,7 @@ def test_a_format_has_its_colour_wherever_it_is_named(groups):
 
 
 def test_recipes_of_one_format_differ():
-    made = spec(charts.losses(losses(list(TEN_RECIPES))))
+    made = spec(loss_chart.losses(losses(list(TEN_RECIPES))))
     dashes = {
         group: tuple(dash)
         for channel, e in encodings(made)
@@ -230,7 +233,7 @@ def test_outlines_fall_to_zero_in_gaps_and_at_the_ends():
 
 @pytest.mark.parametrize("make", ["log2_histogram", "linear_histogram"])
 def test_outlines_enclose_what_the_bins_hold(make):
-    table = getattr(analysis, make)(found(FORMATS))
+    table = getattr(distributions, make)(found(FORMATS))
     line = outline(table)
     for group, part in line.groupby("group"):
         steps = (part["share"].iloc[:-1].to_numpy() * part["low"].diff().iloc[1:].to_numpy()).sum()
@@ -240,7 +243,9 @@ def test_outlines_enclose_what_the_bins_hold(make):
 
 class TestFormatPanels:
     def test_have_titles_units_and_figures(self):
-        for panel, (_, name, unit, _) in zip(charts.format_panels(comparison()), charts.ERROR_PANELS, strict=True):
+        for panel, (_, name, unit, _) in zip(
+            format_charts.format_panels(comparison()), format_charts.ERROR_PANELS, strict=True
+        ):
             made = spec(panel)
             assert made["title"]["text"] == name
             assert unit in [e.get("title") for channel, e in encodings(made) if channel == "x"]
@@ -251,27 +256,27 @@ class TestFormatPanels:
         [(math.inf, "no error"), (-math.inf, "overflows"), (math.nan, "no value"), (31.25, "31.2"), (-3.0, "-3.0")],
     )
     def test_any_value_has_a_label(self, value, label):
-        made = spec(charts.format_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])
+        made = spec(format_charts.format_panels(comparison(sqnr_db=[value, 1.0, 2.0, 3.0]))[0])
         rows = [row for data in made["datasets"].values() for row in data if row.get("format") == "hifp8"]
         assert rows[0]["label"] == label
 
     def test_without_any_value(self):
-        for panel in charts.format_panels(comparison(sqnr_db=[math.nan] * 4)):
+        for panel in format_charts.format_panels(comparison(sqnr_db=[math.nan] * 4)):
             spec(panel)
 
 
 @pytest.mark.parametrize("values", [[math.nan, 3.0], [math.inf, 3.0], [1.0, 1.0]])
 def test_losses_that_diverge(values):
     table = pd.DataFrame({"group": "mxfp4", "iteration": [0, 1], "loss": values})
-    spec(charts.losses(table))
+    spec(loss_chart.losses(table))
 
 
 @pytest.mark.parametrize("value", [0.0, -3e38, 1e-40])
 @pytest.mark.parametrize("draw", ["linear_histogram", "boxes"])
 def test_a_single_value_can_be_drawn(value, draw: str):
-    each = [analysis.distribution_of("bf16", torch.full((5,), value).bfloat16())]
-    compute: Callable = getattr(analysis, draw)
-    spec(getattr(charts, draw)(compute(each), "5 values", "quant type"))
+    each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
+    compute: Callable = getattr(distributions, draw)
+    spec(getattr(distribution_charts, draw)(compute(each), "5 values", "quant type"))
 
 
 @pytest.mark.parametrize("length", [4, 15, 40, 90])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
-from binade.app import analysis
+from binade.app.questions.shared.labels import group_name
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -137,7 +137,7 @@ class TestExplore:
     def test_compare_by(self, visit: Visit, collected: Path, by: str):
         at = visit(collected, by=by)
         with Catalog.open(collected) as catalog:
-            groups = set(catalog.tensors()[by].map(analysis.group_name))
+            groups = set(catalog.tensors()[by].map(group_name))
         assert set(at.dataframe[1].value["group"]) == groups
         assert ("groups: the 10 with the most values are drawn" in words(at)) == (len(groups) > 10)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
 from binade.app.figure import Figure
-from binade.app.figures.tensor import VIEWS
+from binade.app.pages.tensor import VIEWS
 from binade.app.sessions import pins, session
 from binade.app.sessions.pins import Pin
 from binade.data.catalog import Catalog

@@ -12,9 +12,22 @@ import torch
 from scipy import stats
 
 from binade import quant
-from binade.app import analysis
-from binade.app.analysis import anatomy, attention, boards, distribution_of, laws, recipes, whatif
-from binade.data.catalog import Catalog
+from binade.app.questions.attention import compute as attention_compute
+from binade.app.questions.blocks import compute as blocks_compute
+from binade.app.questions.codes import compute as codes_compute
+from binade.app.questions.depth import compute as depth_compute
+from binade.app.questions.directions import compute as directions_compute
+from binade.app.questions.drift import compute as drift_compute
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.recipes import compute as recipes_compute
+from binade.app.questions.shared import boards, distributions, laws
+from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.rounded import subject
+from binade.app.questions.shared.runs import PARTS, runs_with_reference
+from binade.app.questions.training import compute as training_compute
+from binade.app.questions.what_if import compute as what_if_compute
+from binade.app.questions.why import compute as why_compute
+from binade.data.catalog import SHOWN_ERRORS, Catalog
 from binade.data.filter import Filter
 from binade.data.runs import read_losses
 from binade.quant.formats import FORMATS
@@ -55,11 +68,11 @@ def sample(law: str, n: int = 4001) -> np.ndarray:
 
 def test_each_by_is_the_distribution_by_each(catalog):
     where = Filter(layer_index=[1])
-    found = analysis.each_by(catalog, where, ("quant_type", "operation"))
+    found = distributions.each_by(catalog, where, ("quant_type", "operation"))
     for by, several in found.items():
-        wanted = analysis.distributions(catalog, where, None if by == "all" else by)
+        wanted = distributions.distributions(catalog, where, None if by == "all" else by)
         assert [d.group for d in several] == [d.group for d in wanted]
-        pd.testing.assert_frame_equal(analysis.log2_histogram(several), analysis.log2_histogram(wanted))
+        pd.testing.assert_frame_equal(distributions.log2_histogram(several), distributions.log2_histogram(wanted))
 
 
 class TestLaws:
@@ -92,11 +105,10 @@ class TestLaws:
             assert laws.distance_to(d, fitted) == pytest.approx(wanted, abs=1e-12)
 
     def test_distance_of_a_sketch_is_never_above(self, catalog):
-        from binade.app.analysis import distributions
 
         tensor_id = first(catalog, tensor_name=["query"])
         exact = distribution_of("x", catalog.load(tensor_id))
-        (d,) = distributions(catalog, Filter(), None, [tensor_id])
+        (d,) = distributions.distributions(catalog, Filter(), None, [tensor_id])
         for law in laws.LAWS:
             fitted = laws.fit(exact, law)
             assert 0 < laws.distance_to(d, fitted) <= laws.distance_to(exact, fitted) + 1e-12
@@ -155,8 +167,8 @@ class TestWhatIf:
     @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "mxint8", "bf16"])
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
-        one = whatif.trial(name, **options)
-        table, shown = whatif.try_formats([(gradient, -1)], [one], together=False)
+        one = what_if_compute.trial(name, **options)
+        table, shown = what_if_compute.try_formats([(gradient, -1)], [one], together=False)
         x = gradient.double().numpy()
         y = quant.fake_quantize(gradient, name, **one.options).double().numpy()
         noise = ((y - x) ** 2).sum()
@@ -176,7 +188,9 @@ class TestWhatIf:
 
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
     def test_rotation(self, gradient, name):
-        table, shown = whatif.try_formats([(gradient, -1)], [whatif.trial(name, hadamard=32)], together=False)
+        table, shown = what_if_compute.try_formats(
+            [(gradient, -1)], [what_if_compute.trial(name, hadamard=32)], together=False
+        )
         turned = quant.hadamard_rotate(gradient)
         y = quant.hadamard_rotate(quant.fake_quantize(turned, name)).double().numpy()
         x = gradient.double().numpy()
@@ -186,7 +200,7 @@ class TestWhatIf:
 
     def test_a_selection_is_the_sum_of_its_tensors(self, gradient, probs):
         both = [(gradient, -1), (probs, -1)]
-        found = whatif.try_formats(both, [whatif.trial("mxfp4")])[0].iloc[0]
+        found = what_if_compute.try_formats(both, [what_if_compute.trial("mxfp4")])[0].iloc[0]
         signal = noise = 0.0
         for x, _ in both:
             a, b = x.double(), quant.fake_quantize(x, "mxfp4").double()
@@ -197,8 +211,8 @@ class TestWhatIf:
     @pytest.mark.parametrize("together", [True, False])
     def test_distributions_are_of_all_values_before_and_after(self, gradient, probs, together):
         tensors = [gradient, probs] if together else [gradient]
-        trials = [whatif.trial("mxfp4"), whatif.trial("nvfp4")]
-        _, shown = whatif.try_formats([(x, -1) for x in tensors], trials, together=together)
+        trials = [what_if_compute.trial("mxfp4"), what_if_compute.trial("nvfp4")]
+        _, shown = what_if_compute.try_formats([(x, -1) for x in tensors], trials, together=together)
         assert [d.group for d in shown] == ["as captured", "mxfp4", "nvfp4"]
         for d, change in zip(shown, (None, "mxfp4", "nvfp4"), strict=True):
             became = [x if change is None else quant.fake_quantize(x, change) for x in tensors]
@@ -211,16 +225,21 @@ class TestWhatIf:
             ).all()
 
     def test_options_that_do_not_apply_are_named(self):
-        one = whatif.trial("hifp8", scale_rule="ceil", block_size=16, overflow="inf", rounding="nearest")
+        one = what_if_compute.trial("hifp8", scale_rule="ceil", block_size=16, overflow="inf", rounding="nearest")
         assert one.ignored == ("scale_rule", "block_size")
         assert one.options == {"rounding": "nearest", "overflow": "inf"}
-        assert whatif.trial("mxfp4", scale_rule="floor").label == "mxfp4"
-        labels = [t.label for t in whatif.with_defaults([whatif.trial("mxfp4", hadamard=16), whatif.trial("mxfp8")])]
+        assert what_if_compute.trial("mxfp4", scale_rule="floor").label == "mxfp4"
+        labels = [
+            t.label
+            for t in what_if_compute.with_defaults(
+                [what_if_compute.trial("mxfp4", hadamard=16), what_if_compute.trial("mxfp8")]
+            )
+        ]
         assert labels == ["mxfp4", "mxfp4 · Hadamard 16", "mxfp8"]
 
     def test_a_large_tensor_is_sampled_by_whole_lines(self, gradient):
         limit = -(-gradient.numel() // 3)
-        found = whatif.try_formats([(gradient, -1)], [whatif.trial("mxfp4")], limit=limit)[0].iloc[0]
+        found = what_if_compute.try_formats([(gradient, -1)], [what_if_compute.trial("mxfp4")], limit=limit)[0].iloc[0]
         part = gradient.reshape(-1, gradient.shape[-1])[::3]
         assert found["sqnr_db"] == pytest.approx(quant.score(part, "mxfp4").sqnr_db, rel=1e-9)
         assert found["nbytes"] == pytest.approx(quant.quantize(gradient, "mxfp4").nbytes, rel=1e-6)
@@ -228,8 +247,8 @@ class TestWhatIf:
     @pytest.mark.parametrize("name", odd_tensors())
     def test_odd_tensors(self, name):
         x = odd_tensors()[name]
-        trials = [whatif.trial(fmt) for fmt in FORMATS]
-        table, _ = whatif.try_formats([(x, -1)], trials)
+        trials = [what_if_compute.trial(fmt) for fmt in FORMATS]
+        table, _ = what_if_compute.try_formats([(x, -1)], trials)
         assert len(table) == len(FORMATS)
         assert (table["flush_to_zero"].dropna().between(0, 1)).all()
 
@@ -237,8 +256,8 @@ class TestWhatIf:
 class TestAnatomy:
     @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4", "hifp8", "fp8_e5m2"])
     def test_the_codebooks_histogram_is_numpys(self, gradient, name):
-        found = anatomy.subject(gradient, name)
-        table = anatomy.codebook_histogram(found)
+        found = subject(gradient, name)
+        table = why_compute.codebook_histogram(found)
         magnitudes = found.blocks.magnitudes.numpy().reshape(-1)
         magnitudes = magnitudes[magnitudes > 0]
         edges = np.exp2([*table["low"], table["high"].iloc[-1]])
@@ -252,7 +271,7 @@ class TestAnatomy:
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_zones_are_the_metrics(self, gradient, name):
-        share = anatomy.zones(anatomy.subject(gradient, name)).set_index("zone")["share"]
+        share = why_compute.zones(subject(gradient, name)).set_index("zone")["share"]
         wanted = quant.score(gradient, name)
         assert share.sum() == pytest.approx(1, abs=1e-12)
         assert share["flushed"] == pytest.approx(wanted.underflow_of_all, abs=1e-12)
@@ -261,26 +280,26 @@ class TestAnatomy:
 
     def test_pooled_is_the_largest_of_each_cell(self, gradient):
         matrix = gradient.reshape(-1, gradient.shape[-1]).float().abs().numpy()
-        cells = anatomy.pooled(gradient, 7, 5)
+        cells = why_compute.pooled(gradient, 7, 5)
         height, width = -(-matrix.shape[0] // 7), -(-matrix.shape[1] // 5)
         for (i, j), value in np.ndenumerate(cells):
             assert value == matrix[i * height : (i + 1) * height, j * width : (j + 1) * width].max()
 
     def test_channels(self, gradient, monkeypatch):
         matrix = gradient.reshape(-1, gradient.shape[-1]).float().abs().numpy()
-        assert np.array_equal(anatomy.channels(gradient)["absmax"], matrix.max(0)[: anatomy.MAX_CHANNELS]) or (
-            gradient.shape[-1] > anatomy.MAX_CHANNELS
+        assert np.array_equal(why_compute.channels(gradient)["absmax"], matrix.max(0)[: why_compute.MAX_CHANNELS]) or (
+            gradient.shape[-1] > why_compute.MAX_CHANNELS
         )
-        monkeypatch.setattr(anatomy, "MAX_CHANNELS", 100)
-        table = anatomy.channels(gradient)
+        monkeypatch.setattr(why_compute, "MAX_CHANNELS", 100)
+        table = why_compute.channels(gradient)
         assert len(table) <= 100 and table["last"].iloc[-1] == gradient.shape[-1] - 1
         for row in table.itertuples():
             assert row.absmax == matrix[:, row.channel : row.last + 1].max()
 
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
     def test_blocks(self, gradient, name):
-        found = anatomy.subject(gradient, name)
-        table = anatomy.block_table(found)
+        found = subject(gradient, name)
+        table = blocks_compute.block_table(found)
         size = FORMATS[name].block_size or 32
         x = gradient.double().numpy().reshape(-1, size)
         y = quant.fake_quantize(gradient, name).double().numpy().reshape(-1, size)
@@ -288,51 +307,56 @@ class TestAnatomy:
             sqnr = 10 * np.log10((x**2).sum(1) / ((y - x) ** 2).sum(1))
         used = (x != 0).any(1)
         np.testing.assert_allclose(table["sqnr_db"][used], sqnr[used], rtol=1e-9)
-        worst = anatomy.worst_blocks(table, "sqnr_db")
+        worst = blocks_compute.worst_blocks(table, "sqnr_db")
         assert worst["sqnr_db"].iloc[0] == np.nanmin(sqnr[used])
         block = int(worst["block"].iloc[0])
-        values = anatomy.block_values(found, block)
+        values = blocks_compute.block_values(found, block)
         assert np.array_equal(values["value"], x[block]) and np.array_equal(values["dequantized"], y[block])
         element = FORMATS[name].element
         assert [element.values[code] for code in values["code"]] == values["code_value"].tolist()
         assert [int(bits, 2) for bits in values["bits"]] == values["code"].tolist()
-        grid = anatomy.block_grid(sqnr, gradient.shape[-1] // size, side=9)
+        grid = blocks_compute.block_grid(sqnr, gradient.shape[-1] // size, side=9)
         assert max(grid.shape) <= 9 and np.nanmin(grid) == np.nanmin(sqnr)
 
     def test_a_blocks_values_times_its_scale_are_the_rounded_ones(self, gradient):
-        found = anatomy.subject(gradient, "mxfp4")
-        table = anatomy.block_table(found)
+        found = subject(gradient, "mxfp4")
+        table = blocks_compute.block_table(found)
         block = int(table["sqnr_db"].idxmin())
-        values = anatomy.block_values(found, block)
+        values = blocks_compute.block_values(found, block)
         scale = 2.0 ** table["scale_exponent"].iloc[block]
         assert np.array_equal(values["code_value"] * scale, values["dequantized"])
 
     @pytest.mark.parametrize("name", FORMATS)
     def test_codes(self, gradient, name):
-        table = anatomy.codes(anatomy.subject(gradient, name))
+        table = codes_compute.codes(subject(gradient, name))
         used = quant.usage(gradient, name)
         found = table[table["count"] > 0].sort_values("code")
         assert np.array_equal(found["code"], used.codes) and np.array_equal(found["count"], used.code_counts)
-        assert anatomy.entropy_bits(table) == pytest.approx(used.code_entropy_bits, rel=1e-12)
-        tiers = anatomy.tiers(table)
+        assert codes_compute.entropy_bits(table) == pytest.approx(used.code_entropy_bits, rel=1e-12)
+        tiers = codes_compute.tiers(table)
         assert tiers["share"].sum() == pytest.approx(1) and tiers["used"].sum() == used.codes_used
 
     @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "hifp8"])
     @pytest.mark.parametrize("name", odd_tensors())
     def test_odd_tensors(self, name, fmt):
         x = odd_tensors()[name]
-        found = anatomy.subject(x, fmt)
-        share = anatomy.zones(found).set_index("zone")["share"]
+        found = subject(x, fmt)
+        share = why_compute.zones(found).set_index("zone")["share"]
         assert share.between(0, 1).all()
         if name == "all NaN":
             assert share["lost"] == 1
-        anatomy.codebook_histogram(found), anatomy.codes(found), anatomy.pooled(x), anatomy.channels(x)
-        anatomy.worst_blocks(anatomy.block_table(found), "sqnr_db")
+        (
+            why_compute.codebook_histogram(found),
+            codes_compute.codes(found),
+            why_compute.pooled(x),
+            why_compute.channels(x),
+        )
+        blocks_compute.worst_blocks(blocks_compute.block_table(found), "sqnr_db")
 
 
 class TestAttention:
     def test_entropy_is_scipys(self, probs):
-        table = attention.entropy(attention.heads(probs))
+        table = attention_compute.entropy(attention_compute.heads(probs))
         for head, row in enumerate(table.itertuples()):
             p = probs[:, head].double().numpy()
             bits = stats.entropy(p / p.sum(-1, keepdims=True), axis=-1, base=2)
@@ -342,7 +366,7 @@ class TestAttention:
 
     @pytest.mark.parametrize("fmt", ["mxfp4", "hifp8"])
     def test_flushed(self, probs, fmt):
-        table = attention.flushed(attention.heads(probs), fmt)
+        table = attention_compute.flushed(attention_compute.heads(probs), fmt)
         y = quant.fake_quantize(probs, fmt)
         for head, row in enumerate(table.itertuples()):
             x, q = probs[:, head].double().numpy(), y[:, head].double().numpy()
@@ -353,36 +377,36 @@ class TestAttention:
     def test_ranges_leave_a_mask_out(self):
         scores = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
         masked = scores.masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
-        table = attention.ranges(attention.heads(masked))
+        table = attention_compute.ranges(attention_compute.heads(masked))
         for head, row in enumerate(table.itertuples()):
             x = masked[:, head].numpy()
             x = x[np.isfinite(x)]
             assert (row.low, row.median, row.high) == pytest.approx((x.min(), np.median(x), x.max()), rel=1e-6)
-        assert np.isnan(attention.head_map(attention.heads(masked), 0, 0)[0, 1])
+        assert np.isnan(attention_compute.head_map(attention_compute.heads(masked), 0, 0)[0, 1])
 
     def test_large_maps_are_thinned(self, probs, monkeypatch):
-        monkeypatch.setattr(attention, "LIMIT", probs.numel() // 4)
-        heads = attention.heads(probs)
+        monkeypatch.setattr(attention_compute, "LIMIT", probs.numel() // 4)
+        heads = attention_compute.heads(probs)
         assert heads.every == 4 and torch.equal(heads.x, probs[:, :, ::4])
         assert heads.note == "one query in 4"
-        assert attention.heads(probs[0]) is None
+        assert attention_compute.heads(probs[0]) is None
 
 
 class TestBoards:
     def test_ranking_is_worst_first(self, catalog):
         for metric in boards.METRICS:
-            table = boards.ranking(catalog, Filter(), "mxfp4", metric)
+            table = ranking_compute.ranking(catalog, Filter(), "mxfp4", metric)
             values = table["value"].dropna()
             assert values.is_monotonic_increasing if metric == "sqnr_db" else values.is_monotonic_decreasing, metric
-            assert table["place"].is_unique or metric not in boards.SHOWN_ERRORS
+            assert table["place"].is_unique or metric not in SHOWN_ERRORS
             assert table["rank"].tolist() == list(range(1, len(table) + 1))
 
     def test_depth_and_training_are_cuts_of_the_same(self, catalog):
         where = Filter(layer_index=[2], quant_type=["mxfp4"])
-        depth = boards.depth(catalog, where, "mxfp4", "flush_to_zero")
-        ranked = boards.ranking(catalog, where, "mxfp4", "flush_to_zero")
+        depth = depth_compute.depth(catalog, where, "mxfp4", "flush_to_zero")
+        ranked = ranking_compute.ranking(catalog, where, "mxfp4", "flush_to_zero")
         assert sorted(depth["value"]) == sorted(ranked["value"])
-        training = boards.training(catalog, where, "mxfp4", "sqnr_db")
+        training = training_compute.training(catalog, where, "mxfp4", "sqnr_db")
         assert training["iteration"].tolist() == [0, 1]
         for row in training.itertuples():
             scores = catalog.scores(Filter(layer_index=[2], quant_type=["mxfp4"], iteration=[int(row.iteration)]))
@@ -393,10 +417,12 @@ class TestBoards:
             )
 
     def test_directions(self, catalog):
-        table = boards.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
+        table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
         assert set(table["operation"]) == {"forward", "backward"}
         assert set(table.loc[table["operation"] == "backward", "tensor_name"]) == {"grad_output"}
-        total = boards.direction_totals(catalog, Filter(), "mxfp4", "flush_to_zero").set_index("operation")["value"]
+        total = directions_compute.direction_totals(catalog, Filter(), "mxfp4", "flush_to_zero").set_index("operation")[
+            "value"
+        ]
         for operation, part in table.groupby("operation"):
             assert part["value"].is_monotonic_decreasing
             assert part["value"].min() <= total[operation] <= part["value"].max()
@@ -410,14 +436,14 @@ class TestBoards:
                 "value": [5.0, 9.0, 1.0, 2.0, 4.0],
             }
         )
-        found = boards.slope(table)
+        found = depth_compute.slope(table)
         assert found[["row", "change"]].values.tolist() == [["a", -4.0], ["b", 2.0]]
 
 
 class TestRecipes:
     @pytest.fixture
     def table(self, catalog):
-        return recipes.overview(catalog.runs(), catalog.parts())
+        return runs_with_reference(catalog.runs(), catalog.parts())
 
     def test_each_run_finds_its_bf16_run(self, catalog, table):
         runs = catalog.runs().set_index("recipe")["run_id"]
@@ -428,7 +454,7 @@ class TestRecipes:
             "mxfp8": True,
             "mxfp4": True,
         }
-        assert table.set_index("label").loc["mxfp8", list(recipes.PARTS)].tolist() == [
+        assert table.set_index("label").loc["mxfp8", list(PARTS)].tolist() == [
             "mxfp8",
             "mxfp8",
             "mxfp8",
@@ -443,18 +469,18 @@ class TestRecipes:
                 for c, r in zip(runs["config"], runs["recipe"], strict=True)
             ]
         )
-        table = recipes.overview(changed, catalog.parts())
+        table = runs_with_reference(changed, catalog.parts())
         assert table.loc[table["quantized"], "reference"].isna().all()
 
     def test_gaps_are_the_losses_differences(self, catalog, table):
         losses = {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]}
-        gaps = recipes.loss_gaps(table, losses)
+        gaps = recipes_compute.loss_gaps(table, losses)
         assert sorted(set(gaps["iteration"])) == [0, 1]
         base = {r["iteration"]: r["loss"] for r in losses[table["reference"].iloc[0]]}
         for row in gaps.itertuples():
             own = {r["iteration"]: r["loss"] for r in losses[row.run_id]}
             assert row.gap == own[row.iteration] - base[row.iteration]
-        costs = recipes.costs(gaps, table)
+        costs = recipes_compute.costs(gaps, table)
         assert costs["gap"].is_monotonic_decreasing and set(costs["label"]) == {"hifp8", "mxfp8", "mxfp4"}
 
     def test_parts_rounded_alone_are_the_means_of_their_runs(self):
@@ -462,20 +488,20 @@ class TestRecipes:
             [("QK", "QK mxfp4", 0.1), ("PV", "PV mxfp4", 0.5), ("QK", "QK mxfp4", 0.3), (None, "QK x, PV x", 9.0)],
             columns=["only", "parts", "gap"],
         )
-        found = recipes.parts_alone(costs)
+        found = recipes_compute.parts_alone(costs)
         assert found[["only", "runs"]].values.tolist() == [["PV", 1], ["QK", 2]]
         assert found["gap"].tolist() == pytest.approx([0.5, 0.2])
 
     def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
         run = table[table["recipe"] == "mxfp4"].iloc[0]
         pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
-        found, unread = recipes.gradients(catalog, pairs)
+        found, unread = recipes_compute.gradients(catalog, pairs)
         assert len(found) == len(pairs) and not unread
         for row in found.itertuples():
             a, b = (catalog.load(i).double().numpy().reshape(-1) for i in (row.reference_id, row.tensor_id))
             assert row.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-9)
             assert row.gradient_bias == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-9)
-        whole = recipes.gradient_summary(found, ["tensor_name"]).iloc[0]
+        whole = recipes_compute.gradient_summary(found, ["tensor_name"]).iloc[0]
         pairs_of = [[catalog.load(i).double() for i in (r.reference_id, r.tensor_id)] for r in found.itertuples()]
         error = sum(float((b - a).square().sum()) for a, b in pairs_of)
         assert whole["gradient_bias"] == pytest.approx(
@@ -487,7 +513,7 @@ class TestRecipes:
         where = {"tensor_name": ["grad_weight"], "module": ["fc1"], "iteration": [0]}
         ids = {name: first(catalog, run_id=[runs[name]], **where) for name in ("bf16", "mxfp4")}
         a, b = catalog.load(ids["bf16"]), catalog.load(ids["mxfp4"])
-        found = recipes.three_way(a, b, "mxfp4")
+        found = drift_compute.three_way(a, b, "mxfp4")
         rows = found.table.set_index("what")
         assert rows.loc["rounding", "sqnr_db"] == errors(a, quant.fake_quantize(a, "mxfp4")).sqnr_db
         assert rows.loc["drift", "relative_error"] == errors(a, b).relative_error
@@ -496,15 +522,15 @@ class TestRecipes:
 
     def test_verdicts(self):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        assert "rounding alone" in recipes.three_way(x, x, "mxfp4").verdict
-        assert "Mostly drift" in recipes.three_way(x, x + torch.randn_like(x), "mxfp8").verdict
-        assert "has drifted" in recipes.three_way(x, x * 1.5, "bf16").verdict
-        assert "Not to be told" in recipes.three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict
+        assert "rounding alone" in drift_compute.three_way(x, x, "mxfp4").verdict
+        assert "Mostly drift" in drift_compute.three_way(x, x + torch.randn_like(x), "mxfp8").verdict
+        assert "has drifted" in drift_compute.three_way(x, x * 1.5, "bf16").verdict
+        assert "Not to be told" in drift_compute.three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict
 
     def test_a_pv_run_is_named_by_what_it_rounds(self, catalog):
         runs, parts = catalog.runs(), catalog.parts()
         run_id = runs.set_index("recipe").loc["mxfp4", "run_id"]
         runs = runs.assign(recipe=runs["recipe"].replace("mxfp4", "bf16"))
         parts = parts[(parts["run_id"] != run_id) | (parts["part"] == "PV")]
-        table = recipes.overview(runs, parts).set_index("run_id")
+        table = runs_with_reference(runs, parts).set_index("run_id")
         assert table.loc[run_id, "label"] == "PV_mxfp4" and table.loc[run_id, "reference"] != run_id

@@ -26,10 +26,9 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.app.analysis import hifp8
 from binade.app.cli import main
 from binade.app.figure import Figure
-from binade.app.report import contents, frozen, headless, runs
+from binade.app.report import contents, frozen, headless, hifp8, runs
 from binade.app.report.headless import Wanted
 from binade.app.report.painting import PaintError, Painters, sized, spec_of
 from binade.app.report.plates import Plate, axis_of, shown

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import torch
 
-from binade.app.figures import why
-from binade.app.figures.look import Look
+from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.why import question as why
 from binade.data.filter import Filter
 from binade.quant.formats import FORMATS
 

@@ -25,8 +25,11 @@ import torch
 from altair.utils.schemapi import disable_debug_mode
 
 from binade import quant
-from binade.app import analysis, charts
-from binade.app.analysis import boards, laws
+from binade.app.questions.depth import compute as depth_compute
+from binade.app.questions.directions import compute as directions_compute
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.shared import distribution_charts, distributions, laws
+from binade.app.questions.training import compute as training_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunWriter
@@ -52,9 +55,9 @@ def huge(directory: Path, values: int) -> None:
     moments = 0.0, 1.0  # the index has them
 
     def first_click() -> None:
-        d = analysis.distribution_of("x", x, moments)
-        charts.log2_histogram(analysis.log2_histogram([d]), "x", "tensor").to_dict()
-        charts.qq(laws.qq([d], "normal"), "x", "tensor").to_dict()
+        d = distributions.distribution_of("x", x, moments)
+        distribution_charts.log2_histogram(distributions.log2_histogram([d]), "x", "tensor").to_dict()
+        distribution_charts.qq(laws.qq([d], "normal"), "x", "tensor").to_dict()
 
     def usual() -> None:
         np.histogram(x.numpy(), 100)
@@ -126,8 +129,8 @@ def first_figure(root: Path) -> float:
 
     def figure() -> None:
         with Catalog.open(root) as catalog:
-            found = analysis.distributions(catalog, Filter(), "quant_type")
-            charts.log2_histogram(analysis.log2_histogram(found), "x", "quant type").to_dict()
+            found = distributions.distributions(catalog, Filter(), "quant_type")
+            distribution_charts.log2_histogram(distributions.log2_histogram(found), "x", "quant type").to_dict()
 
     return seconds(figure)
 
@@ -138,16 +141,16 @@ def filter_change(root: Path) -> dict[str, float]:
 
         def overview() -> None:
             catalog.facets(), catalog.facets(where), catalog.totals(where)
-            for found in analysis.each_by(catalog, where, ("quant_type", "layer_type", "operation")).values():
-                charts.log2_histogram(analysis.log2_histogram(found), "x", "group").to_dict()
-            boards.ranking(catalog, where, "mxfp4", "sqnr_db")
+            for found in distributions.each_by(catalog, where, ("quant_type", "layer_type", "operation")).values():
+                distribution_charts.log2_histogram(distributions.log2_histogram(found), "x", "group").to_dict()
+            ranking_compute.ranking(catalog, where, "mxfp4", "sqnr_db")
 
         def worst() -> None:
             catalog.facets(), catalog.facets(where)
-            boards.ranking(catalog, where, "mxfp4", "sqnr_db")
-            boards.depth(catalog, where, "mxfp4", "sqnr_db")
-            boards.training(catalog, where, "mxfp4", "sqnr_db")
-            boards.directions(catalog, where, "mxfp4", "sqnr_db")
+            ranking_compute.ranking(catalog, where, "mxfp4", "sqnr_db")
+            depth_compute.depth(catalog, where, "mxfp4", "sqnr_db")
+            training_compute.training(catalog, where, "mxfp4", "sqnr_db")
+            directions_compute.directions(catalog, where, "mxfp4", "sqnr_db")
 
         overview(), worst()
         return {"overview": seconds(overview), "worst": seconds(worst)}

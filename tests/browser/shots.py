@@ -12,7 +12,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from binade.app.figures import tensor
+from binade.app.pages import tensor
 from tests.browser.driver import launch, settle
 
 PAGES = {

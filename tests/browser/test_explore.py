@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from playwright.sync_api import Page
 
-from binade.app import analysis
+from binade.app.questions.shared import distributions
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -122,7 +122,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
     assert query(page)["tensor"] == [tensor_id]
     assert re.search(r"1 tensor, exact", chart_text(page))
 
-    wanted = analysis.log2_histogram([analysis.distribution_of("x", catalog.load(tensor_id))])
+    wanted = distributions.log2_histogram([distributions.distribution_of("x", catalog.load(tensor_id))])
     drawn = [mark for mark in marks(page) if "log₂ from" in mark]
     assert len(drawn) == len(wanted)
     for mark, (_, bin_) in zip(drawn, wanted.iterrows(), strict=True):
@@ -135,7 +135,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
     page.get_by_role("button", name="linear", exact=True).or_(page.get_by_role("radio", name="linear")).first.click()
     page.wait_for_function("() => location.search.includes('axis=linear')")
     settle(page)
-    wanted = analysis.linear_histogram([analysis.distribution_of("x", catalog.load(tensor_id))])
+    wanted = distributions.linear_histogram([distributions.distribution_of("x", catalog.load(tensor_id))])
     drawn = [mark for mark in marks(page) if "from" in mark]
     assert [number(mark["from"]) for mark in drawn] == pytest.approx(wanted["low"].tolist(), rel=6e-4, abs=1e-9)
     assert [number(mark["share of values"]) for mark in drawn] == pytest.approx(wanted["share"].tolist(), rel=6e-3)

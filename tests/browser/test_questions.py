@@ -13,8 +13,17 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from binade import quant
-from binade.app.analysis import boards, distribution_of, laws, recipes, whatif
+from binade.app.questions.depth import compute as depth_compute
+from binade.app.questions.directions import compute as directions_compute
+from binade.app.questions.drift import compute as drift_compute
+from binade.app.questions.ranking import compute as ranking_compute
+from binade.app.questions.recipes import compute as recipes_compute
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared import laws
+from binade.app.questions.shared.distributions import distribution_of
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.training import compute as training_compute
+from binade.app.questions.what_if import compute as what_if_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import read_losses
@@ -48,7 +57,7 @@ def catalog(first_runs: Path) -> Iterator[Catalog]:
 
 @pytest.fixture(scope="module")
 def board(catalog: Catalog) -> pd.DataFrame:
-    return boards.ranking(catalog, Filter(), "mxfp4", "sqnr_db")
+    return ranking_compute.ranking(catalog, Filter(), "mxfp4", "sqnr_db")
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +177,10 @@ def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board
     visitor.choose("Hadamard", "32")
     visitor.until("Hadamard 32")
     x = catalog.load(board["tensor_id"].iloc[0])
-    trials = whatif.with_defaults([whatif.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")])
-    table = whatif.try_formats([(x, -1)], trials)[0]
+    trials = what_if_compute.with_defaults(
+        [what_if_compute.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")]
+    )
+    table = what_if_compute.try_formats([(x, -1)], trials)[0]
     shown = {
         mark["trial"]: number(mark["SQNR (dB, higher is better)"])
         for mark in visitor.marks("trials_0")
@@ -199,8 +210,8 @@ def test_4_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame)
 
 def test_5_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
     visitor.ask(5)
-    table = boards.depth(catalog, Filter(), "mxfp4", "sqnr_db")
-    change = boards.slope(table)["change"]
+    table = depth_compute.depth(catalog, Filter(), "mxfp4", "sqnr_db")
+    change = depth_compute.slope(table)["change"]
     assert visitor.answer == f"{(change < 0).sum()} of {len(change)} tensors are worse in layer 2 than in layer 1."
     cells = [mark for mark in visitor.marks("depth") if "layer" in mark]
     assert len(cells) == len(table)
@@ -211,7 +222,7 @@ def test_5_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
 
 def test_6_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
     visitor.ask(6)
-    table = boards.training(catalog, Filter(), "mxfp4", "sqnr_db")
+    table = training_compute.training(catalog, Filter(), "mxfp4", "sqnr_db")
     points = [mark for mark in visitor.marks("training") if "tensors" in mark]
     drawn = {(int(mark["layer"]), int(mark["iteration"])): number(mark["SQNR (dB)"]) for mark in points}
     assert drawn == {
@@ -223,7 +234,7 @@ def test_6_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
 
 def test_7_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
     visitor.ask(7)
-    table = boards.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
+    table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
     worst = table[table["operation"] == "backward"].iloc[0]
     assert f"Worst going backward: {worst['row']}" in visitor.answer
     for operation in ("forward", "backward"):
@@ -235,9 +246,9 @@ def test_7_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
 
 def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.ask(8)
-    table = recipes.overview(catalog.runs(), catalog.parts())
-    gaps = recipes.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
-    costs = recipes.costs(gaps, table)
+    table = runs_with_reference(catalog.runs(), catalog.parts())
+    gaps = recipes_compute.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
+    costs = recipes_compute.costs(gaps, table)
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
     assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} costs the most loss")
@@ -248,7 +259,7 @@ def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.until("Furthest from bf16")
     run = table[table["label"] == "mxfp4"].iloc[0]
     pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
-    found = recipes.gradients(catalog, pairs)[0].set_index(["layer_index", "module"])
+    found = recipes_compute.gradients(catalog, pairs)[0].set_index(["layer_index", "module"])
     dots = {(m["run"], m["gradient"]): m for m in visitor.marks("cosine") if "gradient" in m}
     assert number(dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"]) == pytest.approx(
         found.loc[(1, "fc1"), "cosine"], rel=1e-4
@@ -259,13 +270,13 @@ def test_9_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataF
     visitor.ask(9)
     row = catalog.rows_of([board["tensor_id"].iloc[0]]).iloc[0]
     twins = catalog.twins(row["tensor_id"]).set_index("run_id")
-    table = recipes.overview(catalog.runs(), catalog.parts()).set_index("run_id")
+    table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("run_id")
     run = row["run_id"] if table.loc[row["run_id"], "quantized"] else None
     run = run or next(name for name in twins.index if table.loc[name, "quantized"])
     reference = twins.loc[table.loc[run, "reference"]]
     fmt = twins.loc[run, "format"] if isinstance(twins.loc[run, "format"], str) else "mxfp4"
     pair = catalog.load(reference["tensor_id"]), catalog.load(twins.loc[run, "tensor_id"])
-    assert visitor.answer == recipes.three_way(*pair, fmt).verdict
+    assert visitor.answer == drift_compute.three_way(*pair, fmt).verdict
     for name in ("bf16 run", "quantized run", f"bf16 run, rounded to {fmt}"):
         assert name in visitor.title("three_way")
 

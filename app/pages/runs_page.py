@@ -1,0 +1,105 @@
+"""Runs: what was collected, how it ended, and its loss."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import streamlit as st
+
+from binade.app import show
+from binade.app.formatting import bytes_text
+from binade.app.pages import runs as figures
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.state import catalog_page, explain_empty
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.runs import IMPORT
+
+STATES = {
+    "done": "✓ done",
+    "running": "● running",
+    "failed": "✕ failed",
+    "cancelled": "◌ cancelled",
+    "crashed": "✕ crashed",
+}
+
+
+@catalog_page("Runs", needs_tensors=False)
+def page(opened: Catalog) -> None:
+    st.session_state["page"] = "runs"
+    st.session_state["shown"] = {}
+    runs = opened.runs()
+    if runs.empty:
+        explain_empty(opened)
+        return
+    _totals(runs)
+    _table(runs, runs_with_reference(runs, opened.parts()))
+    losses = figures.drawn(opened, Filter(), {}, [])
+    for note in losses.problems:
+        st.caption(note)
+    for figure in losses.figures:
+        show.draw(figure)
+
+
+def _totals(runs: pd.DataFrame) -> None:
+    counts = runs["state"].value_counts()
+    states = ", ".join(f"{counts[state]:,} {state}" for state in STATES if state in counts)
+    st.caption(
+        f"{len(runs):,} run{'s' * (len(runs) != 1)} ({states}) · {int(runs['tensors'].sum()):,} tensors · "
+        f"{bytes_text(float(runs['bytes'].sum()))} in tensor files"
+    )
+
+
+def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
+    names = named["name"].where(named["recipe"].notna())  # an import has no recipe
+    source = runs["config"].map(_source).astype(object)
+    seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
+    table = runs.assign(
+        state=runs["state"].map(STATES),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))),
+        source=source,
+        seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
+        megabytes=runs["bytes"] / 1e6,
+    )
+    number, text = st.column_config.NumberColumn, st.column_config.TextColumn
+    reasons = ("reason",) if runs["reason"].notna().any() else ()
+    sources = ("source",) if source.notna().any() else ()
+    st.dataframe(
+        table,
+        hide_index=True,
+        placeholder="–",
+        column_order=(
+            *("state", *reasons, *sources, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
+            *("tensors_without_raw", "megabytes", "loss_first", "loss_last", "backend", "run_id"),
+        ),
+        column_config={
+            "state": text("State", width=85),
+            "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
+            "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
+            "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),
+            "model": text("Model", width=105),
+            "size": text("Size", width=55),
+            "dataset": text("Dataset", width=95),
+            "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
+            "seconds": number("Time (s)", format="%.1f", width=75),
+            "tensors": number("Tensors", format="localized", width=75),
+            "tensors_without_raw": number(
+                "Without values",
+                format="localized",
+                width=120,
+                help="Recorded with statistics only: over the byte budget, or values not asked for",
+            ),
+            "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
+            "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
+            "loss_last": number("Last loss", format="%.4f", width=80, help="nats per token"),
+            "backend": text("Quantized by", width=180),
+            "run_id": text("Run", width=330),
+        },
+    )
+
+
+def _source(config: str) -> str | None:
+    """The directory that an import is of."""
+    read = json.loads(config)
+    return str(read.get("source")) if read.get("kind") == IMPORT else None

@@ -1,0 +1,81 @@
+"""One tensor: why it suffers, what would fix it, whether it is normal or has drifted, its blocks, heads and codes."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pandas as pd
+import streamlit as st
+from torch import Tensor
+
+from binade.app.address import follow, link, one_line, plain, write
+from binade.app.filters import sidebar
+from binade.app.pages import tensor
+from binade.app.pages.card_view import show_card
+from binade.app.pages.tensor import VIEWS
+from binade.app.questions.attention import view as attention
+from binade.app.questions.blocks import view as blocks
+from binade.app.questions.codes import view as codes
+from binade.app.questions.drift import view as drift
+from binade.app.questions.normality import view as law
+from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.what_if import view as whatif
+from binade.app.questions.why import view as why
+from binade.app.state import catalog_page
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.formats import FORMATS
+
+LARGE = 1 << 24  # values that take more than a moment to read
+
+
+@catalog_page("Tensor")
+def page(opened: Catalog) -> None:
+    params = tensor.params(opened)
+    follow(opened, "tensor", params)
+    where = sidebar(opened)
+    if not opened.totals(where).tensors:
+        st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
+        write(where, params)
+        return
+    state = st.session_state
+    state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
+    listed = tensor.listed(opened, where, state["tensor"])
+    if len(listed) >= tensor.MAX_LISTED:
+        st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter for others.")
+    labels = full_labels(listed)
+    left, right = st.columns([3.4, 1])
+    tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
+    fmt = right.selectbox("Held against", list(FORMATS), key="format", help="The format that it is rounded to here")
+    view = st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name])
+    write(where, params)
+    row = listed[listed["tensor_id"] == tensor_id].iloc[0]
+    show_card(row)
+    if (x := _load(opened, row)) is not None:
+        look = Look(opened, where, row, x, FORMATS[fmt], labels[tensor_id])
+        with st.spinner("Reading the values …", show_time=True) if x.numel() > LARGE else nullcontext():
+            if view == "law":
+                law.view(look, labels)
+            else:
+                draw = {"why": why, "whatif": whatif, "drift": drift, "blocks": blocks, "attention": attention}
+                draw.get(view or "why", codes).view(look)
+    write(where, params)
+
+
+def _load(opened: Catalog, row: pd.Series) -> Tensor | None:
+    """The tensor's values; None, and the page says why, where they are not to be had."""
+    try:
+        return opened.load(row["tensor_id"])
+    except CatalogError:
+        st.info(
+            "The values of this tensor were not kept: its distribution, from the sketch, is on Explore.",
+            icon=":material/info:",
+        )
+    except TensorFileError as error:
+        st.error("The tensor file cannot be read.", icon=":material/broken_image:")
+        with st.expander("Why"):
+            st.text(one_line(str(error)))
+    link("explore", "Look at it on Explore", Filter(), ":material/query_stats:", tensor=row["tensor_id"])
+    return None

@@ -1,0 +1,84 @@
+"""Attention head by head."""
+
+from __future__ import annotations
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from binade.app import style
+from binade.app.questions.shared.heatmap import heatmap
+from binade.quant.formats import Format
+
+
+def _by_head(table: pd.DataFrame) -> alt.X:
+    return alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+
+
+def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
+    """Of attention.entropy: mean over queries, with the range; the dashed line is attention that looks everywhere."""
+    tooltip = [
+        alt.Tooltip("head:O", title="head"),
+        alt.Tooltip("entropy:Q", title="mean entropy (bits)", format=".3f"),
+        alt.Tooltip("lowest:Q", title="lowest of a query", format=".3f"),
+        alt.Tooltip("highest:Q", title="highest of a query", format=".3f"),
+    ]
+    base = alt.Chart(table.assign(floor=0.0)).encode(x=_by_head(table), tooltip=tooltip)
+    choice = style.choice("head")
+    bars = (
+        base.mark_bar(color=style.FINE, cursor="pointer")
+        .encode(
+            y=alt.Y("entropy:Q", title="entropy (bits)"),
+            opacity=alt.condition(choice, alt.value(0.85), alt.value(0.35)),
+        )
+        .add_params(choice)
+    )
+    span = base.mark_rule(color=style.GREY, strokeWidth=1.2).encode(y="lowest:Q", y2="highest:Q")
+    even = alt.Chart(table.head(1)).mark_rule(strokeDash=[5, 4], color=style.GREY).encode(y="uniform:Q")
+    return (span + bars + even).properties(title=style.title("Entropy of the probabilities", subtitle))
+
+
+def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
+    """Of attention.flushed."""
+    shown = table.assign(percent=table["flush_to_zero"] * 100, mass_percent=table["mass"] * 100)
+    tooltip = [
+        alt.Tooltip("head:O", title="head"),
+        alt.Tooltip("percent:Q", title="flushed (% of the nonzero)", format=".3~g"),
+        alt.Tooltip("mass_percent:Q", title="probability they held (%)", format=".3~g"),
+    ]
+    top = float(shown["percent"].max())
+    scale = alt.Scale(domain=[0, 1]) if not top > 0 else alt.Undefined
+    y = alt.Y("percent:Q", title="flushed (% of the nonzero)", scale=scale)
+    bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[fmt.name])
+    title = style.title(f"How much of P flushes in {fmt.name}", subtitle)
+    return bars.encode(x=_by_head(table), y=y, tooltip=tooltip).properties(title=title)
+
+
+def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
+    """Of attention.ranges: quartile box, whiskers to the smallest and largest score."""
+    names = (("low", "lowest"), ("q1", "25 %"), ("median", "median"), ("q3", "75 %"), ("high", "highest"))
+    tooltip = [alt.Tooltip("head:O", title="head")]
+    tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in names]
+    base = alt.Chart(table).encode(x=_by_head(table), tooltip=tooltip)
+    line = base.mark_rule(color=style.FINE, strokeWidth=1.5).encode(y=alt.Y("low:Q", title="score"), y2="high:Q")
+    box = base.mark_bar(color=style.FINE, opacity=0.4, size=16).encode(y="q1:Q", y2="q3:Q")
+    middle = base.mark_tick(color=style.FINE, thickness=2.5, size=20, orient="horizontal").encode(y="median:Q")
+    return (line + box + middle).properties(title=style.title("Range of the scores", subtitle))
+
+
+def head_map(
+    values: np.ndarray, size: tuple[int, int], name: str, subtitle: str | list[str], probs: bool
+) -> alt.LayerChart:
+    """Of attention.head_map; probabilities by their log2, so that the small ones show."""
+    shown = values.astype(float)
+    unit = "score"
+    if probs:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shown = np.log2(shown)
+        shown, unit = np.where(np.isfinite(shown), shown, np.nan), "log₂ P"
+    axes = ("key", 0, size[1]), ("query", 0, size[0])
+    limits = None
+    if probs and np.isfinite(shown).any():
+        top = float(np.nanmax(shown))
+        limits = (max(float(np.nanmin(shown)), top - 24), top)
+    return heatmap(shown, style.title(name, subtitle), *axes, unit, limits=limits)

@@ -1,0 +1,109 @@
+"""Inside attention: probabilities and scores [sequences, heads, queries, keys], head by head.
+
+Large tensors are read by every n-th query, which every table's caller is told.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from binade import quant
+from binade.app.questions.shared.rounded import MAX_SIDE
+
+LIMIT = 1 << 23  # values that are read
+RANGE = ("low", "q1", "median", "q3", "high")
+NAMES = ("attention_probs", "attention_scores")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A tensor [sequences, heads, queries, keys], thinned to every `every`-th query."""
+
+    x: Tensor
+    every: int
+
+    @property
+    def note(self) -> str:
+        return "" if self.every == 1 else f"one query in {self.every}"
+
+
+def heads(x: Tensor) -> Heads | None:
+    """None for a tensor that has not these four axes."""
+    if x.dim() != 4 or not x.numel():
+        return None
+    every = max(1, -(-x.numel() // LIMIT))
+    return Heads(x[:, :, ::every], min(every, x.shape[2]))
+
+
+def entropy(p: Heads) -> pd.DataFrame:
+    """By head: columns head (from 1), entropy (bits, −Σp·log2 p over the keys, mean over queries), lowest and highest
+    (of a query), uniform (bits, if every key that a query may see had the same share: causal)."""
+    rows = []
+    queries = torch.arange(p.x.shape[2]) * p.every
+    uniform = float(torch.log2(queries + 1.0).mean())
+    for head in range(p.x.shape[1]):
+        x = p.x[:, head].double()
+        bits = -torch.xlogy(x, x).sum(-1) / math.log(2)
+        bits = bits[bits.isfinite()]
+        some = bits.numel() > 0
+        rows.append(
+            {
+                "head": head + 1,
+                "entropy": float(bits.mean()) if some else math.nan,
+                "lowest": float(bits.min()) if some else math.nan,
+                "highest": float(bits.max()) if some else math.nan,
+                "uniform": uniform,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def flushed(p: Heads, fmt: str, dim: int = -1) -> pd.DataFrame:
+    """By head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the share of all
+    probability that the flushed values held)."""
+    q = quant.fake_quantize(p.x.contiguous(), fmt, dim)
+    rows = []
+    for head in range(p.x.shape[1]):
+        x, y = p.x[:, head], q[:, head]
+        gone = (x != 0) & (y == 0)
+        nonzero = int(x.count_nonzero())
+        total = float(x.double().nansum())
+        rows.append(
+            {
+                "head": head + 1,
+                "flush_to_zero": int(gone.sum()) / nonzero if nonzero else math.nan,
+                "mass": float(x[gone].double().sum()) / total if total else math.nan,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def ranges(scores: Heads) -> pd.DataFrame:
+    """By head, of the finite scores (a mask's infinities are left out): columns head, low, q1, median, q3, high."""
+    rows = []
+    for head in range(scores.x.shape[1]):
+        x = scores.x[:, head].float()
+        x = x[x.isfinite() & (x > torch.finfo(scores.x.dtype).min / 2)].numpy()
+        marks = np.quantile(x, [0, 0.25, 0.5, 0.75, 1]) if len(x) else [math.nan] * 5
+        rows.append(
+            {"head": head + 1, **dict(zip(["low", "q1", "median", "q3", "high"], map(float, marks), strict=True))}
+        )
+    return pd.DataFrame(rows)
+
+
+def head_map(x: Heads, sequence: int, head: int) -> np.ndarray:
+    """One head's [queries, keys], thinned to MAX_SIDE each way by the largest of each cell; float32, NaN where only
+    infinities lie."""
+    matrix = x.x[sequence, head].float()
+    matrix = torch.where(matrix.isfinite(), matrix, math.nan).numpy()
+    for axis in (0, 1):
+        step = -(-matrix.shape[axis] // MAX_SIDE)
+        if step > 1:
+            matrix = np.fmax.reduceat(matrix, np.arange(0, matrix.shape[axis], step), axis=axis)
+    return matrix

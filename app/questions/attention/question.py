@@ -1,0 +1,149 @@
+"""What happens inside attention? Probability maps, entropy, the scores' range, and how much of P flushes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from binade.app.figure import Drawn, Figure, grid, source
+from binade.app.questions.attention import charts, compute
+from binade.app.questions.shared.selected_tensor import Look
+from binade.data.catalog import CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+
+NAMES = {"attention_probs": "probabilities", "attention_scores": "scores"}
+NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The attention maps of one layer, by name, with their rows in the index."""
+
+    heads: dict[str, compute.Heads]
+    rows: dict[str, pd.Series]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(next(iter(self.heads.values())).x.shape)
+
+    @property
+    def words(self) -> str:
+        name = next(iter(self.heads))
+        place, note = self.rows[name], self.heads[name].note
+        known = ("layer", place["layer_index"]), ("iteration", place["iteration"]), ("run", place["recipe"])
+        words = ", ".join(f"{word} {value}" for word, value in known if not pd.isna(value)) or "of an unknown place"
+        return f"{words} · {note}" if note else words
+
+    def source(self, name: str) -> str:
+        row = self.rows[name]
+        shape = " × ".join(str(n) for n in row["shape"])
+        note = self.heads[name].note or "exact"
+        return source(Filter(), f"{row['tensor_name']}, {row['tensor_id']}, {shape} ({note})")
+
+
+def drawn(look: Look, values: dict[str, Any]) -> Drawn:
+    maps = maps_of(look)
+    if maps is None:
+        return Drawn(problems=(NOTHING,))
+    by_head = heads(look, maps)
+    if problems := beyond(maps.shape, values):
+        return Drawn(by_head.figures, by_head.verdict, problems)
+    name = values["map"] if values["map"] in maps.heads else next(iter(maps.heads))
+    one = head_map(maps, name, values["head"], values["sequence"])
+    return Drawn((*by_head.figures, one), by_head.verdict)
+
+
+def maps_of(look: Look) -> Maps | None:
+    """The maps of the tensor's layer, run, iteration, micro-batch and rank; None where none has values."""
+    found, rows = {}, {}
+    for name in NAMES:
+        row = _sibling(look, name)
+        if row is None:
+            continue
+        try:
+            read = compute.heads(look.opened.load(row["tensor_id"]))
+        except (CatalogError, TensorFileError):
+            read = None
+        if read is not None:
+            found[name], rows[name] = read, row
+    return Maps(found, rows) if found else None
+
+
+def _sibling(look: Look, name: str) -> pd.Series | None:
+    """The attention map of the same layer, run, iteration, micro-batch and rank."""
+    row = look.row
+    if row["tensor_name"] == name:
+        return row
+    same = {
+        field: [row[field].item() if hasattr(row[field], "item") else row[field]]
+        for field in ("run_id", "layer_index", "iteration", "micro_batch", "rank")
+        if not pd.isna(row[field])
+    }
+    rows = look.opened.tensors(Filter(tensor_name=[name], **same))
+    # One import may hold logs in several formats.
+    alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
+    return None if rows.empty else rows.loc[alike.idxmax()]
+
+
+def beyond(shape: tuple[int, ...], asked: Mapping[str, Any]) -> tuple[str, ...]:
+    """A sentence for a head or a sequence that is asked for and beyond the maps' shape."""
+    counts = {"head": shape[1], "sequence": shape[0]}
+    return tuple(
+        f"There is no {name} {asked[name]:,}: the last is {count:,}."
+        for name, count in counts.items()
+        if (asked.get(name) or 1) > count
+    )
+
+
+def within(value: int | None, count: int) -> int:
+    """A number from 1 to count: the first where it is none of them."""
+    return int(value) if value and 1 <= value <= count else 1
+
+
+def heads(look: Look, maps: Maps) -> Drawn:
+    """Entropy and flush by head, where probabilities were recorded; the scores' range, where scores were."""
+    figures, verdict = [], ""
+    if (probs := maps.heads.get("attention_probs")) is not None:
+        row = maps.rows["attention_probs"]
+        entropy = compute.entropy(probs)
+        axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
+        flushed = compute.flushed(probs, look.format.name, axis)
+        worst = flushed.loc[flushed["flush_to_zero"].fillna(-1).idxmax()]
+        focused = entropy.loc[entropy["entropy"].fillna(1e9).idxmin()]
+        verdict = (
+            f"In {look.format.name}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its nonzero "
+            f"probabilities flush, holding {worst['mass']:.2%} of the probability. "
+            f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
+        )
+        first = maps.source("attention_probs")
+        caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
+        note = "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries."
+        chart = charts.entropy(entropy, maps.words)
+        figures.append(
+            Figure("entropy", chart, entropy, caption, note, 330, "head", "probs", "Choose a head to see its map.")
+        )
+        held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
+        chart = charts.flushed_by_head(flushed, look.format, maps.words)
+        figures.append(Figure("flushed", chart, flushed, f"{first}\n{held}", held, 330, group="probs"))
+    if (scores := maps.heads.get("attention_scores")) is not None:
+        table = compute.ranges(scores)
+        caption = f"{maps.source('attention_scores')}\nScores: what softmax is taken of."
+        chart = charts.score_ranges(table, maps.words)
+        figures.append(Figure("scores", chart, table, caption, height=330, group="maps"))
+    return Drawn(tuple(figures), verdict)
+
+
+def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
+    """One head's map of one sequence, both from 1."""
+    heads = maps.heads[name]
+    values = compute.head_map(heads, sequence - 1, head - 1)
+    title = f"{NAMES[name].capitalize()} of head {head}"
+    size = (maps.shape[3], int(maps.rows[name]["shape"][2]))
+    subtitle = f"sequence {sequence} · queries down, keys across"
+    chart = charts.head_map(values, size, title, subtitle, name == "attention_probs")
+    caption = f"{maps.source(name)}\nHead {head}, sequence {sequence}; grey: zero or masked."
+    return Figure("head_map", chart, grid(values), caption, height=360, group="maps")

@@ -1,0 +1,95 @@
+"""How often each code, and each precision, occurs."""
+
+from __future__ import annotations
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from binade.app import style
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
+from binade.quant.formats import Format
+
+TIER_COLORS = {
+    "7 mantissa bits": "#3730a3",
+    "10 mantissa bits": "#3730a3",
+    "6 mantissa bits": "#3730a3",
+    "3 mantissa bits": "#4f46e5",
+    "2 mantissa bits": "#0284c7",
+    "1 mantissa bit": "#0d9488",
+    "0 mantissa bits": "#0d9488",
+    DENORMAL: "#b4633a",
+    ZERO: style.GREY,
+    SPECIAL: "#db2777",
+}
+
+
+def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
+    """Of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
+    finite = table[np.isfinite(table["value"])].reset_index(drop=True)
+    shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(style.short))
+    names = [name for name in TIER_COLORS if name in set(shown["tier"])]
+    color = alt.Color(
+        "tier:N",
+        scale=alt.Scale(domain=names, range=[TIER_COLORS[name] for name in names]),
+        legend=alt.Legend(title=None, orient="top", columns=3),
+    )
+    width = fmt.element.bits
+    few = len(shown) <= 32
+    shown["bits"] = [f"{code:0{width}b}" for code in shown["code"]]
+    tooltip = [
+        alt.Tooltip("text:N", title="value (over the scale)"),
+        alt.Tooltip("bits:N", title="code"),
+        alt.Tooltip("count:Q", title="values", format=","),
+        alt.Tooltip("share:Q", title="share of values", format=".3~p"),
+        alt.Tooltip("tier:N", title="precision"),
+    ]
+    y = alt.Y("share:Q", title="share of values", axis=alt.Axis(format="~%", tickCount=5))
+    title = style.title(f"Codes of {fmt.title} that are used", subtitle)
+    if few:
+        x = alt.X("text:O", title="code’s value, over the scale", sort=None, axis=alt.Axis(labelAngle=0))
+        shown["text"] = [
+            text if text != "0" or code == 0 else "−0" for text, code in zip(shown["text"], shown["code"], strict=True)
+        ]
+        return alt.Chart(shown).mark_bar().encode(x=x, y=y, color=color, tooltip=tooltip).properties(title=title)
+    x = alt.X(
+        "order:Q",
+        title="codes, from the most negative value to the largest",
+        scale=alt.Scale(domain=[0, len(shown)], nice=False),
+        axis=alt.Axis(labels=False, ticks=False, grid=False),
+    )
+    bars = alt.Chart(shown).mark_rect(strokeWidth=0)
+    return bars.encode(x=x, x2="end:Q", y=y, y2="floor:Q", color=color, tooltip=tooltip).properties(title=title)
+
+
+def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
+    """Of compute.tiers: the share of the values that have each precision."""
+    rows = list(table.itertuples())
+    shown = table.assign(
+        label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]
+    )
+    base = alt.Chart(shown).encode(
+        y=alt.Y(
+            "label:N",
+            title=None,
+            sort=shown["label"].tolist(),
+            axis=alt.Axis(ticks=False, domain=False, labelLimit=240),
+        ),
+        tooltip=[
+            alt.Tooltip("tier:N", title="precision"),
+            alt.Tooltip("share:Q", title="share of values", format=".3~p"),
+            alt.Tooltip("used:Q", title="codes used"),
+            alt.Tooltip("codes:Q", title="codes there are"),
+        ],
+    )
+    x = alt.X(
+        "share:Q",
+        title="share of values",
+        axis=alt.Axis(format="~%", tickCount=4),
+        scale=alt.Scale(domain=[0, 1.5], nice=False),
+    )
+    x["axis"]["values"] = [0, 0.25, 0.5, 0.75, 1]
+    scale = alt.Scale(domain=list(TIER_COLORS), range=list(TIER_COLORS.values()))
+    bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))
+    text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="share:Q", text="text:N")
+    return (bars + text).properties(title=style.title("Precision that the values get", subtitle))

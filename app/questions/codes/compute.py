@@ -1,0 +1,44 @@
+"""Which codes of a format a tensor uses."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+
+from binade.app.questions.shared.rounded import Subject
+from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers
+
+
+def codes(found: Subject) -> pd.DataFrame:
+    """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
+    last. Blocks that NaN or Inf took have none. Of a 16-bit format only the codes that occur."""
+    blocks = found.blocks
+    element = blocks.plan.format.element
+    used = blocks.valid & blocks.y.isfinite()
+    counts = torch.bincount(blocks.codes[used], minlength=1 << element.bits).numpy()
+    values = [element.values[code] for code in range(1 << element.bits)]
+    table = pd.DataFrame({"code": range(len(values)), "value": values, "tier": code_tiers(element), "count": counts})
+    if element.bits > 8:
+        table = table[table["count"] > 0]
+    table = table.assign(share=table["count"] / max(table["count"].sum(), 1))
+    order = np.lexsort((~np.signbit(table["value"]), table["value"]))
+    return table.iloc[order].reset_index(drop=True)
+
+
+def tiers(table: pd.DataFrame) -> pd.DataFrame:
+    """A `codes` table by tier, widest mantissa first: columns tier, codes (in the format), used, share (of values)."""
+    found = table.groupby("tier", sort=False).agg(
+        codes=("code", "size"), used=("count", lambda counts: int((counts > 0).sum())), share=("share", "sum")
+    )
+    last = {DENORMAL: 97, ZERO: 98, SPECIAL: 99}
+    rank = {tier: last.get(tier) or -int(tier.split()[0]) for tier in found.index}
+    return found.reset_index().sort_values("tier", key=lambda names: names.map(rank), ignore_index=True)
+
+
+def entropy_bits(table: pd.DataFrame) -> float:
+    """−Σp·log2 p over the codes of a `codes` table."""
+    p = table.loc[table["count"] > 0, "share"].to_numpy()
+    return max(0.0, float(-(p * np.log2(p)).sum())) if len(p) else math.nan

@@ -1,0 +1,38 @@
+"""What is the format really using? Its codes, their precision, and their entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from binade.app.figure import Drawn, Figure
+from binade.app.questions.codes import charts, compute
+from binade.app.questions.shared.rounded import about_format
+from binade.app.questions.shared.selected_tensor import Look
+from binade.quant.blocks import DENORMAL, ZERO
+from binade.quant.metrics import METRICS
+
+
+def drawn(look: Look, values: dict[str, Any]) -> Drawn:
+    found = look.subject()
+    table = compute.codes(found)
+    if not table["count"].sum():
+        return Drawn(problems=("No value is coded: none is finite, or the tensor is empty.",))
+    element = look.format.element
+    used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
+    share = table.groupby("tier")["share"].sum()
+    verdict = (
+        f"{used:,} of {1 << element.bits:,} codes are used; their entropy is {entropy:.2f} of {element.bits} bits. "
+        f"Zero: {share.get(ZERO, 0):.1%}, denormal: {share.get(DENORMAL, 0):.1%} of the values."
+    )
+    caption = (
+        f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. "
+        f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
+    )
+    counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
+    note = f"{about_format(look.format)}. Codes that never occur have no bar."
+    bars = Figure("codes", charts.codes(table, look.format, counted), table, caption, note=note, height=400)
+    tiers = compute.tiers(table)
+    parts = Figure(
+        "tiers", charts.tiers(tiers, f"{counted} · codes used of all"), tiers, caption, height=120 + 40 * len(tiers)
+    )
+    return Drawn((bars, parts), verdict)

@@ -1,0 +1,207 @@
+"""Explore: how the selection's values lie, and what formats do to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import big
+from binade.app.params import TITLES, One, Param
+from binade.app.questions.shared import distribution_charts, distributions, format_charts
+from binade.app.questions.shared.distributions import FINE_BIN, Distribution
+from binade.app.questions.shared.labels import group_name, unique_labels
+from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
+from binade.app.questions.shared.scores import format_comparison
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.filter import Filter
+from binade.data.store import TensorFileError
+from binade.quant.metrics import METRICS
+
+MAX_SELECTED = style.MAX_GROUPS
+CHART = 360  # pixels, without the legend
+GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
+AXES = {"log2": "log₂ magnitude", "linear": "linear"}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is drawn: the distributions, what they are grouped by, from what they come in words; tensors whose values
+    were not kept, and those whose file cannot be read with the reason: both drawn from the sketch."""
+
+    found: list[Distribution]
+    by: str
+    text: str
+    of: int  # groups, of which `found` has those with the most values
+    not_kept: tuple[str, ...] = ()
+    damaged: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def subtitle(self) -> str:
+        return f"{big(sum(d.total for d in self.found))} values · {self.text}"
+
+
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"by": One(GROUPINGS), "axis": One(tuple(AXES)), "law": One(LAWS)}
+
+
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    chosen = opened.rows_of(tensors[:MAX_SELECTED])
+    ids = chosen["tensor_id"].tolist() or None
+    chosen_groups = selection(opened, where, chosen, values["by"])
+    problems = [f"Tensor {name[:80]!r} is not here." for name in tensors if name not in set(chosen["tensor_id"])]
+    problems += [f"The values of {label} were not kept: drawn from the sketch." for label in chosen_groups.not_kept]
+    problems += [f"The file of {label} cannot be read: drawn from the sketch." for label, _ in chosen_groups.damaged]
+    lie = values_lie(opened, where, ids, chosen_groups, values["axis"], values["law"])
+    statistics = moments(opened, where, chosen, values["by"])
+    return Drawn(
+        (*lie.figures, *formats(opened, where, ids)[0]),
+        problems=(*problems, *lie.problems),
+        tables={"Statistics, over the finite values": statistics},
+    )
+
+
+def selection(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> Selection:
+    """The groups of the filter's tensors; of chosen ones, each by itself."""
+    if not chosen.empty:
+        return _exact(opened, chosen)
+    found = distributions.distributions(opened, where, by)
+    total, groups = opened.totals(where).tensors, len(found)
+    if groups > MAX_SELECTED:
+        least = sorted(d.total for d in found)[-MAX_SELECTED]
+        found = [d for d in found if d.total >= least][:MAX_SELECTED]
+    text = f"{total:,} tensor{'s' * (total != 1)} · from sketches"
+    return Selection([d for d in found if d.total], TITLES[by].lower(), text, groups)
+
+
+def _exact(opened: Catalog, chosen: pd.DataFrame) -> Selection:
+    """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
+    labels = unique_labels(chosen)
+    found, not_kept, damaged = [], [], []
+    for tensor_id, label in labels.items():
+        exact = None
+        row = chosen[chosen["tensor_id"] == tensor_id].iloc[0]
+        try:
+            exact = distributions.distribution_of(label, opened.load(tensor_id), (row["mean"], row["std"]))
+        except CatalogError:
+            not_kept.append(label)
+        except TensorFileError as error:
+            damaged.append((label, str(error)))
+        if exact is None:
+            for d in distributions.distributions(opened, Filter(), None, [tensor_id]):
+                found.append(replace(d, group=label))
+        else:
+            found.append(exact)
+    own = sum(d.exact for d in found)
+    fine = sum(not d.exact and d.bin_width == FINE_BIN for d in found)
+    parts = [f"{own} tensor{'s' * (own != 1)}, exact"] if own else []
+    if fine:
+        parts.append(f"{fine} too large to sort, within 1/128 of each value")
+    if own + fine < len(found):
+        parts.append(f"{len(found) - own - fine} from the sketch")
+    kept = [d for d in found if d.total]
+    return Selection(kept, "tensor", " · ".join(parts), len(found), tuple(not_kept), tuple(damaged))
+
+
+def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Selection, axis: str, law: str) -> Drawn:
+    """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
+    found = shown.found
+    if not found:
+        return Drawn(problems=("Nothing to draw: there is no finite value.",))
+    note = left_out(opened, where, ids, axis) + _resolution(found, axis)
+    caption = source(where, f"{shown.subtitle} ({_how(found)})")
+    groups = [d.group for d in found]
+    height = CHART + style.legend_height(groups)
+    figures, problems = [], []
+    table = distributions.linear_histogram(found) if axis == "linear" else distributions.log2_histogram(found)
+    draw = distribution_charts.linear_histogram if axis == "linear" else distribution_charts.log2_histogram
+    if table.empty:
+        problems.append(f"No magnitudes to draw: all values are zero. {note}")
+    else:
+        words = f"{caption}\nShares are of all values of a group. {note}"
+        chart = draw(table, shown.subtitle, shown.by, groups)
+        figures.append(Figure("histogram", chart, table, words, note=note, height=height, group="lie"))
+    points = qq(found, law)
+    if points.empty:
+        problems.append("No Q–Q plot: all values are equal.")
+    else:
+        words = f"{caption}\nQuantiles against a fitted {distribution_charts.LAW_TITLES[law]}."
+        chart = distribution_charts.qq(points, shown.subtitle, shown.by, groups, law)
+        note = _law_note(found, law)
+        figures.append(Figure("qq", chart, points, words, note=note, height=height, group="lie"))
+    log2 = axis != "linear"
+    spread = distributions.boxes([distributions.magnitudes(d) for d in found] if log2 else found)
+    if not spread.empty:
+        marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
+        chart = distribution_charts.boxes(spread, f"{marks} · {shown.subtitle}", shown.by, groups, log2=log2)
+        figures.append(
+            Figure("boxes", chart, spread, f"{caption}\n{marks}.", height=distribution_charts.boxes_height(spread))
+        )
+    return Drawn(tuple(figures), problems=tuple(problems))
+
+
+def _how(found: list[Distribution]) -> str:
+    """Whether the values are exact, in words."""
+    exact = sum(d.exact for d in found)
+    fine = any(not d.exact and d.bin_width == FINE_BIN for d in found)
+    bins = "bins of 1/128 binade" if fine else "the binade sketch, bins of 1/8 binade"
+    return "exact" if exact == len(found) else bins if not exact else f"partly exact, partly {bins}"
+
+
+def _law_note(found: list[Distribution], law: str) -> str:
+    """How to read a Q-Q plot, and what was fitted where there is one group."""
+    reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
+    if len(found) != 1 or not (fitted := fit(found[0], law)):
+        return reading
+    return f"{reading} Fitted: {fitted.text}; Kolmogorov–Smirnov distance {distance_to(found[0], fitted):.3f}."
+
+
+def left_out(opened: Catalog, where: Filter, ids: list[str] | None, axis: str) -> str:
+    """What the charts do not show of the values."""
+    row = opened.moments(where if ids is None else Filter(), None, ids).iloc[0]
+    odd = [f"{int(row[name]):,} {title}" for name, title in (("nans", "NaN"), ("infs", "infinite")) if row[name]]
+    also = f" Left out: {' and '.join(odd)}." if odd else ""
+    if axis == "linear":
+        return f"The histogram's axis leaves out 0.01 % of the values, at its ends.{also}"
+    if not row["zeros"]:
+        return f"No value is zero.{also}"
+    share = row["zeros"] / row["numel"]
+    text = f"{share:.2%}" if share >= 1e-4 else f"{int(row['zeros']):,}"
+    return f"Zeros have no magnitude and are not drawn: {text} of the values.{also}"
+
+
+def _resolution(found: list[Distribution], axis: str) -> str:
+    if axis != "linear" or all(d.exact for d in found):
+        return ""
+    return " Sketches count values in bins of 1/8 binade, spread evenly here."
+
+
+def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd.DataFrame:
+    """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
+    if chosen.empty:
+        table = opened.moments(where, by)
+        return table.assign(group=table["group"].map(group_name))
+    ids = chosen["tensor_id"].tolist()
+    table = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
+    return table.assign(group=table["group"].map(unique_labels(chosen)))
+
+
+def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list[Figure], int]:
+    """(what each format would do to the operands among them, how many operands they are)."""
+    scores = opened.scores(where if ids is None else Filter(), ids)
+    if scores.empty:
+        return [], 0
+    table = format_comparison(scores)
+    operands = scores["tensor_id"].nunique()
+    words = source(where, f"{operands:,} operand{'s' * (operands != 1)}, from the index") + "".join(
+        f"\n{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
+    )
+    height = format_charts.format_height(table)
+    panels = [
+        Figure(f"formats_{index}", panel, table, words, height=height, group="formats")
+        for index, panel in enumerate(format_charts.format_panels(table))
+    ]
+    return panels, operands

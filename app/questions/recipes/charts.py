@@ -1,0 +1,111 @@
+"""Loss gaps and gradients of runs against their bf16 runs."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from binade.app import style
+from binade.app.questions.shared.loss_chart import MOST_POINTS
+
+
+def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
+    """Of analysis.recipes.loss_gaps: each run's loss above bf16's; the rule is bf16 itself."""
+    shown = table.rename(columns={"label": "group"})
+    groups = style.groups_of(shown)
+    lines = (
+        alt.Chart(shown)
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=36) if len(shown) <= MOST_POINTS else False)
+        .encode(
+            x=alt.X(
+                "iteration:Q",
+                title="iteration",
+                axis=alt.Axis(tickMinStep=1, format="d"),
+                scale=alt.Scale(nice=False, padding=16),
+            ),
+            y=alt.Y("gap:Q", title="gap to bf16 (nats per token)"),
+            color=style.color(groups, "run", line=True),
+            strokeDash=style.dash(groups, "run"),
+            tooltip=[
+                alt.Tooltip("group:N", title="run"),
+                alt.Tooltip("iteration:Q", title="iteration"),
+                alt.Tooltip("loss:Q", title="loss (nats per token)", format=".4f"),
+                alt.Tooltip("gap:Q", title="gap to bf16", format="+.4f"),
+            ],
+        )
+    )
+    zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
+    return (zero + lines).properties(title=style.title("Loss gap to bf16 by iteration", subtitle))
+
+
+def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
+    """Of analysis.recipes.costs: the mean gap of each run, dearest at the top."""
+    order = table["label"].tolist()
+    shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order))
+    shown["at"] = shown["gap"].clip(lower=0.0)
+    base = alt.Chart(shown).encode(
+        y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
+        tooltip=[
+            alt.Tooltip("label:N", title="run"),
+            alt.Tooltip("parts:N", title="rounded"),
+            alt.Tooltip("gap:Q", title="mean gap to bf16 (nats per token)", format="+.5f"),
+            alt.Tooltip("last:Q", title="gap at the last iteration", format="+.5f"),
+            alt.Tooltip("iterations:Q", title="iterations compared"),
+        ],
+    )
+    most = float(table["gap"].abs().max()) or 1.0
+    low = min(float(table["gap"].min()), 0.0)
+    domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.3 * most]
+    x = alt.X(
+        "gap:Q",
+        title="mean gap (nats per token)",
+        scale=alt.Scale(domain=domain, nice=False),
+        axis=alt.Axis(tickCount=5),
+    )
+    bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
+    text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
+    return (bars + text).properties(title=style.title("What each recipe costs", subtitle))
+
+
+def costs_height(table: pd.DataFrame) -> int:
+    """Pixels that the costs need."""
+    return 130 + 34 * len(table)
+
+
+AGREEMENT = {
+    "cosine": ("Cosine to bf16’s gradient", "cosine; 1 is the same direction"),
+    "gradient_bias": ("Gradient bias", "‖ĝ−g‖² / ‖g‖²; 0 is the same"),
+}
+
+
+def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> alt.Chart:
+    """Of analysis.recipes.gradient_summary by group (a run) and place: a dot each."""
+    name, axis = AGREEMENT[column]
+    groups = style.groups_of(table)
+    return (
+        alt.Chart(table)
+        .mark_point(filled=True, size=80, opacity=0.9)
+        .encode(
+            x=alt.X(f"{column}:Q", title=axis, scale=alt.Scale(zero=False, padding=12), axis=alt.Axis(tickCount=6)),
+            y=alt.Y(
+                "place:N",
+                title=None,
+                sort=list(dict.fromkeys(table["place"])),
+                axis=alt.Axis(grid=True, labelLimit=240),
+            ),
+            color=style.color(groups, "run"),
+            shape=style.shape(groups, "run"),
+            tooltip=[
+                alt.Tooltip("group:N", title="run"),
+                alt.Tooltip("place:N", title="gradient"),
+                alt.Tooltip(f"{column}:Q", title=name, format=".5~g"),
+                alt.Tooltip("tensors:Q", title="tensors"),
+            ],
+        )
+        .properties(title=style.title(name, subtitle))
+    )
+
+
+def agreement_height(table: pd.DataFrame) -> int:
+    """Pixels that the dots need."""
+    return 130 + 24 * table["place"].nunique() + style.legend_height(style.groups_of(table))

@@ -1,0 +1,96 @@
+"""Runs against the bf16 run that saw the same data: which part costs the most loss, and what becomes of the gradients.
+
+Runs are matched by configuration (SAME_DATA: two runs that agree in it start from the same weights and read the same
+tokens in the same order), tensors by identity (`Catalog.twins`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from binade.app.questions.shared.runs import PARTS
+from binade.data.catalog import Catalog, CatalogError
+from binade.data.store import TensorFileError
+from binade.quant.metrics import errors
+
+
+def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict]]) -> pd.DataFrame:
+    """Each run's loss against its reference's at the same iteration, warm-up left out.
+
+    Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the
+    reference has not, and runs without a reference, are left out.
+    """
+    of = {run_id: {row["iteration"]: row["loss"] for row in rows} for run_id, rows in losses.items()}
+    found = []
+    for _, run in table.iterrows():
+        base = of.get(run["reference"], {})
+        for iteration, loss in sorted(of.get(run["run_id"], {}).items()):
+            if iteration >= 0 and iteration in base:
+                gap = {"iteration": iteration, "loss": loss, "gap": loss - base[iteration]}
+                found.append({"run_id": run["run_id"], "label": run["label"], **gap})
+    return pd.DataFrame(found, columns=["run_id", "label", "iteration", "loss", "gap"])
+
+
+def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """A row a quantized run, dearest first.
+
+    Columns run_id, label, parts (what is rounded, in words), gap (mean over the iterations that both have), last (at
+    the last), iterations, only (the part, where only one is rounded).
+    """
+    quantized = table[table["quantized"]].set_index("run_id")
+    rows = []
+    for run_id, part in gaps[gaps["run_id"].isin(quantized.index)].groupby("run_id", sort=False):
+        run = quantized.loc[run_id]
+        rounded = {name: run[name] for name in PARTS if run[name] != "bf16"}
+        last = part.sort_values("iteration")["gap"].iloc[-1]
+        text = ", ".join(f"{name} {fmt}" for name, fmt in rounded.items())
+        rows.append(
+            {"run_id": run_id, "label": run["label"], "parts": text, "gap": part["gap"].mean(), "last": last,
+             "iterations": len(part), "only": next(iter(rounded)) if len(rounded) == 1 else None}
+        )  # fmt: skip
+    columns = ["run_id", "label", "parts", "gap", "last", "iterations", "only"]
+    return pd.DataFrame(rows, columns=columns).sort_values("gap", ascending=False, ignore_index=True)
+
+
+def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
+    """Of `costs`, the runs in which one part alone is rounded, by part and format, dearest first.
+
+    Columns only (the part), parts (it and the format, in words), gap (mean over the runs), runs.
+    """
+    alone = costs[costs["only"].notna()].groupby(["only", "parts"], as_index=False)
+    return alone.agg(gap=("gap", "mean"), runs=("gap", "size")).sort_values("gap", ascending=False, ignore_index=True)
+
+
+def gradients(
+    catalog: Catalog, pairs: pd.DataFrame, done: Callable[[int], None] = lambda count: None
+) -> tuple[pd.DataFrame, int]:
+    """Each pair of `Catalog.pairs` compared: (its columns with cosine, gradient_bias ‖ĝ−g‖²/‖g‖², projection, and the
+    sums they are made of; how many could not be read). done is told how many are through."""
+    rows, unread = [], 0
+    for index, pair in enumerate(pairs.to_dict("records")):
+        try:
+            own, base = catalog.load(pair["tensor_id"]), catalog.load(pair["reference_id"])
+            found = errors(base, own)
+        except (CatalogError, TensorFileError, ValueError):
+            unread += 1
+            continue
+        rows.append(
+            pair
+            | {"cosine": found.cosine, "gradient_bias": found.relative_error**2, "projection": found.projection}
+            | {"error": found.relative_error**2 * pair["reference_power"]}
+        )
+        done(index + 1)
+    added = ["cosine", "gradient_bias", "projection", "error"]
+    return pd.DataFrame(rows, columns=[*pairs.columns, *added]), unread
+
+
+def gradient_summary(table: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """`gradients` by columns: tensors, cosine (mean, each tensor alike), gradient_bias (of the summed powers)."""
+    found = table.groupby(by, sort=False, dropna=False).agg(
+        tensors=("cosine", "size"), cosine=("cosine", "mean"), square=("reference_power", "sum"), error=("error", "sum")
+    )
+    found = found.assign(gradient_bias=found["error"] / found["square"].replace(0, np.nan))
+    return found.drop(columns=["square", "error"]).reset_index()

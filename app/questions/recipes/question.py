@@ -1,0 +1,181 @@
+"""Recipes: which part costs the most loss, and what becomes of the gradients, against bf16 on the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import losses_of
+from binade.app.params import One, Param, Whole
+from binade.app.questions.recipes import charts, compute
+from binade.app.questions.shared.labels import thinned, thinned_note
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+VIEWS = {"cost": "Loss", "gradients": "Gradients"}
+NAMED = 4  # parts in the answer
+NAMES = ("grad_weight", "grad_input", "grad_output")
+Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
+
+
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"view": One(tuple(VIEWS)), "gradient": One(NAMES), "at": Whole(0, 10**9)}
+
+
+def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+    table = runs_with_reference(runs_of(opened, where), opened.parts())
+    if not has_reference(table):
+        return Drawn(problems=(no_reference(table),))
+    if values["view"] == "cost":
+        return cost(opened, where, table)
+    name = values["gradient"]
+    iterations = iterations_of(opened, name)
+    if not iterations:
+        return Drawn(problems=(f"No {words(name)} was recorded.",))
+    at = values["at"] if values["at"] in iterations else iterations[0]
+    return gradients(where, table, name, at, iterations, partial(compare, opened))
+
+
+def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
+    """The runs that the filter's words about runs allow; bf16's stay, to compare with."""
+    runs = opened.runs()
+    keep = pd.Series(True, index=runs.index)
+    for name in ("model", "size", "dataset"):
+        if wanted := getattr(where, name):
+            keep &= runs[name].isin(wanted)
+    for name in ("run_id", "recipe"):
+        if wanted := getattr(where, name):
+            keep &= runs[name].isin(wanted) | (runs["recipe"] == "bf16")
+    return runs[keep]
+
+
+def has_reference(table: pd.DataFrame) -> bool:
+    return bool(table["quantized"].any()) and bool(table.loc[table["quantized"], "reference"].notna().any())
+
+
+def no_reference(table: pd.DataFrame) -> str:
+    if table.empty:
+        return "The filter selects no run."
+    if not table["quantized"].any():
+        return "No run here was quantized as it trained: collect one to compare, `binade quick mxfp4`."
+    return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
+
+
+def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
+    """Each quantized run's gap to bf16's loss; tables: `costs`."""
+    gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
+    costs = compute.costs(gaps, table)
+    if costs.empty:
+        return Drawn(problems=("No run has an iteration in common with its bf16 run yet.",))
+    latest = costs.head(style.MAX_GROUPS)
+    first = source(where, f"{len(costs)} runs and their bf16 runs, from loss.jsonl")
+    caption = f"{first}\nGap: the run’s loss minus the bf16 run’s at the same iteration, in nats per token."
+    part = f"the {len(latest)} dearest of {len(costs)} runs · " if len(costs) > len(latest) else ""
+    chart = charts.costs(latest, f"{part}mean over the recorded iterations")
+    height = charts.costs_height(latest)
+    bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
+    shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)
+    height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
+    chart = charts.gaps(shown, "above the dashed line: worse than bf16")
+    lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
+    return Drawn((bars, lines), _answer(costs), tables={"costs": costs})
+
+
+def _answer(costs: pd.DataFrame) -> str:
+    """Which part costs most, of the runs in which one part alone is rounded; else which run."""
+    alone = compute.parts_alone(costs)
+    if len(alone):
+        several = " of several runs" * bool((alone["runs"] > 1).any())
+        named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
+        rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
+        return (
+            f"Rounded alone, {alone['only'].iloc[0]} costs the most loss: {', '.join(named)}{rest} "
+            f"(nats per token, mean gap to bf16{several})."
+        )
+    first = costs.iloc[0]
+    advice = "To tell the parts apart, collect FA_… and linear_… recipes."
+    return f"{first['label']} costs the most loss: {first['gap']:+.4f} nats per token. {advice}"
+
+
+def _noise(costs: pd.DataFrame) -> str:
+    iterations = int(costs["iterations"].max())
+    return (
+        f"Over {iterations} iteration{'s' * (iterations != 1)}: gaps of a few thousandths of a nat come and go with "
+        "the rounding of a single run. More iterations tell more (`--control-iter`)."
+    )
+
+
+def iterations_of(opened: Catalog, name: str) -> list[int]:
+    return opened.facets(Filter(tensor_name=[name])).get("iteration", [])
+
+
+def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
+    """A run's gradients of one name and iteration against the reference's: as `analysis.recipes.gradients`."""
+    where = Filter(tensor_name=[name], iteration=[at])
+    return compute.gradients(opened, opened.pairs(run_id, reference, where))
+
+
+def gradients(
+    where: Filter,
+    table: pd.DataFrame,
+    name: str,
+    at: int,
+    iterations: list[int],
+    compared: Compare,
+    done: Callable[[int], None] = lambda count: None,
+) -> Drawn:
+    """How far each run's gradients of this name are from bf16's. compared: `compare`, or what remembers its answers;
+    done is told how many runs are through."""
+    parts, unread = [], 0
+    for count, (_, run) in enumerate(runs_compared(table).iterrows()):
+        found, missing = compared(run["run_id"], run["reference"], name, at)
+        parts.append(found.assign(group=run["label"]))
+        unread += missing
+        done(count + 1)
+    together = pd.concat(parts, ignore_index=True)
+    if together.empty:
+        return Drawn(problems=("No gradient of these runs has a twin with values in its bf16 run.",))
+    together["place"] = [f"L{int(row.layer_index)} {row.module}" for row in together.itertuples()]
+    summary = compute.gradient_summary(together, ["group", "place"])
+    worst = compute.gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
+    verdict = (
+        f"Furthest from bf16’s: {worst['group']}, mean cosine {worst['cosine']:.3f}, "
+        f"gradient bias {worst['gradient_bias']:.3g}."
+    )
+    what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
+    caption = (
+        f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, x being bf16’s gradient of the same "
+        f"iteration and data. Gradient bias: {MEASURES['gradient_bias'].definition}."
+    )
+    subtitle = f"{words(name)} · iteration {at} · {len(together):,} pairs"
+    height = charts.agreement_height(summary)
+    figures = [
+        Figure(column, charts.agreement(summary, column, subtitle), summary, caption, height=height, group="gradients")
+        for column in ("cosine", "gradient_bias")
+    ]
+    problems = [f"{unread} pairs could not be read and are left out."] if unread else []
+    comparable = len(comparable_runs(table))
+    if comparable > style.MAX_GROUPS:
+        problems.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; the filter takes others.")
+    if at > min(iterations):
+        problems.append("Later iterations hold the drift of the weights as well.")
+    return Drawn(tuple(figures), verdict, tuple(problems))
+
+
+def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["quantized"] & table["reference"].notna()]
+
+
+def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
+    return comparable_runs(table).tail(style.MAX_GROUPS)
+
+
+def words(name: str) -> str:
+    return name.replace("grad_", "gradient of ")

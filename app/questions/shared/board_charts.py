@@ -1,0 +1,80 @@
+"""Parts of the charts that show a metric by tensor: bars, their axis, and the values as text."""
+
+from __future__ import annotations
+
+import math
+
+import altair as alt
+import pandas as pd
+
+from binade.app import style
+from binade.app.figure import Drawn, source
+from binade.app.questions.shared import boards
+from binade.app.style import Measure
+from binade.data.filter import Filter
+
+BARS = 20  # of a ranking that are drawn
+
+
+def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
+    """The table with figure (as drawn: percent, finite) and label (as text)."""
+    figure = (table["value"] * measure.factor).where(table["value"].abs() < math.inf)
+    return table.assign(figure=figure, label=table["value"].map(measure.text))
+
+
+def scale_type(shown: pd.DataFrame, measure: Measure) -> str:
+    return "log" if measure.log and (shown["figure"].dropna() > 0).all() else "linear"
+
+
+def bars(
+    shown: pd.DataFrame, measure: Measure, y: str, order: list[str], color: str | alt.Color, domain: list[float]
+) -> alt.LayerChart:
+    tooltip = [
+        alt.Tooltip(f"{y}:N", title="tensor"),
+        alt.Tooltip("operation:N", title="operation"),
+        alt.Tooltip("label:N", title=measure.axis),
+        alt.Tooltip("tensors:Q", title="tensors", format=","),
+    ]
+    base = alt.Chart(shown.assign(end=shown["figure"].fillna(0.0))).encode(
+        y=alt.Y(f"{y}:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=240)),
+        tooltip=tooltip,
+    )
+    x = alt.X("figure:Q", title=measure.axis, scale=alt.Scale(domain=domain, nice=False), axis=alt.Axis(tickCount=5))
+    choice = style.choice("tensor_id")
+    bars = (
+        base.mark_bar(size=15, cornerRadiusEnd=3, cursor="pointer")
+        .encode(x=x, color=color, opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)))
+        .add_params(choice)
+    )
+    text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
+    return bars + text
+
+
+def axis_domain(figures: pd.Series) -> list[float]:
+    low, high = figures.min(), figures.max()
+    low = min(float(low), 0.0) if pd.notna(low) else 0.0
+    high = max(float(high), 0.0) if pd.notna(high) else 0.0
+    return [low * 1.1, high * 1.18 if high > low else low + 1.0]
+
+
+POOLED = "all runs and iterations of the filter together"
+
+
+def definition(fmt: str, measure: Measure) -> str:
+    if boards.is_error(measure.key):
+        pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
+        return f"{measure.label} in {fmt}: {measure.definition}; several tensors together: {pooled}."
+    return f"{measure.label}: {measure.definition}; the largest of the tensors that are taken together."
+
+
+def caption(where: Filter, fmt: str, measure: Measure, what: str) -> str:
+    return f"{source(where, what)}\n{definition(fmt, measure)}"
+
+
+def chart_title(fmt: str, measure: Measure, rest: str = "") -> str:
+    return f"{measure.label} in {fmt}{rest}" if boards.is_error(measure.key) else f"{measure.label}{rest}"
+
+
+def nothing_selected(measure: Measure) -> Drawn:
+    what = "operands of a GEMM, which alone are scored" if boards.is_error(measure.key) else "tensors with a value"
+    return Drawn(problems=(f"The filter selects no {what}.",))

@@ -1,0 +1,244 @@
+"""How values lie: histograms and boxes, all from one representation.
+
+A Distribution is values in ascending order with their counts. It is exact (low == high, a tensor's own values), or made
+of bins: the binade sketch's, an eighth of a binade wide, or a large float32 tensor's values by their upper 16 bits,
+1/128 of a binade.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from binade.app.questions.shared.labels import group_name
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.backends.counts import counted, upper_counts, upper_edges
+from binade.quant.sketch import interval_quantiles
+from binade.quant.summary import bin_edges, summarize
+
+SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
+FINE_BIN = 2.0**-7
+SKETCH_SMALLEST = 2.0**-126 * SKETCH_BIN  # below lies the sketch's bin of zero
+MAX_EXACT_FLOAT32 = 1 << 22  # a larger float32 tensor would have to be sorted: it is counted by its upper 16 bits
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Finite values in ascending order: between low and high lie `count` of them. Arrays are float64, int64.
+
+    bin_width is the bins' width where the values are not exact.
+    """
+
+    group: str
+    low: np.ndarray
+    high: np.ndarray
+    count: np.ndarray
+    mean: float
+    std: float
+    exact: bool
+    bin_width: float = SKETCH_BIN
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude told apart from zero."""
+        return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
+
+    @property
+    def total(self) -> int:
+        return int(self.count.sum())
+
+
+def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None = None) -> Distribution:
+    """A tensor's own values: exactly, or for a large float32 tensor in bins of 1/128 binade.
+
+    moments are its mean and standard deviation where they are known: else they are computed.
+    """
+    flat = x.detach().reshape(-1)
+    codes = counted(flat) if flat.dtype in (torch.bfloat16, torch.float16) else None
+    if codes:
+        values, counts = codes.values, codes.counts
+    elif flat.numel() > MAX_EXACT_FLOAT32:
+        return _fine(group, flat.float(), moments)
+    else:
+        values, counts = np.unique(flat.float().numpy(), return_counts=True)
+    values = values.astype(np.float64)
+    keep = np.isfinite(values)
+    values, counts = values[keep], counts[keep]
+    order = np.argsort(values, kind="stable")
+    values, counts = values[order], counts[order]
+    total = counts.sum()
+    mean = float(counts @ values / total) if total else math.nan
+    std = math.sqrt(counts @ (values - mean) ** 2 / total) if total else math.nan
+    if len(values) == 1:  # not what rounding in the mean leaves
+        mean, std = float(values[0]), 0.0
+    return Distribution(group, values, values, counts, mean, std, exact=True)
+
+
+def _fine(group: str, x: Tensor, moments: tuple[float, float] | None) -> Distribution:
+    if moments is None:
+        summary = summarize(x)
+        moments = summary.mean, summary.std
+    return _of_upper(group, *upper_counts(x), moments)
+
+
+@dataclass
+class Pool:
+    """The values of several tensors together, in bins of 1/128 binade."""
+
+    group: str
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(1 << 16))
+
+    def add(self, x: Tensor, times: float = 1.0) -> None:
+        """times: how many values each of x stands for."""
+        bins, counts = upper_counts(x.float())
+        self.counts[bins] += counts * times
+
+    def distribution(self) -> Distribution:
+        """Mean and standard deviation are not known."""
+        bins = np.flatnonzero(self.counts)
+        return _of_upper(self.group, bins, np.rint(self.counts[bins]).astype(np.int64), (math.nan, math.nan))
+
+
+def _of_upper(group: str, bins: np.ndarray, counts: np.ndarray, moments: tuple[float, float]) -> Distribution:
+    """From the upper 16 bits of float32 values, and how often each occurs."""
+    low, high = upper_edges(bins)
+    keep = np.isfinite(low) & np.isfinite(high)
+    low, high, counts = low[keep], high[keep], counts[keep]
+    order = np.argsort(low + high, kind="stable")
+    return Distribution(group, low[order], high[order], counts[order], *moments, exact=False, bin_width=FINE_BIN)
+
+
+def distributions(
+    catalog: Catalog, where: Filter, by: str | None = None, tensor_ids: list[str] | None = None
+) -> list[Distribution]:
+    """The selection's distributions from the sketch, one a group (the values of column `by`, or "all").
+
+    The outermost bins end at the smallest and the largest value, which are known.
+    """
+    sketch = catalog.distribution(where, by, tensor_ids)
+    moments = catalog.moments(where, by, tensor_ids)
+    moments = moments.set_index(moments["group"].map(group_name))
+    found = []
+    for group, bins in sketch.groupby("group", sort=True, dropna=False):
+        row = moments.loc[group_name(group)]
+        low, high = (bins[name].to_numpy().clip(row["min"], row["max"]) for name in ("low", "high"))
+        mean, std = float(row["mean"]), float(row["std"])
+        found.append(Distribution(group_name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
+    return found
+
+
+def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[str, list[Distribution]]:
+    """The selection's distributions by each of several columns, and as one ("all"), from one pass over the index.
+
+    For histograms of magnitudes: mean and deviation are not computed, the outermost bins end at their own edges.
+    """
+    crossed = catalog.crossed(where, columns)
+    found = {}
+    for column in ("all", *columns):
+        groups = "all" if column == "all" else crossed[column].map(group_name)
+        found[column] = []
+        for group, part in crossed.assign(group=groups).groupby("group", sort=True):
+            counts = part.groupby("bin")["count"].sum()
+            low, high = bin_edges(counts.index.to_numpy())
+            order = np.lexsort((high, low))
+            count = counts.to_numpy()[order]
+            found[column].append(Distribution(group, low[order], high[order], count, math.nan, math.nan, exact=False))
+    return found
+
+
+def magnitudes(d: Distribution) -> Distribution:
+    """log2 of the magnitudes of the nonzero values, mean and deviation not computed."""
+    outer, inner = np.maximum(np.abs(d.low), np.abs(d.high)), np.minimum(np.abs(d.low), np.abs(d.high))
+    nonzero = _nonzero(d, inner)
+    low, high, count = np.log2(inner[nonzero]), np.log2(outer[nonzero]), d.count[nonzero]
+    order = np.argsort(low, kind="stable")
+    return Distribution(d.group, low[order], high[order], count[order], math.nan, math.nan, d.exact, d.bin_width)
+
+
+def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
+    """Which bins hold nonzero values. The sketch's bin of zero holds the smallest subnormals too: not told apart."""
+    return inner >= d.smallest
+
+
+def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
+    """The values below which shares p of the distribution lie, spread evenly over a sketch bin. NaN if it is empty."""
+    return interval_quantiles(d.low, d.high, d.count, p)
+
+
+def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 5e-5) -> pd.DataFrame:
+    """Shares of values in equal bins, the same for every group: columns group, low, high, share (0 to 1).
+
+    The axis leaves out a share `tails` at either end of the widest group, so that outliers do not flatten the rest.
+    """
+    found = [d for d in found if d.total]
+    if not found:
+        return pd.DataFrame(columns=["group", "low", "high", "share"])
+    ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
+    low, high = ends[:, 0].min(), ends[:, 1].max()
+    if low == high:  # a single value: give it a bar of some width
+        low, high = low - 0.5 * max(abs(low), 1e-30), high + 0.5 * max(abs(high), 1e-30)
+    edges = np.linspace(low, high, bins + 1)
+    tables = []
+    for d in found:
+        share = _shares(d, edges)
+        tables.append(pd.DataFrame({"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share}))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
+    """The share of values in each interval; a sketch bin that straddles an edge is split by length."""
+    if d.exact:
+        return np.histogram(d.low, edges, weights=d.count)[0] / d.total
+    point = d.high <= d.low
+    points = np.histogram(d.low[point], edges, weights=d.count[point])[0]
+    low, high, count = d.low[~point], d.high[~point], d.count[~point]
+    upto = np.cumsum(count)
+    ends, below = np.stack([low, high], 1).reshape(-1), np.stack([upto - count, upto], 1).reshape(-1)
+    spread = np.diff(np.interp(edges, ends, below)) if len(low) else 0.0
+    return (points + spread) / d.total
+
+
+def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
+    """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values, per binade).
+
+    Bins are eighths of a binade as in the sketch; zeros have no logarithm and are left out. Where that would be too
+    many marks, whole binades.
+    """
+    tables = []
+    for d in found:
+        inner = np.minimum(np.abs(d.low), np.abs(d.high))
+        nonzero = _nonzero(d, inner)
+        if not nonzero.any():
+            continue
+        mantissa, exponent = np.frexp(inner[nonzero])  # 0.5 <= mantissa < 1
+        table = pd.DataFrame({"exponent": exponent - 1, "eighth": np.floor((2 * mantissa - 1) * 8)})
+        table["count"], table["group"], table["total"] = d.count[nonzero], d.group, d.total
+        tables.append(table)
+    if not tables:
+        return pd.DataFrame(columns=["group", "low", "high", "share"])
+    table = pd.concat(tables)
+    span = table["exponent"].max() - table["exponent"].min() + 1
+    parts = 8 if span * 8 * len(tables) <= 4000 else 1
+    table["eighth"] = np.floor(table["eighth"] * parts / 8)
+    table["order"] = table["group"].map({d.group: index for index, d in enumerate(found)})
+    table = table.groupby(["order", "group", "total", "exponent", "eighth"], as_index=False)["count"].sum()
+    low = table["exponent"] + np.log2(1 + table["eighth"] / parts)
+    high = table["exponent"] + np.log2(1 + (table["eighth"] + 1) / parts)
+    share = table["count"] / table["total"] / (high - low)
+    return pd.DataFrame({"group": table["group"], "low": low, "high": high, "share": share})
+
+
+BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])
+
+
+def boxes(found: list[Distribution]) -> pd.DataFrame:
+    """Columns group, min, p0_1, q1, median, q3, p99_9, max: quartiles, and the 0.1 % and 99.9 % quantiles."""
+    names = ["min", "p0_1", "q1", "median", "q3", "p99_9", "max"]
+    rows = [{"group": d.group, **dict(zip(names, quantiles(d, BOX_SHARES), strict=True))} for d in found if d.total]
+    return pd.DataFrame(rows, columns=["group", *names])

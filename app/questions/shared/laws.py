@@ -1,0 +1,161 @@
+"""Is it normal? Quantiles of a distribution against those of a law fitted to it, or of another distribution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+from scipy.optimize import minimize_scalar
+
+from binade.app.questions.shared.distributions import Distribution, quantiles
+
+LAWS = ("normal", "laplace", "student_t", "uniform")
+FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25 % to 99.75 %
+MAX_FREEDOM = 200.0  # degrees of freedom beyond which t is called normal
+COLUMNS = ["group", "theoretical", "sample"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law fitted to a distribution: value = location + scale · standard. freedom is Student's only.
+
+    normal     mean and standard deviation
+    laplace    median and mean absolute deviation from it (maximum likelihood)
+    student_t  the degrees of freedom whose Q-Q plot is straightest (highest correlation) over FIT_POINTS quantiles;
+               location and scale are that line's
+    uniform    from the smallest to the largest value, location the middle, scale half the width
+    """
+
+    law: str
+    location: float
+    scale: float
+    freedom: float | None = None
+
+    @property
+    def text(self) -> str:
+        names = {
+            "normal": ("μ", "σ"), "laplace": ("median", "b"), "student_t": ("location", "scale"),
+            "uniform": ("middle", "half width"),
+        }  # fmt: skip
+        where, size = names[self.law]
+        freedom = f"ν = {self.freedom:.3g}, " if self.freedom is not None else ""
+        return f"{freedom}{where} = {self.location:.3g}, {size} = {self.scale:.3g}"
+
+    def tail(self, share: np.ndarray) -> np.ndarray:
+        """The standard law's value above which a share of at most one half lies."""
+        if self.law == "normal":
+            return stats.norm.isf(share)
+        if self.law == "laplace":
+            return -np.log(2 * share)
+        if self.law == "student_t":
+            return stats.t.isf(share, self.freedom)
+        return 1 - 2 * share
+
+    def cdf(self, values: np.ndarray) -> np.ndarray:
+        z = (values - self.location) / self.scale
+        if self.law == "student_t":
+            return stats.t.cdf(z, self.freedom)
+        if self.law == "uniform":
+            return np.clip((z + 1) / 2, 0, 1)
+        return {"normal": stats.norm, "laplace": stats.laplace}[self.law].cdf(z)
+
+
+def fit(d: Distribution, law: str) -> Fit | None:
+    """The law fitted to a distribution; None where it has no spread. Raises ValueError for an unknown law."""
+    if law not in LAWS:
+        raise ValueError(f"law {law!r} is unknown: {', '.join(LAWS)}")
+    if not d.total or not d.std > 0:
+        return None
+    if law == "normal":
+        return Fit(law, d.mean, d.std)
+    if law == "uniform":
+        low, high = float(d.low[0]), float(d.high[-1])
+        return Fit(law, (low + high) / 2, (high - low) / 2)
+    if law == "laplace":
+        median = float(quantiles(d, np.array(0.5)))
+        spread = float(d.count @ np.abs((d.low + d.high) / 2 - median)) / d.total
+        return Fit(law, median, spread) if spread > 0 else None
+    return _fit_student(d)
+
+
+def _fit_student(d: Distribution) -> Fit | None:
+    p = (np.arange(FIT_POINTS) + 0.5) / FIT_POINTS
+    sample = quantiles(d, p)
+    sample = sample / d.std  # so that squares neither overflow nor vanish
+    if not np.ptp(sample) > 0:
+        return None
+
+    def bend(log_freedom: float) -> float:
+        return -np.corrcoef(stats.t.ppf(p, math.exp(log_freedom)), sample)[0, 1]
+
+    best = minimize_scalar(bend, bounds=(math.log(0.5), math.log(MAX_FREEDOM)), method="bounded")
+    freedom = math.exp(best.x)
+    slope, middle = np.polyfit(stats.t.ppf(p, freedom), sample, 1)
+    return Fit("student_t", float(middle * d.std), float(slope * d.std), freedom) if slope > 0 else None
+
+
+def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.DataFrame:
+    """Quantiles against a fitted law: columns group, theoretical, sample, both in the law's scale from its location.
+
+    Plotting positions run evenly along the normal axis (along the uniform one for that law), to the outermost value:
+    (rank - 1/2) / n. A distribution on the line y = x follows the law.
+    """
+    tables = []
+    for d in found:
+        fitted = fit(d, law)
+        if fitted is None:
+            continue
+        least = min(0.5 / d.total, 0.4)
+        end = stats.norm.isf(least)
+        z = np.linspace(-end, end, points)
+        share = stats.norm.cdf(z) if law != "uniform" else np.linspace(least, 1 - least, points)
+        lower = np.minimum(share, stats.norm.sf(z) if law != "uniform" else 1 - share)
+        theoretical = np.where(z < 0, -1.0, 1.0) * fitted.tail(lower)
+        sample = (quantiles(d, share) - fitted.location) / fitted.scale
+        tables.append(pd.DataFrame({"group": d.group, "theoretical": theoretical, "sample": sample}))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
+
+
+def qq_normal(found: list[Distribution], points: int = 201) -> pd.DataFrame:
+    """`qq` against a normal of the same mean and deviation: both axes in standard deviations from the mean."""
+    return qq(found, "normal", points)
+
+
+def qq_between(found: list[Distribution], other: Distribution, points: int = 201) -> pd.DataFrame:
+    """Quantiles against those of another distribution at the same shares, both in the values' unit: columns as `qq`.
+
+    The shares run as in `qq`, to the outermost value of the smaller of the two.
+    """
+    tables = []
+    for d in found:
+        if not d.total or not other.total:
+            continue
+        end = stats.norm.isf(min(0.5 / min(d.total, other.total), 0.4))
+        share = stats.norm.cdf(np.linspace(-end, end, points))
+        tables.append(
+            pd.DataFrame({"group": d.group, "theoretical": quantiles(other, share), "sample": quantiles(d, share)})
+        )
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
+
+
+def distance_to(d: Distribution, fitted: Fit) -> float:
+    """Kolmogorov-Smirnov distance sup|F - G| to a law; for binned values over the bins' edges, so never above the true
+    one."""
+    upto = np.cumsum(d.count) / d.total
+    high = np.abs(upto - fitted.cdf(d.high))
+    low = np.abs(upto - d.count / d.total - fitted.cdf(d.low))
+    return float(np.maximum(low, high).max())
+
+
+def laws_table(found: list[Distribution]) -> pd.DataFrame:
+    """How close each law comes: columns group, law, parameters, ks (see `distance_to`), closest first."""
+    rows = []
+    for d in found:
+        for law in LAWS:
+            if fitted := fit(d, law):
+                rows.append({"group": d.group, "law": law, "parameters": fitted.text, "ks": distance_to(d, fitted)})
+    table = pd.DataFrame(rows, columns=["group", "law", "parameters", "ks"])
+    return table.sort_values(["group", "ks"], ignore_index=True)

@@ -1,0 +1,38 @@
+"""The loss of runs by iteration."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from binade.app import style
+
+MOST_POINTS = 300  # that are marked, beside the line through them
+
+
+def losses(table: pd.DataFrame) -> alt.LayerChart:
+    """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0."""
+    groups = style.groups_of(table)
+    tooltip = [
+        alt.Tooltip("group:N", title="run"),
+        alt.Tooltip("iteration:Q", title="iteration"),
+        alt.Tooltip("loss:Q", format=".4f", title="loss (nats per token)"),
+    ]
+    lines = (
+        alt.Chart(table)
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=18) if len(table) <= MOST_POINTS else False)
+        .encode(
+            x=alt.X(
+                "iteration:Q",
+                title="iteration (below 0: warm-up in bf16)",
+                axis=alt.Axis(tickMinStep=1),
+                scale=alt.Scale(nice=False),
+            ),
+            y=alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False)),
+            color=style.color(groups, "run", line=True),
+            strokeDash=style.dash(groups, "run"),
+            tooltip=tooltip,
+        )
+    )
+    start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
+    return (start + lines).properties(title=style.title("Training loss", "cross entropy of each iteration"))

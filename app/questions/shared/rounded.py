@@ -1,0 +1,47 @@
+"""A tensor, or a sample of it, rounded to a format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from binade.quant.blocks import Blocks, look, sample
+from binade.quant.formats import Format
+
+MAX_SIDE = 400  # pixels of a heatmap, each way
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The part of a tensor that is looked at, rounded to a format. every: one line in so many; 1 is all of it."""
+
+    blocks: Blocks
+    every: int
+    total: int
+
+    @property
+    def note(self) -> str:
+        """Empty, or what was left out."""
+        if self.every == 1:
+            return ""
+        held = int(self.blocks.valid.sum())
+        return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
+
+
+def subject(x: Tensor, fmt: str, dim: int = -1, limit: int = 1 << 20, **options) -> Subject:
+    """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of whole lines."""
+    part, every = sample(x, dim, limit)
+    along = dim if every == 1 else -1
+    return Subject(look(part, fmt, along, **options), every, x.numel())
+
+
+def about_format(fmt: Format) -> str:
+    """A format in one line."""
+    shared = {
+        "none": "no scale",
+        "tensor": "one scale for the tensor",
+        "block": f"a power-of-two scale for every {fmt.block_size} values",
+        "block_and_tensor": f"an E4M3 scale for every {fmt.block_size} values and one for the tensor",
+    }[fmt.scaling]
+    return f"{fmt.title}: {fmt.element.bits} bits, {shared}, largest {fmt.max:g}, smallest {fmt.element.smallest:.3g}"

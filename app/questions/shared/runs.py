@@ -1,0 +1,54 @@
+"""Runs and the bf16 run that saw the same data.
+
+Runs are matched by configuration: two runs that agree in SAME_DATA start from the same weights and read the same
+tokens in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+
+from binade.app.questions.shared.labels import run_labels
+
+SAME_DATA = (
+    "model", "size", "dataset", "corpus_sha256", "seed", "load_hf", "layers", "warmup_iterations", "micro_batches",
+    "micro_batch_size", "sequence_length", "learning_rate",
+)  # fmt: skip
+PARTS = ("linear", "QK", "PV", "router")
+
+
+def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
+    """Every run, oldest first: run_id, recipe, name (the recipe; the run's id where none is known: imports; what was
+    rounded where the recipe's name does not say it), label (the name, unique), a column for each of PARTS ("bf16" where
+    it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized."""
+    runs = runs.sort_values(["started", "run_id"], ignore_index=True)
+    table = runs[["run_id", "recipe", "started"]].copy()
+    wide = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
+    for part in PARTS:
+        table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
+    table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
+    keys = [_key(config) for config in runs["config"]]
+    table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
+    table["name"] = [_name(row) for _, row in table.iterrows()]
+    table["label"] = run_labels(table)
+    return table
+
+
+def _key(config: str) -> tuple:
+    read = json.loads(config)
+    return tuple(str(read.get(name)) for name in SAME_DATA)
+
+
+def _reference(table: pd.DataFrame, keys: list[tuple], index: int) -> str | None:
+    for other in reversed(range(len(table))):
+        if keys[other] == keys[index] and not table["quantized"].iloc[other] and table["recipe"].iloc[other] == "bf16":
+            return table["run_id"].iloc[other]
+    return None
+
+
+def _name(run: pd.Series) -> str:
+    if run["recipe"] == "bf16" and run["quantized"]:
+        return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
+    return run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]

@@ -1,0 +1,70 @@
+"""Does it change in training? Any metric by iteration and layer."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.figure import Drawn, Figure, source
+from binade.app.formatting import losses_of
+from binade.app.questions.shared import loss_chart
+from binade.app.questions.shared.board_charts import caption, chart_title, definition, nothing_selected
+from binade.app.questions.shared.labels import thinned, thinned_note
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.training import charts, compute
+from binade.app.style import Measure
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+
+def training(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
+    table = compute.training(opened, where, fmt, measure.key)
+    if table.empty:
+        return nothing_selected(measure)
+    figure = Figure(
+        "training",
+        charts.training(table, measure, chart_title(fmt, measure, " by iteration"), "all tensors of a layer together"),
+        table,
+        caption(where, fmt, measure, f"{len(table):,} points of iteration and layer"),
+        note=definition(fmt, measure),
+        hint="Choose a point to look into its worst tensor.",
+        height=420,
+        choose="tensor_id",
+    )
+    return Drawn((figure, *_losses(opened, where)), _training_verdict(table, measure))
+
+
+def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
+    iterations = sorted(table["iteration"].unique())
+    if len(iterations) < 2:
+        return f"Only iteration {int(iterations[0])} is in the filter: nothing to compare."
+    ends = [
+        table[table["iteration"] == end].set_index("layer_index")["value"] for end in (iterations[0], iterations[-1])
+    ]
+    change = (ends[1] - ends[0]).dropna()
+    worse = change < 0 if measure.low_is_bad else change > 0
+    return (
+        f"From iteration {int(iterations[0])} to {int(iterations[-1])} it gets worse in "
+        f"{int(worse.sum())} of {len(change)} layers."
+    )
+
+
+def _losses(opened: Catalog, where: Filter) -> list[Figure]:
+    """The loss of the filter's runs, over the same iterations."""
+    runs = set(opened.facets(where.without("run_id")).get("run_id", []))
+    if where.run_id:
+        runs &= set(where.run_id)
+    table = runs_with_reference(opened.runs(), opened.parts())
+    table = table[table["run_id"].isin(runs)].tail(style.MAX_GROUPS)
+    records = losses_of(opened, table["run_id"].tolist())
+    rows = [
+        {"group": run.label, "iteration": record["iteration"], "loss": record["loss"]}
+        for run in table.itertuples()
+        for record in records[run.run_id]
+    ]
+    if not rows:
+        return []
+    shown, step = thinned(pd.DataFrame(rows), style.MARKS)
+    height = 340 + style.legend_height(style.groups_of(shown))
+    words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
+    return [Figure("losses", loss_chart.losses(shown), shown, words, note=thinned_note(step), height=height)]

@@ -1,0 +1,169 @@
+"""Would another format fix it? The same values rounded into any formats with any options, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from binade import quant
+from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
+from binade.quant.blocks import look, sample
+from binade.quant.formats import FORMATS
+from binade.quant.metrics import sqnr_db
+from binade.quant.quantizer import plan
+from binade.quant.reference import from_blocks
+
+LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
+KNOBS = ("scale_rule", "rounding", "block_size", "overflow")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One format with its options; an option that does not apply to the format is left at its default and named in
+    `ignored`. hadamard: the block of the rotation before rounding, 0 for none."""
+
+    format: str
+    options: dict[str, object] = field(default_factory=dict)
+    hadamard: int = 0
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        parts = [str(value) if name != "block_size" else f"blocks of {value}" for name, value in self.options.items()]
+        parts += [f"Hadamard {self.hadamard}"] if self.hadamard else []
+        return f"{self.format} · {', '.join(parts)}" if parts else self.format
+
+
+def trial(fmt: str, *, hadamard: int = 0, **options: object) -> Trial:
+    """A trial with the options that the format has; None leaves an option at its default."""
+    chosen, ignored = {}, []
+    for name in KNOBS:
+        value = options.get(name)
+        if value is None:
+            continue
+        try:
+            decided = plan(fmt, **{name: value})
+        except ValueError:
+            ignored.append(name)
+            continue
+        if decided != plan(fmt):
+            chosen[name] = value
+    return Trial(fmt, chosen, hadamard, tuple(ignored))
+
+
+def with_defaults(trials: list[Trial]) -> list[Trial]:
+    """Each trial after the same format's default, where it differs from it; none twice."""
+    found: list[Trial] = []
+    for one in trials:
+        for each in (Trial(one.format), one):
+            if each.label not in [other.label for other in found]:
+                found.append(each)
+    return found
+
+
+@dataclass
+class _Sum:
+    """Sums over the tensors of a selection."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    flushed: float = 0.0
+    nonzero: float = 0.0
+    saturated: float = 0.0
+    values: int = 0
+    nbytes: float = 0.0
+    codes: np.ndarray | None = None
+    exponents: tuple[float, float] = (math.inf, -math.inf)
+
+
+def try_formats(
+    tensors: Iterable[tuple[Tensor, int]],
+    trials: list[Trial],
+    *,
+    together: bool = True,
+    limit: int = LIMIT,
+    done: Callable[[int], None] = lambda count: None,
+) -> tuple[pd.DataFrame, list[Distribution]]:
+    """Round every (tensor, contracted axis) by every trial: (a row a trial, what the values became).
+
+    Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
+    codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
+    with its tensor scale), nbytes (of all the values in this format), bits_per_value. With a rotation, all of it is of
+    the rotated values, which are what is coded; their SQNR is that of the values themselves.
+
+    The distributions are of the values as captured and after each trial's round trip: of several tensors together, in
+    bins of 1/128 binade, else of the one tensor's own values. done is told how many roundings are through.
+    """
+    sums = [_Sum() for _ in trials]
+    pools = [Pool(label) for label in ("as captured", *(one.label for one in trials))]
+    alone: list[Distribution] = []
+    step = 0
+    for x, dim in tensors:
+        part, every = sample(x, dim, limit)
+        along, share = dim if every == 1 else -1, x.numel() / max(part.numel(), 1)
+        for index, pool in enumerate(pools):
+            became = _add(part, along, trials[index - 1], sums[index - 1], share) if index else part
+            if together:
+                pool.add(became, share)
+            else:
+                alone.append(distribution_of(pool.group, became))
+            step += bool(index)
+            done(step)
+    table = pd.DataFrame([_row(one, total) for one, total in zip(trials, sums, strict=True)])
+    return table, [pool.distribution() for pool in pools] if together else alone
+
+
+def _add(x: Tensor, dim: int, one: Trial, total: _Sum, share: float) -> Tensor:
+    """Add one tensor; returns its values after the round trip. share: how many times the sample the tensor is."""
+    coded = quant.hadamard_rotate(x, dim, one.hadamard) if one.hadamard else x
+    found = look(coded, one.format, dim, **one.options)
+    decided = found.plan
+    sums = found.sums
+    if not math.isnan(sums.noise):
+        total.signal += sums.signal
+        total.noise += sums.noise
+        total.flushed += sums.flushed
+        total.nonzero += sums.nonzero
+        total.saturated += sums.saturated
+        total.values += x.numel()
+    bits = decided.format.element.bits
+    total.nbytes += x.numel() * share * bits / 8
+    total.nbytes += len(found.x) * share if decided.block_size else 0
+    total.nbytes += 4 if decided.scale_rule in ("amax", "nvfp4", "pow2") else 0
+    counts = torch.bincount(found.codes[found.valid & ~found.scale.isnan()], minlength=1 << bits).numpy()
+    total.codes = counts if total.codes is None else total.codes + counts
+    exponents = found.scale_exponents[~found.scale_exponents.isnan()]
+    if decided.block_size and len(exponents):
+        low, high = total.exponents
+        total.exponents = min(low, float(exponents.min())), max(high, float(exponents.max()))
+    q = from_blocks(found.y, coded, dim)
+    return (quant.hadamard_rotate(q, dim, one.hadamard) if one.hadamard else q).to(x.dtype)
+
+
+def _row(one: Trial, total: _Sum) -> dict[str, object]:
+    element = FORMATS[one.format].element
+    codes = total.codes if total.codes is not None else np.zeros(1, np.int64)
+    p = codes[codes > 0] / max(codes.sum(), 1)
+    low, high = total.exponents
+    block = one.options.get("block_size") or FORMATS[one.format].block_size
+    return {
+        "label": one.label,
+        "format": one.format,
+        "sqnr_db": sqnr_db(total.signal, total.noise),
+        "flush_to_zero": total.flushed / total.nonzero if total.nonzero else math.nan,
+        "saturated": total.saturated / total.values if total.values else math.nan,
+        "codes_used": int((codes > 0).sum()),
+        "codes_total": 1 << element.bits,
+        "code_entropy_bits": max(0.0, float(-(p * np.log2(p)).sum())),
+        "element_bits": element.bits,
+        "scale_exponent_min": low if low < math.inf else math.nan,
+        "scale_exponent_max": high if high > -math.inf else math.nan,
+        "nbytes": total.nbytes,
+        "bits_per_value": element.bits + (8 / block if block else 0),
+    }
