@@ -96,7 +96,7 @@ def line(view: JobView, done: Progress) -> str:
 
 
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
-    """(for loss_chart.losses: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
+    """(for loss_chart: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
     more than MOST_POINTS, the last among them."""
     records = losses_of(view.run) if view.run else []
     rows = [

@@ -10,6 +10,7 @@ from binade.app import style
 from binade.app.figure import Drawn, Figure
 from binade.app.formatting import losses_of
 from binade.app.params import Param
+from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.data.catalog import Catalog
