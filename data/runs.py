@@ -31,7 +31,7 @@ from typing import Any
 
 from binade.data.access import check_writable
 from binade.data.segment import segment_digest, segment_names
-from binade.data.store import write_atomic
+from binade.data.store import remove_directory, write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")
@@ -123,13 +123,16 @@ def now() -> str:
 
 
 def process_start(pid: int) -> float | None:
-    """Start time of a live process in clock ticks since boot, None if there is none (or it is a zombie)."""
+    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
+    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, ValueError):
         return None
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else float(fields[19])
+    state, threads, started = fields[0], int(fields[17]), float(fields[19])
+    # A process whose first thread has ended is called a zombie although the others still run.
+    return None if state == "Z" and threads < 2 else started
 
 
 @dataclass
@@ -323,9 +326,7 @@ def delete_run(directory: Path) -> None:
     run = read_run(directory)
     if run.status.state == RUNNING:
         raise RunError(f"{run.run_id} is still running: cancel it first")
-    aside = directory.with_name(f".{run.run_id}.gone")
-    directory.rename(aside)
-    shutil.rmtree(aside)
+    remove_directory(directory)
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:

@@ -1,17 +1,20 @@
-"""One tensor file: {"tensor", "tensor_info", "metadata"} in torch's zip format, written aside and renamed.
+"""Files and directories that appear whole or not at all, and the tensor files among them.
 
-It loads with torch.load(path, weights_only=True, mmap=True), here and in anyone's script. Nothing is ever unpickled
-beyond what weights_only allows.
-
-torch is imported where a tensor is read or written: who only asks the index does not wait for it.
+A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with
+torch.load(path, weights_only=True, mmap=True), here and in anyone's script; nothing is unpickled that weights_only does
+not allow. torch is imported only where a tensor is read or written, so that queries of the index need not wait for it.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,19 +24,51 @@ class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
 
 
-def write_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Write a file aside and rename it: a reader sees the old content or the new, never a part. Raises OSError, and
-    then leaves nothing behind."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+@contextmanager
+def staged_file(path: Path) -> Iterator[BinaryIO]:
+    """Write a file under a temporary name in the same folder, flush it to the disk, and rename it: a reader sees the
+    old content or the new, never a part. If the block raises, nothing is left behind. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(aside, "wb") as file:
-            file.write(content)
+        with open(part, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(part, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
+    behind. With replace, a directory of that name is there and goes; after a crash between the two renames neither is.
+    Raises OSError."""
+    part, old = (path.with_name(f".{path.name}.{os.getpid()}.{suffix}") for suffix in ("part", "old"))
+    try:
+        part.mkdir(parents=True)
+        yield part
+        if replace:
+            os.rename(path, old)
+        os.rename(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    if replace:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Delete a directory: it disappears at once under its name, then its content is deleted. Raises OSError."""
+    gone = path.with_name(f".{path.name}.{secrets.token_hex(4)}.gone")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def write_atomic(path: Path, content: bytes | memoryview) -> None:
+    """Replace a file as `staged_file` does."""
+    with staged_file(path) as file:
+        file.write(content)
 
 
 def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> memoryview:
@@ -72,4 +107,5 @@ def load(path: Path) -> Tensor:
         raise TensorFileError(f"{path} cannot be read as a tensor file: {reason}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
-    return content["tensor"]
+    tensor: Tensor = content["tensor"]
+    return tensor

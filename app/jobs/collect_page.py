@@ -315,7 +315,7 @@ def _launch(runs: list[RunConfig]) -> None:
             for run in runs
             for job in jobs.add(root, jobs.arguments_of(run), title=collecting.title_of(title, run, runs), tags=tags)
         ]
-        jobs.wake(root)
+        jobs.start_runner(root)
     except (*REFUSED, *FAILED) as error:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")
         return

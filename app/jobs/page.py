@@ -95,8 +95,8 @@ def _until_there_is_one(root: Path) -> None:
 
 def _tend(root: Path, views: list[JobView]) -> None:
     """After a restart of the machine nobody works through the queue any more."""
-    if any(view.active for view in views) and not read_only() and not jobs.attended(root):
-        _do(lambda: jobs.wake(root))
+    if any(view.active for view in views) and not read_only() and not jobs.has_runner(root):
+        _do(lambda: jobs.start_runner(root))
 
 
 def _signature(views: list[JobView]) -> tuple[tuple[int, str, str, tuple[str, ...]], ...]:
@@ -134,7 +134,7 @@ def _set_at_once(root: Path) -> None:
 
     def act() -> None:
         jobs.set_at_once(root, count)
-        jobs.wake(root)
+        jobs.start_runner(root)
 
     _do(act)
 
@@ -288,7 +288,7 @@ def _do(action: Callable[[], object], done: str = "") -> bool:
 def _live(root: Path, number: int, state: str) -> None:
     """How the job is doing; the page is drawn anew when its state changes."""
     try:
-        view = jobs.look(root, jobs.find(root, number))
+        view = jobs.view_of(root, jobs.find(root, number))
     except JobError:
         st.rerun()
     if view.state != state:

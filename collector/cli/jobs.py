@@ -9,15 +9,16 @@ from pathlib import Path
 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.actions import cancel, delete, retry
-from binade.collector.jobs.runner import serve, wake
-from binade.collector.jobs.state import CANCELLED, DONE, QUEUED, JobView, attended, listing, look, progress
-from binade.collector.jobs.store import Job, add, at_once, find, place, set_at_once
+from binade.collector.jobs.runner import serve, start_runner
+from binade.collector.jobs.state import JobView, has_runner, listing, progress, view_of
+from binade.collector.jobs.store import Job, add, at_once, directory_of, find, set_at_once
+from binade.collector.jobs.transitions import State
 from binade.data.access import read_only
 from binade.data.runs import resolve_root
 
 LATEST = 10  # jobs that have ended and are listed without --all
 LOOK = 0.3  # seconds between two looks at a job that is followed
-EXIT = {DONE: 0, CANCELLED: 130}
+EXIT = {State.DONE: 0, State.CANCELLED: 130}
 
 
 def run_command(given: argparse.Namespace) -> int:
@@ -45,7 +46,7 @@ def run_command(given: argparse.Namespace) -> int:
             print(f"job {number} deleted")
     elif action == "at-once":
         set_at_once(root, given.count)
-        wake(root)
+        start_runner(root)
     elif action == "serve":
         serve(root)
     return 0
@@ -95,31 +96,31 @@ def _add(root: Path, line: list[str]) -> int:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
     for job in add(root, line):
         print(f"job {job.id} queued: {job.title}")
-    wake(root)
+    start_runner(root)
     return 0
 
 
 def _follow(root: Path, job: Job) -> int:
     """Print its log as it grows, until it has ended; where nobody works through the queue any more, somebody does."""
-    _tend(root, [look(root, job)])
-    said, read = "", 0
+    _tend(root, [view_of(root, job)])
+    said, read = False, 0
     while True:
-        view = look(root, job)
-        if view.state == QUEUED and said != QUEUED:
+        view = view_of(root, job)
+        if view.state is State.QUEUED and not said:
             print(f"job {job.id} is queued", flush=True)
-            said = QUEUED
-        read = _print_from(place(root, job) / "log.txt", read)
+            said = True
+        read = _print_from(directory_of(root, job) / "log.txt", read)
         if not view.active:
             break
         time.sleep(LOOK)
-    _print_from(place(root, job) / "log.txt", read)
+    _print_from(directory_of(root, job) / "log.txt", read)
     return _say_end(view)
 
 
 def _tend(root: Path, views: list[JobView]) -> None:
     """After a restart of the machine, or the runner's death, nobody works through the queue any more."""
-    if any(view.active for view in views) and not read_only() and not attended(root):
-        wake(root)
+    if any(view.active for view in views) and not read_only() and not has_runner(root):
+        start_runner(root)
 
 
 def _print_from(log: Path, start: int) -> int:
@@ -136,10 +137,10 @@ def _print_from(log: Path, start: int) -> int:
 
 
 def _until_over(root: Path, job: Job) -> int:
-    while (view := look(root, job)).active:
+    while (view := view_of(root, job)).active:
         time.sleep(LOOK)
     _say_end(view)
-    return 0 if view.state == CANCELLED else 1
+    return 0 if view.state == State.CANCELLED else 1
 
 
 def _say_end(view: JobView) -> int:

@@ -1,53 +1,64 @@
-"""What can be done to a job that was queued: cancel, retry, delete."""
+"""What can be done to a queued job: cancel, retry, delete."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from binade.collector.jobs.runner import wake
-from binade.collector.jobs.state import ACTIVE, QUEUED, look
-from binade.collector.jobs.store import Job, JobError, add, find, locked, place, write_json
+from binade.collector.jobs.processes import boot, host
+from binade.collector.jobs.runner import start_runner
+from binade.collector.jobs.state import view_of
+from binade.collector.jobs.store import (
+    End,
+    Execution,
+    Job,
+    JobError,
+    add,
+    directory_of,
+    find,
+    locked,
+    write_cancellation,
+    write_execution,
+)
+from binade.collector.jobs.transitions import Event, State, after, allows
 from binade.data.access import check_writable
 from binade.data.runs import delete_run, now
+from binade.data.store import remove_directory
 
 
 def cancel(root: Path, number: int) -> None:
-    """Have a job ended; what it recorded is kept. A queued one is over at once, of one that runs the runner ends every
-    process: `look` tells when that is done. Raises JobError, ReadOnlyError, RunError, OSError."""
+    """End a job; what it recorded is kept. A queued one is over at once. If it runs, the runner ends its processes, and
+    `view_of` shows when that is done. Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("cancelling a run")
     with locked(root):
         job = find(root, number)
-        state = look(root, job).state
-        if state not in ACTIVE:
+        state = view_of(root, job).state
+        if not allows(state, Event.CANCEL):
             raise JobError(f"job {number} is {state}: there is nothing to cancel")
-        if state == QUEUED:
-            write_json(place(root, job) / "end.json", {"exit_status": None, "cancelled": True, "at": now()})
+        if state is State.QUEUED:
+            end = End(after(state, Event.CANCEL), None, now())
+            write_execution(root, job, Execution(host(), boot(), end.at, end=end))
             return
-        write_json(place(root, job) / "cancel.json", {"at": now()})
-    wake(root)
+        write_cancellation(root, job)
+    start_runner(root)
 
 
 def retry(root: Path, number: int) -> Job:
     """Queue the same again. Raises as `find` and `add`."""
     job = find(root, number)
-    again = {"title": job.title, "tags": job.tags, "directory": Path(job.directory), "retry_of": job.id}
-    (made,) = add(root, job.arguments, **again)
-    wake(root)
-    return made
+    (again,) = add(root, job.arguments, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
+    start_runner(root)
+    return again
 
 
 def delete(root: Path, number: int, *, with_run: bool = False) -> None:
-    """Forget a job that has ended, and with_run delete its run and all tensors. Raises JobError, ReadOnlyError,
+    """Remove a job that has ended; with_run also deletes its run and all tensors. Raises JobError, ReadOnlyError,
     RunError, OSError."""
     check_writable("deleting a job")
     with locked(root):
         job = find(root, number)
-        view = look(root, job)
-        if view.state in ACTIVE:
+        view = view_of(root, job)
+        if not allows(view.state, Event.DELETE):
             raise JobError(f"job {number} is {view.state}: cancel it first")
         if with_run and view.run:
             delete_run(view.run.directory)
-        aside = place(root, job).with_name(f".{number:04d}.gone")
-        place(root, job).rename(aside)
-    shutil.rmtree(aside)
+        remove_directory(directory_of(root, job))

@@ -1,7 +1,7 @@
-"""Processes told apart for good: a number together with the moment it started, on one boot of one machine.
+"""Processes that are identified for good: by number, start time, and the boot of the machine.
 
-A number is given to another process once its owner is gone. Nothing here signals a process whose start differs from the
-one that was recorded.
+The kernel gives a number to another process once its owner is gone. Nothing here signals a process whose start time
+differs from the recorded one.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ import signal
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import psutil
+from pydantic.dataclasses import dataclass
+
+from binade.data.json_files import STRICT
 from binade.data.runs import process_start
 
-MARK = "BINADE_JOB"  # in the environment of every process of a job, and of what these start
+MARK = "BINADE_JOB"  # an environment variable of every process of a job, inherited by what these start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Process:
-    """started is in clock ticks since the boot."""
+    """pid_started is in clock ticks since the boot."""
 
     pid: int
-    started: float
+    pid_started: float
 
     @property
     def alive(self) -> bool:
-        return process_start(self.pid) == self.started
+        return process_start(self.pid) == self.pid_started
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal it, if it is still the same process: the handle is taken before its start is compared."""
+        """Send a signal, if this is still the same process."""
         try:
+            # psutil compares and then signals a number, which may have been reused in between. A handle stays valid.
             handle = os.pidfd_open(self.pid)
         except OSError:
             return
@@ -52,7 +56,7 @@ class Process:
 
 @cache
 def boot() -> str:
-    """Which boot of the machine this is: process numbers and starts mean nothing on another."""
+    """The boot of the machine: process numbers and start times mean nothing in another one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -65,17 +69,14 @@ def host() -> str:
 
 
 def marked(token: str) -> set[Process]:
-    """The live processes that carry this mark, whoever started them and whatever session they live in."""
-    wanted = f"{MARK}={token}".encode()
+    """The live processes that carry this mark, whatever started them and whatever session they belong to."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal() or int(entry.name) == os.getpid():
-            continue
+    for entry in psutil.process_iter():
         try:
-            environment = (entry / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone, or another user's
+            carries = entry.environ().get(MARK) == token
+        except psutil.Error:  # gone, or another user's
             continue
-        if wanted in environment and (process := Process.of(int(entry.name))):
+        if carries and entry.pid != os.getpid() and (process := Process.of(entry.pid)):
             found.add(process)
     return found
 
@@ -85,7 +86,7 @@ def living(processes: Iterable[Process]) -> set[Process]:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory here, ever; 0 where it does not tell."""
+    """How many processes the kernel has ever killed here for lack of memory; 0 if it does not say."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         try:
             lines = Path(path).read_text().splitlines()

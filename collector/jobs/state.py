@@ -1,7 +1,8 @@
-"""How a job is doing, from what is on disk and from its processes; nothing of it is remembered.
+"""How a job is doing, from what is on disk and from its processes.
 
-While its process lives a job runs. Afterwards its run directory says how it ended, and where that is silent, what the
-runner saw: the exit status, the boot that the process belonged to, whether the kernel killed for memory meanwhile.
+Until the runner has noted how a job ended, the job is active as long as any process of it lives, or the runner that
+follows it: only that runner knows the exit status, so nothing is shown that its word would take back. If that runner is
+gone too, the same evidence that the next runner will find decides.
 """
 
 from __future__ import annotations
@@ -16,30 +17,37 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.jobs.processes import Process, boot, host, marked
-from binade.collector.jobs.store import Job, folder, place, read_jobs, read_json
+from binade.collector.jobs.processes import boot, host, marked, out_of_memory_kills
+from binade.collector.jobs.store import (
+    Execution,
+    Job,
+    cancelled_at,
+    directory_of,
+    read_execution,
+    read_jobs,
+    read_runner,
+)
+from binade.collector.jobs.transitions import ACTIVE, Event, State, after
 from binade.data import runs
 from binade.data.runs import RunError, RunInfo, read_run, read_status, sound_losses
 
-QUEUED, STARTING, RUNNING, CANCELLING = ACTIVE = "queued", "starting", "running", "cancelling"
-DONE, CANCELLED, FAILED, CRASHED = "done", "cancelled", "failed", "crashed"
-KILLED, NO_MEMORY, NO_DISK, RESTARTED = "killed", "out of memory", "disk full", "machine restarted"
-STATES = (*ACTIVE, DONE, CANCELLED, FAILED, CRASHED, KILLED, NO_MEMORY, NO_DISK, RESTARTED)
-
 ADVICE = {
-    FAILED: "Read the reason and the last lines below; change what it names, or retry.",
-    CRASHED: "Retry. If it happens again, the last lines below say how far it came.",
-    KILLED: "Somebody or something ended its process. Retry; if it happens again, look at who watches this machine.",
-    NO_MEMORY: "Take fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once.",
-    NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
-    RESTARTED: "The machine went down while it ran. Retry.",
+    State.FAILED: "Read the reason and the last lines below; change what it names, or retry.",
+    State.CRASHED: "Retry. If it happens again, the last lines below say how far it came.",
+    State.KILLED: (
+        "Somebody or something ended its process. Retry. If it happens again, find out what watches this machine."
+    ),
+    State.NO_MEMORY: (
+        "Take fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once."
+    ),
+    State.NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
+    State.RESTARTED: "The machine went down while it ran. Retry.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
     r"out of memory|MemoryError|can't allocate memory|Cannot allocate memory|not enough memory", re.I
 )
 _WAS_KILLED = re.compile(r"was killed by SIGKILL")
-REFUSED = 2  # the collector's exit status for bad usage
 TAIL = 16_384  # bytes of a log that are read
 
 
@@ -49,7 +57,7 @@ class JobView:
     in UTC; run is None before the run directory exists, and once it is deleted."""
 
     job: Job
-    state: str
+    state: State
     reason: str | None = None
     run: RunInfo | None = None
     started: str | None = None
@@ -66,7 +74,7 @@ class JobView:
 
 @dataclass(frozen=True)
 class Progress:
-    """Iterations done, of how many, warm-up among them; seconds that are left, None while that cannot be told."""
+    """Iterations done and in total, warm-up included; estimated seconds left, None while there is no estimate."""
 
     done: int
     total: int
@@ -75,37 +83,6 @@ class Progress:
     @property
     def share(self) -> float:
         return min(self.done / self.total, 1.0) if self.total else 0.0
-
-
-@dataclass(frozen=True)
-class Started:
-    """process.json. process is None while it is being started. oom_kills: of the kernel, before it began."""
-
-    process: Process | None
-    host: str
-    boot: str
-    at: str
-    oom_kills: int
-
-    @classmethod
-    def read(cls, root: Path, job: Job) -> Started | None:
-        found = read_json(place(root, job) / "process.json")
-        if found is None:
-            return None
-        try:
-            process = Process(int(found["pid"]), float(found["pid_started"])) if found["pid"] else None
-            return cls(process, found["host"], found["boot"], found["at"], int(found["oom_kills"]))
-        except (KeyError, TypeError, ValueError):
-            return None
-
-    @property
-    def here(self) -> bool:
-        """Whether its process number means anything on this machine, as it is booted now."""
-        return self.host == host() and self.boot == boot()
-
-    @property
-    def alive(self) -> bool:
-        return self.here and self.process is not None and self.process.alive
 
 
 _owners: dict[tuple[Path, int], tuple[int, float, str]] = {}  # a run directory's owner never changes
@@ -129,39 +106,51 @@ def owners(root: Path) -> dict[tuple[int, float, str], Path]:
     return found
 
 
-def look(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
+def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
     """The job as it is now. known: `owners` of the root, if they have been read already."""
-    end = read_json(place(root, job) / "end.json")
-    started = Started.read(root, job)
-    asked_to_end = (place(root, job) / "cancel.json").exists()
-    if started is None or started.process is None:
-        if end:
-            state = CANCELLED if end.get("cancelled") else FAILED
-            return JobView(job, state, end.get("reason"), ended=end.get("at"))
-        return JobView(job, STARTING if started else QUEUED)
-    lives = end is None and _lives(root, job, started)
-    # Once nobody writes any more, what is on disk is final: it is read after that was seen.
-    end = None if lives else read_json(place(root, job) / "end.json")
-    run = run_of(root, started, known)
+    execution = read_execution(root, job)
+    if execution is None:
+        return JobView(job, State.QUEUED)
+    cancelled = cancelled_at(root, job)
+    if execution.process is None:
+        if execution.end:
+            return JobView(job, execution.end.state, execution.end.reason, ended=execution.end.at)
+        return JobView(job, state_of(None, cancelled))
+    lives = execution.end is None and _lives(job, execution)
+    if not lives:  # nobody writes any more: what is on disk now is final
+        execution = read_execution(root, job) or execution
+    run = run_of(root, execution, known)
     if run is None and not lives:
-        run = run_of(root, started)
-    at = (run.config.get("started") if run else None) or started.at
-    if lives and (started.host == host() or run is None or run.status.state == runs.RUNNING):
-        state = CANCELLING if asked_to_end else RUNNING if run else STARTING
-        return JobView(job, state, None, run, at)
-    state, reason = _verdict(root, job, started, end, run, asked_to_end)
-    seen = (end or {}).get("at")
-    said = run.status.finished if run else None  # of a crashed run only the last sign of life
-    ended = seen or said if run and run.status.state == runs.CRASHED else said or seen
-    return JobView(job, state, reason, run, at, ended)
+        run = run_of(root, execution)
+    started = (run.config.get("started") if run else None) or execution.at
+    if lives and (execution.host == host() or run is None or run.status.state == runs.RUNNING):
+        return JobView(job, state_of(run, cancelled), None, run, started)
+    end = execution.end
+    if end:
+        state, reason = end.state, end.reason
+    else:
+        event, reason = how_it_ended(root, job, execution, run, None)
+        state = after(state_of(run, cancelled), event)
+    if state is State.DONE and run is None:
+        reason = "its run was deleted since"
+    noted, finished = end.at if end else None, run.status.finished if run else None
+    # The status of a crashed run has only the last sign of life.
+    ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
+    return JobView(job, state, reason, run, started, ended)
 
 
-def run_of(root: Path, started: Started, known: dict[tuple[int, float, str], Path] | None = None) -> RunInfo | None:
+def state_of(run: RunInfo | None, cancelled: str | None) -> State:
+    """The state of a job that was started and has not ended."""
+    events = [Event.START, *([Event.RECORD] if run else []), *([Event.CANCEL] if cancelled is not None else [])]
+    return after(State.QUEUED, *events)
+
+
+def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str], Path] | None = None) -> RunInfo | None:
     """The run that the job's process has made."""
-    if started.process is None:
+    if execution.process is None:
         return None
-    process = started.process
-    directory = (owners(root) if known is None else known).get((process.pid, process.started, started.host))
+    process = execution.process
+    directory = (owners(root) if known is None else known).get((process.pid, process.pid_started, execution.host))
     if directory is None:
         return None
     try:
@@ -169,60 +158,56 @@ def run_of(root: Path, started: Started, known: dict[tuple[int, float, str], Pat
     except RunError:
         return None
     # After another boot the same numbers may be another's: a run is not older than the process that made it.
-    return run if str(run.config.get("started", "")) >= started.at[:19] else None
+    return run if str(run.config.get("started", "")) >= execution.at[:19] else None
 
 
-def attended(root: Path) -> bool:
+def has_runner(root: Path) -> bool:
     """Whether a runner works through the queue, on this machine."""
-    found = read_json(folder(root) / "runner.json")
-    try:
-        return (
-            bool(found)
-            and (found["host"], found["boot"]) == (host(), boot())
-            and Process(found["pid"], found["pid_started"]).alive
-        )
-    except (KeyError, TypeError):
-        return False
+    runner = read_runner(root)
+    return runner is not None and runner.alive
 
 
-def _lives(root: Path, job: Job, started: Started) -> bool:
-    """Until the runner has seen it end; ranks may outlive the process that started them for a moment. Of another
-    machine's only its run can tell."""
-    if started.host != host():
+def _lives(job: Job, execution: Execution) -> bool:
+    """Whether a process of the job or the runner that follows it lives; of another machine's only its run can tell.
+    Ranks may outlive the process that started them for a moment."""
+    if execution.host != host():
         return True
-    return started.alive or (started.here and (attended(root) or bool(marked(job.token))))
+    follower = execution.runner
+    return execution.alive or (
+        execution.here and ((follower is not None and follower.alive) or bool(marked(job.token)))
+    )
 
 
-def _verdict(
-    root: Path, job: Job, started: Started, end: dict[str, Any] | None, run: RunInfo | None, asked_to_end: bool
-) -> tuple[str, str | None]:
-    """How a job ended, and why."""
-    status = (end or {}).get("exit_status")
-    short_of_memory = bool((end or {}).get("out_of_memory"))
+def how_it_ended(
+    root: Path, job: Job, execution: Execution, run: RunInfo | None, exit_status: int | None
+) -> tuple[Event, str | None]:
+    """What ended a job whose last process is gone, and why. exit_status is None where it is not known."""
     state = run.status.state if run else None
-    if state == runs.DONE or (run is None and status == 0):
-        return DONE, None if run else "its run was deleted since"
-    if state == runs.CANCELLED or (end or {}).get("cancelled") or (run is None and status == 130):
-        return CANCELLED, None
-    if asked_to_end and state != runs.FAILED:
-        return CANCELLED, None
-    said = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
-    if _NO_DISK.search(said):
-        return NO_DISK, said
-    if _NO_MEMORY.search(said):
-        return NO_MEMORY, said
-    if status == -signal.SIGKILL or _WAS_KILLED.search(said):
-        who = said if _WAS_KILLED.search(said) else "the collector was killed by SIGKILL"
-        if short_of_memory:
-            return NO_MEMORY, f"{who}; the kernel killed for memory meanwhile"
-        return KILLED, who
-    if started.host == host() and started.boot != boot():
-        return RESTARTED, "the machine was restarted while the job ran"
-    if state == runs.FAILED or (status is not None and status > 0):
-        return FAILED, said or f"the collector ended with exit status {status}"
-    if status is not None and status < 0:
-        return CRASHED, f"the collector was ended by {signal.Signals(-status).name}"
-    return CRASHED, "the collector's process is gone and did not say why"
+    if state == runs.DONE or (run is None and exit_status == 0):
+        return Event.FINISH, None
+    if state == runs.CANCELLED or (run is None and exit_status == 130):
+        return Event.STOP, None
+    cancelled = cancelled_at(root, job)
+    # While a run is being cancelled it may fail: a rank whose neighbour has ended says so.
+    if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
+        return Event.STOP, None
+    message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
+    if _NO_DISK.search(message):
+        return Event.FILL_DISK, message
+    if _NO_MEMORY.search(message):
+        return Event.EXHAUST_MEMORY, message
+    if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
+        reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
+        if execution.here and out_of_memory_kills() > execution.oom_kills:
+            return Event.EXHAUST_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
+        return Event.KILL, reason
+    if execution.host == host() and execution.boot != boot():
+        return Event.RESTART, "the machine was restarted while the job ran"
+    if state == runs.FAILED or (exit_status is not None and exit_status > 0):
+        return Event.FAIL, message or f"the collector ended with exit status {exit_status}"
+    if exit_status is not None and exit_status < 0:
+        return Event.CRASH, f"the collector was ended by {signal.Signals(-exit_status).name}"
+    return Event.CRASH, "the collector's process is gone and did not say why"
 
 
 def last_words(root: Path, job: Job) -> str:
@@ -238,7 +223,7 @@ def last_words(root: Path, job: Job) -> str:
 def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
     """The last lines of what the collector printed, oldest first."""
     try:
-        with open(place(root, job) / "log.txt", "rb") as file:
+        with open(directory_of(root, job) / "log.txt", "rb") as file:
             file.seek(0, 2)
             size = file.tell()
             file.seek(max(0, size - TAIL))
@@ -253,18 +238,18 @@ def listing(root: Path) -> list[JobView]:
     """Every job of a root as it is now, in the order of the queue."""
     jobs = read_jobs(root)
     known = owners(root) if jobs else {}
-    return [look(root, job, known) for job in jobs]
+    return [view_of(root, job, known) for job in jobs]
 
 
 def progress(view: JobView) -> Progress:
-    """How far a job's run has come. Of what is left, an iteration that is recorded takes as long as those before did,
-    one that is not likewise."""
+    """How far a job's run has come. The estimate assumes that each iteration left takes as long as those of its kind
+    did: warm-up, recorded, not recorded."""
     if view.run is None:
         return Progress(0, 0, None)
     config = view.run.config
     total = _whole(config.get("warmup_iterations")) + _whole(config.get("train_iters"))
     losses = losses_of(view.run)
-    left = _seconds_left(config, losses) if view.state == RUNNING else None
+    left = _seconds_left(config, losses) if view.state is State.RUNNING else None
     return Progress(len(losses), total, left)
 
 
@@ -290,7 +275,7 @@ def _seconds_left(config: dict[str, Any], losses: Sequence[dict[str, Any]]) -> f
         "plain": [record["seconds"] for record in timed if record["iteration"] >= 0 and not record.get("recorded")],
     }
     if (recorded or plain) and not kinds["recorded"] + kinds["plain"]:
-        return None  # nothing under the recipe yet: what warm-up took says little of it
+        return None  # nothing under the recipe yet, and warm-up says little about it
     left = warm_up * median(kinds["warm-up"]) if warm_up else 0.0
     for count, own, other in ((recorded, "recorded", "plain"), (plain, "plain", "recorded")):
         left += count * median(kinds[own] or kinds[other]) if count else 0.0

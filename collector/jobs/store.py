@@ -1,52 +1,54 @@
 """The queue on disk, and everything that changes it.
 
     <root>/.jobs/
-      queue.json            the next job's number, how many jobs may run at once
+      queue.json            the next job's number, and how many jobs may run at once
       queue.lock            held while the queue is changed
       runner.lock           held by the runner for as long as it lives
-      runner.json           which process that is
-      runner.log            what it had to say
-      <id>/job.json         what is asked for: arguments as a list, title, tags, place in the queue
-      <id>/process.json     the process that was started for it
-      <id>/cancel.json      it is to be cancelled
-      <id>/end.json         how its process ended, as the runner saw it
-      <id>/log.txt          what the collector printed
+      runner.json           the runner's process
+      runner.log            the runner's output
+      <id>/job.json         what was requested: arguments as a list, title, tags
+      <id>/process.json     the process that was started for it and, once that is gone, how the job ended
+      <id>/cancel.json      when the user cancelled it
+      <id>/log.txt          the collector's output
 
-Files are replaced atomically, and changed under the lock: any number of apps and command lines may do so at once.
+Files are replaced atomically, and changed under the lock, so that several apps and command lines can do so at a time.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
+
+from filelock import FileLock
+from pydantic.dataclasses import dataclass
 
 from binade.collector.jobs.command_line import arguments_of, asked
+from binade.collector.jobs.processes import Process, boot, host
+from binade.collector.jobs.transitions import State
 from binade.collector.training.config import RunConfig
 from binade.data.access import check_writable
+from binade.data.json_files import STRICT, read_json, write_json
 from binade.data.runs import RunError, now
-from binade.data.store import write_atomic
+from binade.data.store import staged_directory
 
 FOLDER = ".jobs"
 LONGEST_TITLE = 120
 MOST_AT_ONCE = 64
+T = TypeVar("T")
 
 
 class JobError(ValueError):
-    """There is no such job, or it cannot be done to it. The message says which."""
+    """There is no such job, or its state does not allow the action. The message says which."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Job:
-    """What is asked for. token marks the job's processes; directory is where the command was typed; created is ISO 8601
-    in UTC; retry_of the number of the job that it repeats."""
+    """job.json. token marks the job's processes; directory is the working directory of the command; created is ISO 8601
+    in UTC; retry_of is the number of the job that this one repeats."""
 
     id: int
     token: str
@@ -59,7 +61,7 @@ class Job:
 
     @property
     def config(self) -> RunConfig:
-        """Raises ConfigError and its kin where the arguments are no longer understood."""
+        """Raises ConfigError or its like if the arguments are no longer understood."""
         return asked(self.arguments)[0]
 
 
@@ -67,7 +69,7 @@ def default_title(config: RunConfig) -> str:
     return f"{config.recipe} · {config.model} {config.size}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Queue:
     """queue.json."""
 
@@ -75,58 +77,128 @@ class Queue:
     at_once: int = 1
 
 
+@dataclass(frozen=True, config=STRICT)
+class End:
+    """How a job ended, as the runner saw it. at is ISO 8601 in UTC."""
+
+    state: State
+    reason: str | None
+    at: str
+
+
+@dataclass(frozen=True, config=STRICT)
+class Execution:
+    """process.json. process is None while it is being started, and in a job that was cancelled before. runner is the
+    process that starts or follows it; oom_kills is the kernel's count before it began; at is ISO 8601 in UTC."""
+
+    host: str
+    boot: str
+    at: str
+    oom_kills: int = 0
+    process: Process | None = None
+    runner: Process | None = None
+    end: End | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether its process number means anything on this machine, as it is booted now."""
+        return self.host == host() and self.boot == boot()
+
+    @property
+    def alive(self) -> bool:
+        return self.here and self.process is not None and self.process.alive
+
+
+@dataclass(frozen=True, config=STRICT)
+class RunnerProcess:
+    """runner.json."""
+
+    process: Process
+    host: str
+    boot: str
+
+    @property
+    def alive(self) -> bool:
+        return self.host == host() and self.boot == boot() and self.process.alive
+
+
+@dataclass(frozen=True, config=STRICT)
+class Cancellation:
+    """cancel.json. at is ISO 8601 in UTC."""
+
+    at: str
+
+
 def folder(root: Path) -> Path:
     return root / FOLDER
 
 
-def place(root: Path, job: Job | int) -> Path:
-    """The job's own directory."""
+def directory_of(root: Path, job: Job | int) -> Path:
     return folder(root) / f"{job if isinstance(job, int) else job.id:04d}"
 
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """The queue is this process's to change. Raises RunError if the root cannot be written."""
+    """Hold the queue's lock, and make the queue if there is none. Raises RunError if the root cannot be written."""
+    lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder(root) / "queue.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock.acquire(poll_interval=0.01)
     except OSError as error:
         raise RunError(
             f"cannot write to {root}: {error.strerror or error}; choose another root for the runs"
         ) from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        lock.release()
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A file of the queue; None where there is none, or it is damaged."""
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+def _read(kind: type[T], path: Path) -> T | None:
+    """None if there is no such file, or it is damaged."""
+    with suppress(OSError, ValueError):
+        return read_json(kind, path)
+    return None
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file; on a full disk, which has no room for a second one, its own block will do. Raises OSError."""
-    text = json.dumps(content).encode()
-    try:
-        write_atomic(path, text)
-    except OSError:
-        with open(path, "r+b") as file:
-            file.write(text)
-            file.truncate()
+def read_execution(root: Path, job: Job) -> Execution | None:
+    """None for a job that was not started."""
+    return _read(Execution, directory_of(root, job) / "process.json")
+
+
+def write_execution(root: Path, job: Job, execution: Execution) -> None:
+    """Raises OSError."""
+    write_json(directory_of(root, job) / "process.json", execution)
+
+
+def drop_execution(root: Path, job: Job) -> None:
+    """Put a job back into the queue. Raises OSError."""
+    (directory_of(root, job) / "process.json").unlink(missing_ok=True)
+
+
+def cancelled_at(root: Path, job: Job) -> str | None:
+    """When the user cancelled the job; None if nobody did."""
+    path = directory_of(root, job) / "cancel.json"
+    found = _read(Cancellation, path)
+    return found.at if found else "" if path.exists() else None
+
+
+def write_cancellation(root: Path, job: Job) -> None:
+    """Raises OSError."""
+    write_json(directory_of(root, job) / "cancel.json", Cancellation(now()))
+
+
+def read_runner(root: Path) -> RunnerProcess | None:
+    return _read(RunnerProcess, folder(root) / "runner.json")
+
+
+def write_runner(root: Path, process: Process) -> None:
+    """Raises OSError."""
+    write_json(folder(root) / "runner.json", RunnerProcess(process, host(), boot()))
 
 
 def _queue(root: Path) -> Queue:
-    found = read_json(folder(root) / "queue.json") or {}
-    try:
-        return Queue(**found)
-    except TypeError:
-        return Queue()
+    return _read(Queue, folder(root) / "queue.json") or Queue()
 
 
 def at_once(root: Path) -> int:
@@ -140,7 +212,7 @@ def set_at_once(root: Path, count: int) -> None:
     if not 1 <= count <= MOST_AT_ONCE:
         raise JobError(f"{count} jobs at once: it must be 1 to {MOST_AT_ONCE}")
     with locked(root):
-        write_json(folder(root) / "queue.json", asdict(replace(_queue(root), at_once=count)))
+        write_json(folder(root) / "queue.json", replace(_queue(root), at_once=count))
 
 
 def add(
@@ -152,10 +224,10 @@ def add(
     directory: Path | None = None,
     retry_of: int | None = None,
 ) -> list[Job]:
-    """Queue a command line of run, batch or quick: a job for each run of it, in their order. Who adds jobs sees to it
-    that somebody works on them: `runner.wake`.
+    """Queue a command line of run, batch or quick: one job per run, in their order. Nothing starts them before
+    `runner.start_runner`.
 
-    Raises ConfigError and its kin for a command line that cannot be run; ReadOnlyError, RunError, OSError.
+    Raises ConfigError or its like for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     check_writable("starting a run")
     runs = asked(line)
@@ -175,26 +247,15 @@ def add(
             )
             for index, config in enumerate(runs)
         ]
-        write_json(folder(root) / "queue.json", asdict(replace(queue, next_id=first + len(made))))
+        write_json(folder(root) / "queue.json", replace(queue, next_id=first + len(made)))
         for job in made:
-            _write(root, job)
+            with staged_directory(directory_of(root, job)) as part:
+                write_json(part / "job.json", job)
     return made
 
 
-def _write(root: Path, job: Job) -> None:
-    """A new job's directory, filled aside and renamed."""
-    target = place(root, job)
-    aside = target.with_name(f".{target.name}.part")
-    try:
-        aside.mkdir()
-        write_atomic(aside / "job.json", json.dumps(asdict(job), indent=1).encode())
-        aside.rename(target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def numbers(root: Path) -> list[int]:
-    """Of all jobs, in the order of the queue."""
+    """The numbers of all jobs, in the order of the queue."""
     with suppress(FileNotFoundError):
         return sorted(int(entry.name) for entry in folder(root).iterdir() if entry.name.isdecimal())
     return []
@@ -206,15 +267,8 @@ def read_jobs(root: Path) -> list[Job]:
 
 
 def read_job(root: Path, number: int) -> Job | None:
-    """None where there is none, or its file is damaged."""
-    found = read_json(place(root, number) / "job.json")
-    if found is None:
-        return None
-    try:
-        job = Job(**found)
-        return replace(job, arguments=tuple(job.arguments), tags=tuple(job.tags))
-    except TypeError:
-        return None
+    """None if there is none, or its file is damaged."""
+    return _read(Job, directory_of(root, number) / "job.json")
 
 
 def find(root: Path, number: int) -> Job:
@@ -222,8 +276,7 @@ def find(root: Path, number: int) -> Job:
     job = read_job(root, number)
     if job is None:
         known = [str(each) for each in numbers(root)]
-        there = f"there are {', '.join(known[-8:])}" if known else "there are none"
-        raise JobError(f"there is no job {number} in {root}: {there}")
+        raise JobError(f"there is no job {number} in {root}: there are {', '.join(known[-8:]) or 'none'}")
     return job
 
 
@@ -236,7 +289,7 @@ def change(root: Path, number: int, *, title: str | None = None, tags: Sequence[
             job = replace(job, title=_title(title) or job.title)
         if tags is not None:
             job = replace(job, tags=_tags(tags))
-        write_json(place(root, job) / "job.json", asdict(job))
+        write_json(directory_of(root, job) / "job.json", job)
     return job
 
 

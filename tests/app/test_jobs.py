@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from streamlit.testing.v1 import AppTest
 from binade.app import state
 from binade.app.jobs import collecting
 from binade.collector import jobs
-from binade.collector.jobs import processes, store
+from binade.collector.jobs import processes, runner, store
 from binade.collector.training.config import RunConfig
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
@@ -144,11 +145,10 @@ class TestCollect:
 def make_ended(root: Path, exit_status: int | None, log: str = "", boot: str | None = None) -> jobs.Job:
     """A job whose process is gone, as the runner leaves it."""
     (job,) = jobs.add(root, SHORT)
-    note = {"pid": 1 << 22, "pid_started": 1.0, "host": processes.host(), "boot": boot or processes.boot()}
-    store.write_json(store.place(root, job) / "process.json", note | {"at": job.created, "oom_kills": 0})
-    end = {"exit_status": exit_status, "cancelled": False, "out_of_memory": False, "at": job.created}
-    store.write_json(store.place(root, job) / "end.json", end)
-    (store.place(root, job) / "log.txt").write_text(log)
+    (store.directory_of(root, job) / "log.txt").write_text(log)
+    gone = processes.Process(1 << 22, 1.0)
+    execution = store.Execution(processes.host(), boot or processes.boot(), job.created, 1 << 40, gone)
+    runner.Runner(root)._settle(job, execution, exit_status)
     return job
 
 
@@ -179,8 +179,7 @@ class TestJobs:
     def test_rename_tag_and_cancel_in_the_queue(self, visit: Visit, root: Path):
         (job,) = jobs.add(root, SHORT)
         me = processes.Process.of(os.getpid())
-        note = {"pid": me.pid, "pid_started": me.started, "host": processes.host(), "boot": processes.boot()}
-        store.write_json(store.folder(root) / "runner.json", note)  # the page need not wake one: it stays queued
+        store.write_runner(root, me)  # the page need not start one: the job stays queued
         jobs.set_at_once(root, 12)
         at = visit(root, "jobs")
         assert "waits for its turn" in words(at) and at.number_input(key="jobs_at_once").value == 12
@@ -189,17 +188,16 @@ class TestJobs:
         press(at, f"save_{job.id}")
         assert jobs.find(root, job.id).title == "better" and jobs.find(root, job.id).tags == ("x", "y")
         press(at, f"cancel_{job.id}")
-        assert jobs.look(root, job).state == "cancelled" and "cancelled before it began" in words(at)
+        assert jobs.view_of(root, job).state == "cancelled" and "cancelled before it began" in words(at)
         (store.folder(root) / "runner.json").unlink()
 
     def test_delete_says_what_goes_and_takes_the_run(self, visit: Visit, root: Path, collected: Path):
         roots.copy(collected, root)
         run = list_runs(root)[0][0]
         job = make_ended(root, 0)
-        note = {"pid": run.status.pid, "pid_started": run.status.pid_started, "host": run.status.host, "oom_kills": 0}
-        started = str(run.config["started"])
-        end = store.place(root, job) / "process.json"
-        store.write_json(end, note | {"boot": processes.boot(), "at": started})
+        process = processes.Process(run.status.pid, run.status.pid_started)
+        execution = replace(store.read_execution(root, job), process=process, at=str(run.config["started"]))
+        store.write_execution(root, job, execution)
         known = {(run.status.pid, run.status.pid_started, run.status.host)}
         for other in list_runs(root)[0]:  # a batch is one process: only the first is this job's
             if other.run_id != run.run_id and (other.status.pid, other.status.pid_started, other.status.host) in known:

@@ -50,7 +50,7 @@ def cancel(page: Page, root: Path, job: jobs.Job) -> None:
             page.get_by_role("button", name="Cancel", exact=False).first.click()
         confirm.click()
         for _ in range(50):
-            if jobs.look(root, job).state != "running":
+            if jobs.view_of(root, job).state != "running":
                 return
             page.wait_for_timeout(200)
     raise AssertionError("three clicks did not cancel the job")
@@ -87,7 +87,7 @@ def test_two_browsers_and_an_app_started_anew(visit: Visit, root: Path):
     after_iteration(root, job, 0)
     with serving(root) as app:
         expect(badge(enter(visit, app, "Jobs"), "running")).to_be_visible(timeout=PATIENCE)
-    before = jobs.look(root, job)
+    before = jobs.view_of(root, job)
     assert before.state == "running"  # the app is gone, the job is not
     with serving(root) as app:
         one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs")
@@ -99,6 +99,6 @@ def test_two_browsers_and_an_app_started_anew(visit: Visit, root: Path):
         cancel(one, root, job)
         for page in (one, two):
             expect(badge(page, "cancelled")).to_be_visible(timeout=PATIENCE)
-        until(lambda: not jobs.look(root, job).active, "the job to end")
-        assert jobs.look(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
+        until(lambda: not jobs.view_of(root, job).active, "the job to end")
+        assert jobs.view_of(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
         assert one.complaints == [] and two.complaints == []

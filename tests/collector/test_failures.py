@@ -141,8 +141,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
 
 WATCHER = """
 import json, sys
-from data.catalog import Catalog
-from data.filter import Filter
+from binade.data.catalog import Catalog
 seen, states = [], []
 with Catalog.open(sys.argv[1]) as catalog:
     print("ready", flush=True)

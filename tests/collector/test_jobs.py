@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import psutil
 import pytest
 
 from binade.collector import jobs
-from binade.collector.jobs import processes, runner, state, store
+from binade.collector.jobs import processes, runner, state, store, transitions
 from binade.collector.jobs.estimate import estimate, planned
+from binade.collector.jobs.transitions import Event, State
 from binade.collector.training.config import ConfigError, RunConfig
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
@@ -45,9 +48,9 @@ def end_all(place: Path) -> None:
     for view in jobs.listing(place):
         for process in processes.marked(view.job.token):
             process.send(signal.SIGKILL)
-        if view.active and view.state != state.CANCELLING:
+        if view.active and view.state != State.CANCELLING:
             jobs.cancel(place, view.job.id)
-    until(lambda: not jobs.attended(place), "the runner to leave")
+    until(lambda: not jobs.has_runner(place), "the runner to leave")
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -59,12 +62,12 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 def launch(root: Path, line: tuple[str, ...]) -> jobs.Job:
     (job,) = jobs.add(root, line)
-    jobs.wake(root)
+    jobs.start_runner(root)
     return job
 
 
 def now(root: Path, job: jobs.Job) -> jobs.JobView:
-    return jobs.look(root, jobs.find(root, job.id))
+    return jobs.view_of(root, jobs.find(root, job.id))
 
 
 def after_iteration(root: Path, job: jobs.Job, number: int) -> jobs.JobView:
@@ -99,9 +102,15 @@ def runner_of(root: Path) -> processes.Process:
 
 
 def first_process(root: Path, job: jobs.Job) -> processes.Process:
-    started = state.Started.read(root, job)
-    assert started and started.process
-    return started.process
+    execution = store.read_execution(root, job)
+    assert execution and execution.process
+    return execution.process
+
+
+def set_process(root: Path, job: jobs.Job, process: processes.Process, **others: object) -> None:
+    """What the runner notes when it has started a job's process."""
+    known = {"host": processes.host(), "boot": processes.boot(), "at": "2026-01-01", "oom_kills": 1 << 40}
+    store.write_execution(root, job, store.Execution(**(known | others), process=process))
 
 
 class TestAsking:
@@ -128,10 +137,8 @@ class TestAsking:
 
     def test_a_shown_command_asks_for_the_same_runs(self):
         runs = jobs.asked(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
-        import shlex
-
         words = shlex.split(jobs.command_line(runs))
-        assert words[:4] == ["binade", "batch"] and jobs.asked(words[3:]) == runs
+        assert words[:2] == ["binade", "batch"] and jobs.asked(words[1:]) == runs
 
     @pytest.mark.parametrize(
         ("line", "expected"),
@@ -207,7 +214,7 @@ class TestEstimate:
 class TestQueue:
     def test_two_writers_lose_nothing(self, root):
         code = (
-            "import sys; from pathlib import Path; from collector import jobs\n"
+            "import sys; from pathlib import Path; from binade.collector import jobs\n"
             "for i in range(20): jobs.add(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
         )
         writers = [
@@ -229,13 +236,13 @@ class TestQueue:
         assert [line.split(":")[0] for line in added.stdout.splitlines()] == ["job 1 queued", "job 2 queued"]
         most = 0
         while any(view.active for view in jobs.listing(root)):
-            most = max(most, sum(view.state in (state.STARTING, state.RUNNING) for view in jobs.listing(root)))
+            most = max(most, sum(view.state in (State.STARTING, State.RUNNING) for view in jobs.listing(root)))
             time.sleep(0.05)
         first, second = jobs.listing(root)
         assert most == 1 and first.state == second.state == "done"
         assert [view.run.config["recipe"] for view in (first, second)] == ["mxfp8", "bf16"]
         assert first.run.status.finished < second.run.config["started"]
-        until(lambda: not jobs.attended(root), "the runner to leave an empty queue")
+        until(lambda: not jobs.has_runner(root), "the runner to leave an empty queue")
         followed = run_collector("jobs", "follow", "1", root=root)
         assert followed.returncode == 0 and "iteration 0 (mxfp8): loss" in followed.stdout
         assert followed.stdout.endswith("job 1 done\n")
@@ -245,7 +252,7 @@ class TestQueue:
     def test_more_at_once_by_choice(self, root):
         jobs.set_at_once(root, 2)
         both = [launch(root, ENDLESS), launch(root, ENDLESS)]
-        until(lambda: all(now(root, job).state == state.RUNNING for job in both), "both to run")
+        until(lambda: all(now(root, job).state == State.RUNNING for job in both), "both to run")
 
     def test_rename_tag_retry_and_delete(self, root):
         job = launch(root, SHORT)
@@ -304,12 +311,12 @@ class TestEnds:
         job = launch(root, ENDLESS)
         view = after_iteration(root, job, 1)
         runner_of(root).send(signal.SIGKILL)
-        until(lambda: not jobs.attended(root), "the runner to be gone")
+        until(lambda: not jobs.has_runner(root), "the runner to be gone")
         after_iteration(root, job, view.run.status.iteration + 1)
         run_collector("jobs", root=root)
-        until(lambda: jobs.attended(root), "a look at the queue to have somebody work through it")
+        until(lambda: jobs.has_runner(root), "a look at the queue to have somebody work through it")
         runner_of(root).send(signal.SIGKILL)
-        until(lambda: not jobs.attended(root), "the runner to be gone")
+        until(lambda: not jobs.has_runner(root), "the runner to be gone")
         done = run_collector("jobs", "cancel", str(job.id), root=root)
         assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
         view = ended(root, job)
@@ -336,7 +343,7 @@ class TestEnds:
         worker = runner.Runner(root)
         until(lambda: worker.turn() and (run := now(root, job).run) and run.status.iteration >= 0, "an iteration")
         first_process(root, job).send(signal.SIGSTOP)
-        store.write_json(store.place(root, job) / "cancel.json", {"at": ""})
+        store.write_cancellation(root, job)
         assert now(root, job).state == "cancelling"
         until(lambda: not worker.turn(), "it to be ended")
         view = now(root, job)
@@ -386,16 +393,14 @@ class TestEnds:
         data.write_text(json.dumps({"text": "a text of some words " * 40}) + "\n")
         (job,) = jobs.add(root, [*SHORT, "--dataset", str(data)])
         data.unlink()
-        jobs.wake(root)
+        jobs.start_runner(root)
         view = ended(root, job)
         assert view.state == "failed" and view.run is None and "few.jsonl" in view.reason
 
     def test_machine_restarted(self, root):
         """What a job of another boot looks like: no process of this one is taken for it."""
         (job,) = jobs.add(root, SHORT)
-        mine = processes.Process.of(os.getpid())
-        note = {"pid": mine.pid, "pid_started": mine.started, "host": processes.host(), "oom_kills": 0}
-        store.write_json(store.place(root, job) / "process.json", note | {"boot": "another", "at": "2026-01-01"})
+        set_process(root, job, processes.Process.of(os.getpid()), boot="another")
         assert now(root, job).state == "machine restarted"
         runner.Runner(root).turn()
         assert now(root, job).state == "machine restarted" and now(root, job).advice.endswith("Retry.")
@@ -405,15 +410,119 @@ class TestEnds:
             try:
                 (job,) = jobs.add(root, SHORT)
                 theirs = processes.Process.of(stranger.pid)
-                note = {"pid": theirs.pid, "pid_started": theirs.started - 1, "host": processes.host()}
-                note |= {"boot": processes.boot(), "at": "2026-01-01", "oom_kills": 0}
-                store.write_json(store.place(root, job) / "process.json", note)
-                store.write_json(store.place(root, job) / "cancel.json", {"at": ""})
+                set_process(root, job, processes.Process(theirs.pid, theirs.pid_started - 1))
+                store.write_cancellation(root, job)
                 for _ in range(3):
                     runner.Runner(root).turn()
                 assert stranger.poll() is None and now(root, job).state == "cancelled"
             finally:
                 stranger.kill()
+
+
+# The first thread ends and another goes on: the process lives, though the kernel calls it a zombie.
+HALF_GONE = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+class TestOrder:
+    """No state is shown that is taken back."""
+
+    def test_a_process_of_which_one_thread_is_left_is_waited_for(self, root):
+        """A killed process looks like this until the kernel has ended all of its threads; only then is its exit status
+        known."""
+        (job,) = jobs.add(root, SHORT)
+        worker = runner.Runner(root)
+        child = subprocess.Popen([sys.executable, "-c", HALF_GONE])
+        try:
+            set_process(root, job, processes.Process.of(child.pid))
+            until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, "the first thread to end")
+            worker.children[job.id] = child
+            for _ in range(3):
+                assert worker.turn() and now(root, job).state == "starting"
+        finally:
+            child.kill()
+        until(lambda: not worker.turn(), "it to be ended")
+        assert now(root, job).state == "killed" and "SIGKILL" in now(root, job).reason
+
+    def test_the_word_of_the_runner_is_waited_for(self, root):
+        job = launch(root, ENDLESS)
+        after_iteration(root, job, 0)
+        its_runner, process = runner_of(root), first_process(root, job)
+        its_runner.send(signal.SIGSTOP)
+        process.send(signal.SIGKILL)
+        until(lambda: not process.alive, "the process to end")
+        assert now(root, job).state == "running" and now(root, job).run.status.state == "crashed"
+        its_runner.send(signal.SIGCONT)
+        assert ended(root, job).state == "killed"
+
+    def test_what_was_shown_without_a_runner_is_what_the_next_one_notes(self, root):
+        """Nobody can know the exit status any more."""
+        job = launch(root, ENDLESS)
+        after_iteration(root, job, 0)
+        its_runner, process = runner_of(root), first_process(root, job)
+        its_runner.send(signal.SIGSTOP)
+        process.send(signal.SIGKILL)
+        until(lambda: not process.alive, "the process to end")
+        its_runner.send(signal.SIGKILL)
+        until(lambda: not its_runner.alive, "the runner to end")
+        shown = now(root, job)
+        assert shown.state == "crashed"
+        store.write_runner(root, processes.Process.of(os.getpid()))  # another runner, which has not come to this job
+        assert now(root, job) == shown
+        runner.Runner(root).turn()
+        noted = now(root, job)
+        assert (noted.state, noted.reason) == (shown.state, shown.reason)
+        (store.folder(root) / "runner.json").unlink()
+
+    def test_a_job_cancelled_while_a_dead_runner_started_it_is_not_queued_again(self, root):
+        (job,) = jobs.add(root, SHORT)
+        set_process(root, job, None)
+        assert now(root, job).state == "starting"
+        store.write_cancellation(root, job)
+        assert now(root, job).state == "cancelling"
+        runner.Runner(root).turn()
+        assert now(root, job).state == "cancelled"
+
+
+ENDS = {
+    "FINISH": "done",
+    "STOP": "cancelled",
+    "FAIL": "failed",
+    "CRASH": "crashed",
+    "KILL": "killed",
+    "EXHAUST_MEMORY": "out of memory",
+    "FILL_DISK": "disk full",
+    "RESTART": "machine restarted",
+}
+EXPECTED = {
+    "queued": {"START": "starting", "CANCEL": "cancelled"},
+    "starting": {"LOSE": "queued", "RECORD": "running", "CANCEL": "cancelling", **ENDS},
+    "running": {"CANCEL": "cancelling", **ENDS},
+    "cancelling": {"LOSE": "cancelled", "RECORD": "cancelling", "CANCEL": "cancelling", **ENDS},
+}
+
+
+class TestTransitions:
+    @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
+    @pytest.mark.parametrize("before", State)
+    def test_every_state_and_event_is_in_the_table_or_refused(self, before, event):
+        expected = EXPECTED.get(before, {}).get(event.name)
+        if expected:
+            assert transitions.allows(before, event) and transitions.after(before, event) == expected
+            return
+        with pytest.raises(transitions.TransitionError, match=event.name):
+            transitions.after(before, event)
+        assert transitions.allows(before, event) == (event is Event.DELETE and before in ENDS.values())
+
+    def test_an_ended_job_never_changes_its_state(self):
+        assert set(transitions.ENDED) == set(ENDS.values())
+        assert set(transitions.ACTIVE) | set(transitions.ENDED) == set(State)
+
+    def test_advice_is_for_what_did_not_end_as_it_should(self):
+        assert set(state.ADVICE) == set(transitions.ENDED) - {State.DONE, State.CANCELLED}
 
 
 class TestReadOnly:
@@ -429,7 +538,7 @@ class TestReadOnly:
             lambda: jobs.delete(root, job.id),
             lambda: jobs.change(root, job.id, title="other"),
             lambda: jobs.set_at_once(root, 2),
-            lambda: jobs.wake(root),
+            lambda: jobs.start_runner(root),
         ):
             with pytest.raises(ReadOnlyError, match="BINADE_READ_ONLY"):
                 act()

@@ -1,0 +1,97 @@
+"""What can happen to a job: a state and an event give the next state. Whatever is not in the table is refused.
+
+A job's state is not stored while the job is active. It follows from what is on disk and from the processes
+(collector.jobs.state), in an order in which no state is shown that will be taken back.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum, auto
+
+
+class State(StrEnum):
+    """How a job is doing, as it is shown."""
+
+    QUEUED = "queued"  # waits for its turn
+    STARTING = "starting"  # has a process, or will have one in a moment, but no run directory yet
+    RUNNING = "running"
+    CANCELLING = "cancelling"  # its processes are being ended
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # the collector said why
+    CRASHED = "crashed"  # the collector did not say why
+    KILLED = "killed"  # by SIGKILL
+    NO_MEMORY = "out of memory"
+    NO_DISK = "disk full"
+    RESTARTED = "machine restarted"
+
+
+class Event(Enum):
+    """What happens to a job."""
+
+    START = auto()  # the runner starts its process
+    LOSE = auto()  # a runner was killed before it started the process
+    RECORD = auto()  # the process has made its run directory
+    CANCEL = auto()  # the user cancels it
+    DELETE = auto()  # the user deletes it
+    # The last process of the job has ended,
+    FINISH = auto()  # having done everything
+    STOP = auto()  # because it was cancelled
+    FAIL = auto()  # with an error
+    CRASH = auto()  # without saying why
+    KILL = auto()  # by SIGKILL
+    EXHAUST_MEMORY = auto()
+    FILL_DISK = auto()
+    RESTART = auto()  # with the machine
+
+
+ACTIVE = (State.QUEUED, State.STARTING, State.RUNNING, State.CANCELLING)
+ENDED = tuple(state for state in State if state not in ACTIVE)
+
+_ENDS = {
+    Event.FINISH: State.DONE,
+    Event.STOP: State.CANCELLED,
+    Event.FAIL: State.FAILED,
+    Event.CRASH: State.CRASHED,
+    Event.KILL: State.KILLED,
+    Event.EXHAUST_MEMORY: State.NO_MEMORY,
+    Event.FILL_DISK: State.NO_DISK,
+    Event.RESTART: State.RESTARTED,
+}
+
+# None: the job is gone.
+TRANSITIONS: dict[State, dict[Event, State | None]] = {
+    State.QUEUED: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
+    State.STARTING: {
+        Event.LOSE: State.QUEUED,
+        Event.RECORD: State.RUNNING,
+        Event.CANCEL: State.CANCELLING,
+        **_ENDS,
+    },
+    State.RUNNING: {Event.CANCEL: State.CANCELLING, **_ENDS},
+    State.CANCELLING: {
+        Event.LOSE: State.CANCELLED,
+        Event.RECORD: State.CANCELLING,
+        Event.CANCEL: State.CANCELLING,
+        **_ENDS,
+    },
+    **{state: {Event.DELETE: None} for state in ENDED},
+}
+
+
+class TransitionError(ValueError):
+    """This cannot happen to a job in this state."""
+
+
+def after(state: State, *events: Event) -> State:
+    """The state after these events. Raises TransitionError if one of them cannot happen."""
+    for event in events:
+        following = TRANSITIONS[state].get(event)
+        if following is None:
+            raise TransitionError(f"a job that is {state} has no transition for {event.name}")
+        state = following
+    return state
+
+
+def allows(state: State, event: Event) -> bool:
+    return event in TRANSITIONS[state]

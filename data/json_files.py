@@ -1,0 +1,55 @@
+"""JSON files that are read into frozen dataclasses and checked there, once.
+
+@dataclass(frozen=True, config=STRICT)  # of pydantic.dataclasses
+class Queue: ...
+
+read_json(Queue, path)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from binade.data.store import write_atomic
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+_adapters: dict[type, TypeAdapter[Any]] = {}
+STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+def parse_json(kind: type[T], content: bytes) -> T:
+    """Raises ValueError, whose message is one line that names the field."""
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    adapter: TypeAdapter[T] = _adapters[kind]
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+
+def read_json(kind: type[T], path: Path) -> T:
+    """Raises OSError, and ValueError if the file is damaged."""
+    return parse_json(kind, path.read_bytes())
+
+
+def write_json(path: Path, record: DataclassInstance) -> None:
+    """Replace the file. A full disk has no room for a second file, so then the first one is overwritten in place.
+    Raises OSError."""
+    content = json.dumps(asdict(record)).encode()
+    try:
+        write_atomic(path, content)
+    except OSError:
+        with open(path, "r+b") as file:
+            file.write(content)
+            file.truncate()

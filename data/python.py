@@ -1,0 +1,23 @@
+"""How another Python process finds the binade that runs here: an installed one, or a checkout."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from pathlib import Path
+
+import binade
+
+
+def package_path() -> Path | None:
+    """The directory that has to be on the path of another Python; None if binade is installed where Python looks."""
+    found = Path(binade.__file__).absolute().parents[1]
+    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
+    return None if str(found) in (*installed, *site.getsitepackages()) else found
+
+
+def package_environment() -> dict[str, str]:
+    """This process's environment, in which another Python finds the same binade, whatever its working directory."""
+    paths = [str(package_path() or ""), os.environ.get("PYTHONPATH", "")]
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
