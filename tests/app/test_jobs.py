@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
-    return jobs.asked(shlex.split(at.code[0].value.replace("\\\n", " "))[3:])
+    return jobs.asked(shlex.split(at.code[0].value.replace("\\\n", " "))[1:])
 
 
 def press(at: AppTest, key: str) -> AppTest:
