@@ -12,9 +12,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from binade.collector.cli.options import configs, job_arguments, parse
@@ -22,6 +21,7 @@ from binade.collector.cli.terminal import escape_unknown, leave, one_line, put
 from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.collector.recipes.selection import by_layer
+from binade.collector.training import slurm as cluster
 from binade.collector.training.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
 from binade.collector.training.slurm_options import slurm_options
 from binade.data.access import ReadOnlyError
@@ -182,18 +182,6 @@ def print_comparison(root: Path, kind: str, output: Path | None) -> None:
     put(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
 
 
-def _slurm() -> ModuleType:
-    """collector.slurm. Raises ConfigError without the package that it needs."""
-    try:
-        return import_module("binade.collector.training.slurm")
-    except ModuleNotFoundError as error:
-        if error.name != "submitit":
-            raise
-        raise ConfigError(
-            "--launcher slurm needs the package submitit: pip install -r requirements-slurm.txt"
-        ) from None
-
-
 def bring_in(given: Namespace, root: Path, argv: Sequence[str]) -> int:
     """Import logs, tell what came of it, and the exit status."""
     from binade.collector.imports.workers import prepare
@@ -331,10 +319,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.dry_run:
             shown = [describe(config, root) for config in runs]
             if slurm:
-                shown.append(f"sbatch script:\n{_slurm().script(slurm, root, job_arguments(argv))}")
+                shown.append(f"sbatch script:\n{cluster.script(slurm, root, job_arguments(argv))}")
             put("\n\n".join(shown))
         elif slurm:
-            put(_slurm().submit(slurm, root, job_arguments(argv)))
+            put(cluster.submit(slurm, root, job_arguments(argv)))
         else:
             collect(runs, root, argv)
     except USAGE_ERRORS as error:

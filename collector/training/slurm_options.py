@@ -1,4 +1,4 @@
-"""What --launcher slurm is told: the machines that a job asks the cluster for. No torch, no submitit."""
+"""The options of --launcher slurm: the machines that a job requests from the cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = re.compile(r"[\w.,:@/+-]+")
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """The machines of one job. ranks_per_node ranks run on each of the nodes; None leaves a choice to the cluster."""
+    """The machines of one job: ranks_per_node ranks on each node. None leaves a choice to the cluster."""
 
     nodes: int = 1
     ranks_per_node: int = 1
@@ -29,7 +29,7 @@ class SlurmOptions:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """How the ranks are started. None of it is a part of the run."""
     start = parser.add_argument_group("how it is started", "All but --launcher are for --launcher slurm.")
-    start.add_argument("--launcher", default="local", help=f"{', '.join(LAUNCHERS)} (a job for a cluster, by submitit)")
+    start.add_argument("--launcher", default="local", help=f"{', '.join(LAUNCHERS)} (a job on a cluster)")
     start.add_argument("--nodes", type=int, metavar="N", help="machines (default: one, or what the ranks take)")
     start.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the ranks divided among the nodes)")
     start.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs to ask for on each")
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def slurm_options(given: argparse.Namespace, config: RunConfig) -> SlurmOptions | None:
-    """What the command line asks the cluster for, None with --launcher local. Raises ConfigError."""
+    """What the command line requests from the cluster; None with --launcher local. Raises ConfigError."""
     if given.launcher not in LAUNCHERS:
         raise ConfigError(f"launcher {given.launcher!r} is unknown: {', '.join(LAUNCHERS)}")
     if given.launcher == "local":
@@ -58,7 +58,7 @@ def slurm_options(given: argparse.Namespace, config: RunConfig) -> SlurmOptions 
             raise ConfigError(f"{_option(name)} {value!r} is no name: letters, digits and . , : @ / + - _ make one")
     if given.time is not None and not TIME.fullmatch(given.time):
         raise ConfigError(f"--time {given.time!r} is no limit: write 90 (minutes), 1:30:00 or 2-12:00")
-    nodes, ranks_per_node = _placed(config, given.nodes, given.ranks_per_node)
+    nodes, ranks_per_node = _divided(config, given.nodes, given.ranks_per_node)
     if config.device == "cuda" and given.gpus_per_node is not None and given.gpus_per_node < ranks_per_node:
         raise ConfigError(
             f"--gpus-per-node is {given.gpus_per_node}, but a node has {ranks_per_node} ranks and each takes a GPU: "
@@ -67,18 +67,18 @@ def slurm_options(given: argparse.Namespace, config: RunConfig) -> SlurmOptions 
     return SlurmOptions(nodes, ranks_per_node, given.gpus_per_node, given.partition, given.account, given.time)
 
 
-def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
-    """Nodes and ranks on each, the one that is not given made from the other."""
+def _divided(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
+    """Nodes and ranks per node; the one that is not given follows from the other."""
     ranks = config.world_size
-    asked = f"--tp {config.tp} times --dp {config.dp} is {ranks} ranks"
+    requested = f"--tp {config.tp} times --dp {config.dp} is {ranks} ranks"
     if nodes is not None and ranks_per_node is not None and nodes * ranks_per_node != ranks:
         raise ConfigError(
-            f"{asked}, --nodes {nodes} times --ranks-per-node {ranks_per_node} is {nodes * ranks_per_node}: "
+            f"{requested}, --nodes {nodes} times --ranks-per-node {ranks_per_node} is {nodes * ranks_per_node}: "
             "make them equal"
         )
     option, divisor = ("--ranks-per-node", ranks_per_node) if nodes is None else ("--nodes", nodes)
     if divisor is not None and ranks % divisor:
-        raise ConfigError(f"{asked}, which {option} {divisor} does not divide: every node has as many ranks")
+        raise ConfigError(f"{requested}, which {option} {divisor} does not divide: every node has as many ranks")
     if nodes is None:
         nodes = ranks // (ranks_per_node or ranks)
     return nodes, ranks // nodes

@@ -1,7 +1,7 @@
 """--launcher slurm: the script, what is refused, and a job run to its end by stand-ins for sbatch and srun.
 
 The stand-ins read the script as Slurm does: sbatch takes nodes and tasks from the #SBATCH lines and gives the script to
-bash, srun starts every task with the variables that Slurm sets. Everything between them is ours and submitit's.
+bash, srun starts every task with the variables that Slurm sets. Everything between them is ours.
 """
 
 from __future__ import annotations
@@ -204,8 +204,10 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
     [
         (("node[07-09]", "3", "6", "3", "1", "1"), ["3", "6", "1", "2", "node07", "None"]),
         (("alone", "1", "2", "1", "0", "1"), ["1", "2", "1", "2", "alone", "lo"]),
+        (("rack[2,4-5]n[07-09,11],x", "2", "2", "1", "1", "0"), ["1", "2", "0", "1", "rack2n07", "None"]),
+        (("a,b[1-2]", "2", "2", "1", "1", "0"), ["1", "2", "0", "1", "a", "None"]),
     ],
-    ids=["three nodes", "one node"],
+    ids=["three nodes", "one node", "racks", "names"],
 )
 def test_a_task_learns_its_place(slurm: tuple[str, ...], told: list[str]):
     """By the variables that srun sets, whatever was set where the job was submitted. In place of the command a function
@@ -294,25 +296,6 @@ def test_without_sbatch(command, capsys, monkeypatch, tmp_path: Path):
     assert dry_script(command, capsys, *SLURM).startswith("#!/bin/bash")
 
 
-def test_without_submitit():
-    """A process for which there is no such package; other runs need none."""
-    program = (
-        "import sys\n"
-        "class Hidden:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'submitit':\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Hidden())\n"
-        "from binade.collector.cli.main import main\n"
-        f"print(main({[*SLURM, '--dry-run']}))\n"
-        "print(main(['run', '--dry-run']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True)
-    first, *_, last = done.stdout.splitlines()
-    wanted = "binade: --launcher slurm needs the package submitit: pip install -r requirements-slurm.txt\n"
-    assert (first, last, done.stderr) == ("2", "0", wanted)
-
-
 def test_a_job_that_sbatch_refuses(command, capsys, cluster: Path, tmp_path: Path):
     executable(cluster, "sbatch", "import sys; sys.exit('sbatch: error: not so\\nsbatch: error: invalid partition')")
     assert command(*SLURM) == 1
@@ -325,7 +308,7 @@ def test_a_cluster_that_names_no_job(command, capsys, cluster: Path):
     assert command(*SLURM) == 1
     assert capsys.readouterr() == (
         "",
-        'collector: sbatch named no job: Could not make sense of sbatch output "queued"\n',
+        "binade: sbatch named no job: its output is 'queued'\n",
     )
 
 
