@@ -10,21 +10,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from binade.quant.formats import Element, Format
-from binade.quant.quantizer import encode, plan, tensor_absmax
-from binade.quant.reference import (
-    NVFP4_TENSOR_MAX,
-    Plan,
-    floor_log2,
-    noise,
-    quantize_blocks,
-    tensor_pow2_scale,
-    to_blocks,
-)
+from binade.quant.codes import encode
+from binade.quant.elements import Element
+from binade.quant.formats import Format
+from binade.quant.quantizer import plan, tensor_absmax
+from binade.quant.reference import Plan, noise_blocks, quantize_blocks, to_blocks
+from binade.quant.rounding import floor_log2
 
 GROUP = 32
 
@@ -98,13 +94,11 @@ class Blocks:
 
     @cached_property
     def clipped(self) -> Tensor:
-        """[groups, block] bool: |x / scale| above the largest finite value. A scale that is the tensor's own absmax
-        clips nothing, whatever the quotient's rounding says."""
-        if self.plan.scale_rule in ("amax", "pow2"):
+        """[groups, block] bool: |x / scale| above the largest finite value. The margin covers the rounding of the
+        quotient; two float32 values differ by more."""
+        if not self.plan.scaling.saturates:
             return torch.zeros_like(self.valid)
-        if self.plan.scale_rule == "nvfp4":
-            return self.magnitudes > self.plan.format.max * (1 + 1e-12)  # a rounded quotient: not told from equal
-        return self.magnitudes > self.plan.format.max
+        return self.magnitudes > self.plan.format.max * (1 + 1e-12)
 
     @cached_property
     def saturated(self) -> Tensor:
@@ -124,23 +118,15 @@ class Blocks:
         return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.plan.format.element)
 
 
-def look(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Blocks:
+def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Blocks:
     """x [any shape] rounded to a format, blocks along `dim`. Options as in `quantizer.plan`; errors too."""
     decided = plan(fmt, **options)
     size = decided.block_size or GROUP
     absmax = tensor_absmax(x.detach())
     blocks = to_blocks(x.detach(), dim, size).float()
-    u = None
-    if decided.rounding == "stochastic":
-        u = to_blocks(noise(x.numel(), decided.seed, x.device).reshape(x.shape), dim, size)
+    u = noise_blocks(x, decided, dim, size)
     values, scale, y = quantize_blocks(blocks, decided, absmax, u)
-    scale = scale.double()
-    if decided.scale_rule == "nvfp4":
-        scale = scale * float(absmax) / NVFP4_TENSOR_MAX
-    elif decided.scale_rule == "amax":
-        scale = torch.full_like(scale, max(float(absmax), 1e-12) / decided.format.max)
-    elif decided.scale_rule == "pow2":
-        scale = tensor_pow2_scale(absmax, decided.format.element)[1].double()
+    scale = decided.scaling.multiplier(scale, decided.format.element, absmax)
     valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, size)
     y = y.to(x.dtype).float()
     return Blocks(decided, blocks, values, y, scale.expand(len(blocks), 1), valid)

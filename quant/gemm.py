@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ def _operand(x: Tensor, fmt: str | None, dim: int, backend: str, tap: Tap | None
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, formats, backend, tap):
+    def forward(ctx: Any, x: Tensor, w: Tensor, formats: GemmFormats, backend: str, tap: Tap | None) -> Tensor:
         ctx.save_for_backward(x, w)
         ctx.formats, ctx.backend, ctx.tap = formats, backend, tap
         xq = _operand(x, formats.forward_a, -1, backend, tap, "a")
@@ -72,7 +73,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, w = ctx.saved_tensors
         formats, backend, tap = ctx.formats, ctx.backend, ctx.tap
         gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
@@ -91,12 +92,14 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
-    return _Linear.apply(x, weight, formats, backend, tap)
+    return cast(Tensor, _Linear.apply(x, weight, formats, backend, tap))  # type: ignore[no-untyped-call]  # torch
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, transpose_b, formats, backend, tap):
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, transpose_b: bool, formats: GemmFormats, backend: str, tap: Tap | None
+    ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.transpose_b, ctx.formats, ctx.backend, ctx.tap = transpose_b, formats, backend, tap
         aq = _operand(a, formats.forward_a, -1, backend, tap, "a")
@@ -107,7 +110,7 @@ class _Matmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         a, b = ctx.saved_tensors
         formats, backend, tap, transpose_b = ctx.formats, ctx.backend, ctx.tap, ctx.transpose_b
         gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
@@ -139,4 +142,5 @@ def matmul(
 
     The batch axes of a and b must be equal: nothing is broadcast.
     """
-    return _Matmul.apply(a, b, transpose_b, formats, backend, tap)
+    y = _Matmul.apply(a, b, transpose_b, formats, backend, tap)  # type: ignore[no-untyped-call]  # torch
+    return cast(Tensor, y)

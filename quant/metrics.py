@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from binade.quant import sketch
-from binade.quant.backends import cpu
+from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
-from binade.quant.formats import E4M3, Format
-from binade.quant.quantizer import apply, check_tensor, decode_table, plan, quantize, resolve_backend, tensor_absmax
-from binade.quant.reference import E8M0_BIAS, NVFP4_TENSOR_MAX, Plan, floor_log2, nan_max, pow2, to_blocks
+from binade.quant.elements import Rounding
+from binade.quant.formats import Format
+from binade.quant.quantizer import apply, check_tensor, plan, quantize, tensor_absmax
+from binade.quant.reference import Plan, to_blocks
+from binade.quant.rounding import floor_log2
+from binade.quant.scaling import nan_max
 from binade.quant.summary import summarize
 
 CHUNK = 1 << 17
@@ -109,7 +113,8 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
     chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
     total = torch.zeros(8, dtype=torch.float64, device=x.device)
-    for a, b in zip(x.detach().reshape(-1).split(chunk), q.detach().reshape(-1).split(chunk), strict=True):
+    parts = (torch.split(t.detach().reshape(-1), chunk) for t in (x, q))
+    for a, b in zip(*parts, strict=True):
         if not a.numel():
             continue
         a, b = a.double(), b.double()
@@ -139,7 +144,7 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
     )
 
 
-def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options) -> dict[str, float]:
+def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options: Any) -> dict[str, float]:
     """All scalar metrics by name (see METRICS): the errors of y against x, x's own kurtosis, crest_factor,
     dynamic_range and outlier_ratio, and the distances of the two as samples, ks, wasserstein and js, from their
     sketches with the bounds stated in `sketch`.
@@ -179,35 +184,33 @@ def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, abs
     if not x.numel():
         return math.nan
     decided = plan(fmt) if isinstance(fmt, Format) else fmt
-    limit = _saturation(decided, absmax)
-    return float(_saturated(x, decided, scales, limit, dim)) / x.numel() if limit else 0.0
+    return float(_saturated(x, decided, scales, absmax, dim)) / x.numel()
 
 
-def _saturation(decided: Plan, absmax: float | Tensor) -> tuple[float, float | Tensor] | None:
-    """(left, right): an element saturates where |x| · left > its block's scale · right, every product exact in float64.
-    None where none can."""
-    if decided.scale_rule in ("amax", "pow2"):
-        return None
-    if decided.scale_rule == "nvfp4":
-        return NVFP4_TENSOR_MAX, decided.format.max * absmax
-    return 1.0, decided.format.max
+def _saturation(decided: Plan, absmax: float) -> tuple[float, float]:
+    """`Scaling.saturation` with a right side of infinity where no element can saturate."""
+    if not decided.scaling.saturates:
+        return 1.0, math.inf
+    left, right = decided.scaling.saturation(decided.format.element, absmax)
+    return left, float(right)
 
 
-def _saturated(
-    x: Tensor, decided: Plan, scales: Tensor | None, limit: tuple[float, float | Tensor], dim: int
-) -> Tensor:
+def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: float | Tensor, dim: int) -> Tensor:
     """How many elements saturate, on x's device."""
-    left, right = limit
+    if not decided.scaling.saturates:
+        return torch.zeros((), device=x.device)
+    left, right = decided.scaling.saturation(decided.format.element, absmax)
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    if decided.scale_rule == "none":
-        return (magnitude.float() > right).sum()  # a bfloat16 tensor would round the limit to bfloat16
+    if decided.block_size is None:
+        return (magnitude.float() > right / left).sum()  # a bfloat16 tensor would round the limit to bfloat16
+    assert scales is not None, "a block format's scales are needed"
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
     over = to_blocks(magnitude, dim, decided.block_size).double() * left > scales * right
     return (over & (scales > 0)).sum()
 
 
-def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options) -> Errors:
+def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options: Any) -> Errors:
     """The error that a format would make on x, blocks along `dim`. Options as in `quantizer.plan`."""
     return score_later(x, plan(fmt, **options), dim, backend)()
 
@@ -217,13 +220,18 @@ def score_later(
 ) -> Callable[[], Errors]:
     """As `score`, but the result is fetched when called: until then nothing waits for a GPU. With codes, which is
     `counted(x)`, a format without block scales is tried on the values that occur, each once."""
-    if codes and decided.block_size is None and decided.rounding != "stochastic" and len(codes.values) < x.numel():
+    countable = decided.block_size is None and decided.rounding != Rounding.STOCHASTIC
+    if codes and countable and len(codes.values) < x.numel():
         return lambda: _score_counted(codes, decided)
-    if x.device.type == "cpu" and resolve_backend(backend, x) == "torch" and x.numel() and decided.scale_rule != "pow2":
+    if (
+        x.device.type == "cpu"
+        and resolve_backend(backend, x) == Backend.TORCH
+        and x.numel()
+        and decided.scaling.kernel is not None
+    ):
         check_tensor(x, dim)
-        absmax = float(tensor_absmax(x.detach())) if decided.scale_rule in ("amax", "nvfp4") else 0.0
-        left, right = _saturation(decided, absmax) or (1.0, math.inf)
-        found = cpu.score(x.detach(), decided, dim, absmax, left, right)
+        absmax = float(tensor_absmax(x.detach())) if decided.scaling.tensor_scale_bytes else 0.0
+        found = cpu.score(x.detach(), decided, dim, absmax, *_saturation(decided, absmax))
         if found is not None:
             result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
             return lambda: result
@@ -238,8 +246,8 @@ def _score_counted(codes: Counted, decided: Plan) -> Errors:
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
     q = apply(values, decided)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
-    limit = _saturation(decided, 0.0)
-    over = counts[np.abs(x) * limit[0] > limit[1]].sum() if limit else 0
+    left, right = _saturation(decided, float(tensor_absmax(values)) if decided.scaling.tensor_scale_bytes else 0.0)
+    over = counts[np.abs(x) * left > right].sum()
     if not len(x):
         return _from_sums([0.0] * 8, numel, 0.0)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -261,15 +269,14 @@ def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim
     if not numel:
         empty = errors(x, q)
         return lambda: empty
-    absmax = tensor_absmax(x.detach()).double() if decided.scale_rule == "nvfp4" else 0.0
-    limit = _saturation(decided, absmax)
+    has_limit = decided.scaling.tensor_scale_bytes and decided.scaling.saturates  # by the tensor's absmax
+    absmax = tensor_absmax(x.detach()).double() if has_limit else torch.zeros(())
     if x.device.type == "cpu":
-        left, right = limit or (1.0, math.inf)
-        found = cpu.measure(x, q, decided, dim, scales, left, float(right))
+        found = cpu.measure(x, q, decided, dim, scales, *_saturation(decided, float(absmax)))
         if found is not None:
             result = _from_sums(found[:8], numel, found[8] / numel)
             return lambda: result
-    over = torch.zeros((), device=x.device) if limit is None else _saturated(x, decided, scales, limit, dim)
+    over = _saturated(x, decided, scales, absmax, dim)
     sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
 
     def fetch() -> Errors:
@@ -318,7 +325,7 @@ class Usage:
         return float(self.scale_exponents.max()) if len(self.scale_exponents) else math.nan
 
 
-def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Usage:
+def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Usage:
     """The codes and scale exponents that x takes in a format. Options as in `quantizer.plan`."""
     stored = quantize(x, fmt, dim, **options)
     element, block = stored.plan.format.element, stored.plan.block_size
@@ -330,12 +337,8 @@ def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Usage:
         valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block)
         absmax = nan_max(to_blocks(x.detach(), dim, block))
         codes = codes[valid & absmax.isfinite()]
-        scales = stored.scales.reshape(-1, 1)
-        if stored.plan.scale_rule == "nvfp4":
-            values = decode_table(E4M3).to(scales.device)[scales.long()]
-        else:
-            values = pow2((scales.to(torch.int32) - E8M0_BIAS).clamp(max=E8M0_BIAS))
-        exponents = floor_log2(values[(absmax > 0) & absmax.isfinite() & (values > 0)])
+        scales = stored.plan.scaling.decode(stored.scales)
+        exponents = floor_log2(scales[(absmax > 0) & absmax.isfinite() & (scales > 0)])
     used, counts = torch.unique(codes, return_counts=True)
     found, blocks = torch.unique(exponents, return_counts=True)
     return Usage(used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, found.cpu().numpy(), blocks.cpu().numpy())

@@ -1,20 +1,23 @@
-"""The public door to the formats: fake_quantize, quantize, Quantized. Checks every option, then picks a backend."""
+"""The public functions on formats: fake_quantize, quantize, Quantized. Checks every option, then picks a backend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Literal, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from binade.quant import reference
-from binade.quant.backends import cpu
-from binade.quant.formats import E4M3, FORMATS, Element, Format, Overflow, Rounding, ScaleRule
-from binade.quant.reference import Plan
+from binade.quant import backends
+from binade.quant.backends import resolve_backend
+from binade.quant.codes import decode_table, encode, pack, unpack
+from binade.quant.elements import Overflow, Rounding
+from binade.quant.formats import FORMATS, Format, ScaleRule
+from binade.quant.reference import Plan, from_blocks, noise_blocks, quantize_blocks, to_blocks
+from binade.quant.scaling import SCALINGS
 
-Backend = Literal["auto", "triton", "torch"]
+UNSCALED = SCALINGS[ScaleRule.NONE]
+ROUNDINGS, OVERFLOWS = tuple(Rounding), tuple(Overflow)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -22,18 +25,18 @@ def plan(
     fmt: str | Format,
     *,
     scale_rule: str | None = None,
-    rounding: Rounding | None = None,
-    overflow: Overflow | None = None,
+    rounding: str | None = None,
+    overflow: str | None = None,
     block_size: int | None = None,
     seed: int = 0,
 ) -> Plan:
     """A format with every option decided; None takes the format's own default.
 
-    scale_rule  block formats: floor (default), ceil, even, rceil; tensor-scaled formats: amax (default), none;
-                hifp8: none (default), pow2 (a power of two for the tensor, see `reference.tensor_pow2_scale`)
-    rounding    nearest (ties to even), half_away, stochastic (by `seed`)
-    overflow    saturate, or inf where the element has infinities
-    block_size  values that share a scale, for formats that have one
+    scale_rule  one of the format's `scale_rules`, see `ScaleRule`. MX formats: floor (default), ceil, even, rceil;
+                tensor-scaled formats: amax (default), none; hifp8: none (default), pow2
+    rounding    nearest (ties to even), half_away, stochastic (by `seed`), see `Rounding`
+    overflow    saturate, or inf where the element has infinities, see `Overflow`
+    block_size  values that share a scale, for formats with a block scale
 
     Raises UnknownFormatError or ValueError naming what was wrong and what is allowed, TypeError for a non-integer
     size or seed.
@@ -46,9 +49,9 @@ def plan(
     scale_rule = scale_rule or fmt.scale_rules[0]
     _check("scale_rule", scale_rule, fmt.scale_rules, fmt)
     rounding = rounding or fmt.rounding
-    _check("rounding", rounding, get_args(Rounding), fmt)
+    _check("rounding", rounding, ROUNDINGS, fmt)
     overflow = overflow or fmt.overflow
-    _check("overflow", overflow, get_args(Overflow) if fmt.element.has_infinity else ("saturate",), fmt)
+    _check("overflow", overflow, OVERFLOWS if fmt.element.has_infinity else OVERFLOWS[:1], fmt)
     if block_size is not None:
         if not isinstance(block_size, int) or isinstance(block_size, bool):
             raise TypeError(f"block_size must be an integer, not {type(block_size).__name__}")
@@ -56,12 +59,13 @@ def plan(
             raise ValueError(f"block_size is {block_size}: it must be at least 1")
         if fmt.block_size is None:
             raise ValueError(f"block_size does not apply to {fmt.name}: it has no block scale")
-    return Plan(fmt, block_size or fmt.block_size, scale_rule, rounding, overflow, seed)
+    chosen = Rounding(rounding), Overflow(overflow)
+    return Plan(fmt, block_size or fmt.block_size, SCALINGS[scale_rule], *chosen, seed)
 
 
 def _check(option: str, value: str, allowed: tuple[str, ...], fmt: Format) -> None:
     if value not in allowed:
-        raise ValueError(f"{option} {value!r} is not possible for {fmt.name}: {', '.join(allowed)}")
+        raise ValueError(f"{option} {str(value)!r} is not possible for {fmt.name}: {', '.join(allowed)}")
 
 
 def check_tensor(x: Tensor, dim: int) -> None:
@@ -75,13 +79,6 @@ def check_tensor(x: Tensor, dim: int) -> None:
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
         raise ValueError(f"dim {dim} is out of range for a tensor of {x.dim()} axes: {-rank} to {rank - 1}")
-
-
-def resolve_backend(backend: str, x: Tensor) -> str:
-    """ "triton" or "torch": auto is Triton for CUDA tensors, torch for others."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend {backend!r} is unknown: {', '.join(get_args(Backend))}")
-    return ("triton" if x.is_cuda else "torch") if backend == "auto" else backend
 
 
 def tensor_absmax(x: Tensor) -> Tensor:
@@ -101,46 +98,27 @@ def apply(
     check_tensor(x, dim)
     chosen = resolve_backend(backend, x)
     x = x.detach()
-    has_blocks = plan.block_size is not None
+    scaling, has_blocks = plan.scaling, plan.block_size is not None
     if not x.numel():
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
-    if plan.scale_rule == "pow2":
-        return _by_tensor_pow2(x, plan, dim, chosen), None
-    at = dim % x.dim() if x.dim() else 0
-    outer, inner = x.shape[:at].numel(), x.shape[at + 1 :].numel()
-    whole = plan.scale_rule in ("amax", "nvfp4")
-    absmax = tensor_absmax(x) if whole else torch.zeros((), dtype=torch.float32, device=x.device)
-    if chosen == "triton":
-        from binade.quant.backends import triton_kernels as kernels  # triton is imported when first asked for
-
-        y, scales = kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
-    elif x.device.type == "cpu":
-        y, scales = cpu.quantize_dequantize(x, plan, dim, absmax, want_scales)
-    else:
-        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
-        if has_blocks:  # groups come with the axis last
-            scales = scales.reshape(outer, inner, -1).transpose(1, 2)
-    if not (want_scales and has_blocks):
-        return y, None
-    return y, scales.reshape(outer, -1, inner)
-
-
-def _by_tensor_pow2(x: Tensor, plan: Plan, dim: int, backend: str) -> Tensor:
-    """Scaled exactly, rounded as without a scale by any backend, scaled back."""
-    exponent, scale = reference.tensor_pow2_scale(tensor_absmax(x), plan.format.element)
-    scaled = reference.times_pow2(x.float(), -exponent)
-    return (apply(scaled, replace(plan, scale_rule="none"), dim, backend)[0] * scale).to(x.dtype)
+    absmax = tensor_absmax(x) if scaling.tensor_scale_bytes else torch.zeros((), device=x.device)
+    if scaling.kernel is None and not has_blocks:  # scaled here, so that a kernel can still do the rounding
+        one, element = torch.ones((), device=x.device), plan.format.element
+        scaled = scaling.to_element(x.float(), one, element, absmax)
+        values, _ = apply(scaled, replace(plan, scaling=UNSCALED), dim, chosen)
+        return scaling.from_element(values, one, element, absmax).to(x.dtype), None
+    return backends.quantize_dequantize(x, plan, dim, absmax, chosen, want_scales)
 
 
 class _StraightThrough(torch.autograd.Function):
     """fake_quantize whose gradient is the identity."""
 
     @staticmethod
-    def forward(ctx, x, plan, dim, backend):
+    def forward(ctx: Any, x: Tensor, plan: Plan, dim: int, backend: str) -> Tensor:
         return apply(x, plan, dim, backend)[0]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return grad, None, None, None
 
 
@@ -150,8 +128,8 @@ def fake_quantize(
     dim: int = -1,
     *,
     scale_rule: str | None = None,
-    rounding: Rounding | None = None,
-    overflow: Overflow | None = None,
+    rounding: str | None = None,
+    overflow: str | None = None,
     block_size: int | None = None,
     seed: int = 0,
     backend: str = "auto",
@@ -172,7 +150,7 @@ def fake_quantize(
     """
     decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
     if x.requires_grad if isinstance(x, Tensor) else False:
-        return _StraightThrough.apply(x, decided, dim, backend)
+        return cast(Tensor, _StraightThrough.apply(x, decided, dim, backend))  # type: ignore[no-untyped-call]  # torch
     return apply(x, decided, dim, backend)[0]
 
 
@@ -199,18 +177,11 @@ class Quantized:
     def nbytes(self) -> int:
         """Bytes held: packed codes, block scales and the tensor scale (4), padding of short blocks included."""
         scales = 0 if self.scales is None else self.scales.numel()
-        return self.codes.numel() * self.codes.element_size() + scales + (0 if self.absmax is None else 4)
+        return self.codes.numel() * self.codes.element_size() + scales + self.plan.scaling.tensor_scale_bytes
 
     def unpacked_codes(self) -> Tensor:
         """int64 codes, one per value, as [groups, block]."""
-        bits = self.plan.format.element.bits
-        codes = self.codes.long()
-        if bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), -1).reshape(-1)
-        elif bits == 6:
-            a, b, c = codes.reshape(-1, 3).unbind(-1)
-            word = a | b << 8 | c << 16
-            codes = torch.stack([word >> (6 * i) & 63 for i in range(4)], -1).reshape(-1)
+        codes = unpack(self.codes, self.plan.format.element.bits)
         block = self.plan.block_size or max(self.shape[self.dim] if self.shape else 1, 1)
         groups = (self.scales.numel() if self.scales is not None else None) or -(-self.shape.numel() // block)
         return codes[: groups * block].reshape(groups, block)
@@ -219,20 +190,12 @@ class Quantized:
         """The values, in the original shape and dtype: bit for bit what fake_quantize returns."""
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        values = decode_table(self.plan.format.element).to(self.codes.device)[self.unpacked_codes()]
-        if self.plan.scale_rule == "amax":
-            values = values / reference.tensor_scale(self.absmax, self.plan.format)
-        elif self.plan.scale_rule == "pow2":
-            values = values * reference.tensor_pow2_scale(self.absmax, self.plan.format.element)[1]
-        elif self.plan.scale_rule == "nvfp4":
-            scale = decode_table(E4M3).to(self.codes.device)[self.scales.long()]
-            values = values * scale.reshape(-1, 1) * reference.nvfp4_decode_scale(self.absmax)
-        elif self.scales is not None:
-            exponent = self.scales.to(torch.int32) - reference.E8M0_BIAS
-            scale = torch.where(self.scales == 255, torch.nan, reference.pow2(exponent.clamp(max=127)))
-            values = values * scale.reshape(-1, 1)
+        scaling, element = self.plan.scaling, self.plan.format.element
+        values = decode_table(element).to(self.codes.device)[self.unpacked_codes()]
+        absmax = torch.zeros(()) if self.absmax is None else self.absmax
+        values = scaling.from_element(values, scaling.decode(self.scales), element, absmax)
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return reference.from_blocks(values.to(self.dtype), like, self.dim)
+        return from_blocks(values.to(self.dtype), like, self.dim)
 
 
 def quantize(
@@ -241,8 +204,8 @@ def quantize(
     dim: int = -1,
     *,
     scale_rule: str | None = None,
-    rounding: Rounding | None = None,
-    overflow: Overflow | None = None,
+    rounding: str | None = None,
+    overflow: str | None = None,
     block_size: int | None = None,
     seed: int = 0,
 ) -> Quantized:
@@ -253,62 +216,12 @@ def quantize(
     dim = dim % x.dim() if x.dim() else 0
     element = decided.format.element
     absmax = tensor_absmax(x)
-    blocks = reference.to_blocks(x, dim, decided.block_size).float()
-    u = None
-    if decided.rounding == "stochastic":
-        u = reference.to_blocks(reference.noise(x.numel(), seed, x.device).reshape(x.shape), dim, decided.block_size)
-    values, scales, _ = reference.quantize_blocks(blocks, decided, absmax, u)
-    if decided.scale_rule in get_args(ScaleRule):
-        # A block of scale NaN keeps no codes of its own: zeros.
-        values = torch.where(scales.isnan(), 0.0, values)
-        exponent = reference.floor_log2(scales) + reference.E8M0_BIAS
-        scales = torch.where(scales.isnan(), 255, exponent).to(torch.uint8).reshape(-1)
-    elif decided.scale_rule == "nvfp4":
+    u = noise_blocks(x, decided, dim, decided.block_size)
+    values, scales, _ = quantize_blocks(to_blocks(x, dim, decided.block_size).float(), decided, absmax, u)
+    if decided.block_size is not None:  # a block whose scale is NaN has no codes of its own
         values = torch.where(values.isnan(), 0.0, values)
-        scales = encode(scales.reshape(-1), E4M3).to(torch.uint8)
-    else:
-        scales = None
-    keeps_absmax = decided.scale_rule in ("amax", "nvfp4", "pow2")
-    codes = _pack(encode(values.reshape(-1), element), element.bits)
-    return Quantized(decided, dim, x.shape, x.dtype, codes, scales, absmax if keeps_absmax else None)
-
-
-@lru_cache(maxsize=32)
-def decode_table(element: Element) -> Tensor:
-    """The value of each code, float32 [2^bits]."""
-    return torch.tensor([element.values[code] for code in range(1 << element.bits)], dtype=torch.float32)
-
-
-@lru_cache(maxsize=32)
-def _encode_table(element: Element) -> tuple[Tensor, Tensor, int]:
-    """Distinct values ascending, infinities included, the code of each, and the code of NaN (-1 if none)."""
-    code_of: dict[float, int] = {}
-    nan = -1
-    for code, value in element.values.items():
-        if value != value:
-            nan = code if nan < 0 else nan
-        else:
-            code_of.setdefault(value, code)  # +0 comes before -0
-    values = sorted(code_of)
-    return torch.tensor(values, dtype=torch.float32), torch.tensor([code_of[v] for v in values]), nan
-
-
-def encode(values: Tensor, element: Element) -> Tensor:
-    """int64 codes of float32 values that lie on the element's grid. -0 gets its own code where there is one."""
-    table, codes, nan = _encode_table(element)
-    table, codes = table.to(values.device), codes.to(values.device)
-    code = codes[torch.searchsorted(table, values.contiguous()).clamp(max=len(table) - 1)]
-    if element.signed_zero:
-        code = torch.where((values == 0) & values.signbit(), 1 << (element.bits - 1), code)
-    return torch.where(values.isnan(), nan, code)
-
-
-def _pack(codes: Tensor, bits: int) -> Tensor:
-    if bits == 16:
-        return codes.to(torch.uint16)
-    if bits == 8:
-        return codes.to(torch.uint8)
-    per_word = 2 if bits == 4 else 4
-    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_word)).reshape(-1, per_word)
-    word = sum(codes[:, i] << (bits * i) for i in range(per_word))
-    return torch.stack([word >> (8 * i) & 255 for i in range(bits * per_word // 8)], -1).reshape(-1).to(torch.uint8)
+    codes = pack(encode(values.reshape(-1), element), element.bits)
+    stored = decided.scaling.encode(scales)
+    return Quantized(
+        decided, dim, x.shape, x.dtype, codes, stored, absmax if decided.scaling.tensor_scale_bytes else None
+    )

@@ -95,7 +95,8 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     rank = p * total  # of the value sought; p = 0 asks for the first interval's low end, p = 1 for the last one's high
     at = np.searchsorted(upto, np.maximum(np.ceil(rank - 1e-9 * rank), 1.0))
     share = np.clip((rank - (upto[at] - counts[at])) / counts[at], 0.0, 1.0)
-    return low[at] + share * (high[at] - low[at])
+    values: np.ndarray = low[at] + share * (high[at] - low[at])
+    return values
 
 
 def _probabilities(points: int) -> np.ndarray:
@@ -137,7 +138,7 @@ def _shared(a: Sketch, b: Sketch) -> tuple[Sketch, np.ndarray, np.ndarray]:
         row[sketch.bins] = sketch.counts
     rows[:, 0] += rows[:, SIGN_BIN]
     rows[:, SIGN_BIN] = 0
-    used = rows.any(0).nonzero()[0]
+    used = np.flatnonzero(rows.any(0))
     both = Sketch(used, rows[:, used].sum(0))
     return both, rows[0, both.bins] / a.total, rows[1, both.bins] / b.total
 

@@ -1,7 +1,7 @@
 """One pass over a tensor: its moments, counts and binade sketch.
 
 For bfloat16 and float16 on a CPU the pass is a histogram of the 65,536 codes, from which all else follows exactly. For
-float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. CUDA tensors are read by `kernels_summary`.
+float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. `backends.triton_summary` reads CUDA tensors.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from binade.quant.backends import Backend, resolve_backend
 from binade.quant.backends.counts import Counted, counted
-from binade.quant.quantizer import resolve_backend
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
@@ -83,10 +83,10 @@ def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = No
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
     chosen = resolve_backend(backend, x)
     x = x.detach().reshape(-1)
-    if chosen == "triton" and x.numel():
-        from binade.quant.backends import triton_summary as kernels_summary  # triton is imported when first asked for
+    if chosen == Backend.TRITON and x.numel():
+        from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 
-        numel, fetch = x.numel(), kernels_summary.one_pass(x)
+        numel, fetch = x.numel(), triton_summary.one_pass(x)
         return lambda: _from_sums(numel, **vars(fetch()))
     codes = codes or counted(x)
     if codes is None:
@@ -175,7 +175,7 @@ def _from_values(x: Tensor) -> Summary:
     nans = infs = zeros = 0
     low, high, absmin = math.inf, -math.inf, math.inf
     shift = None  # moments are taken about a first guess of the mean, so that they do not cancel
-    for chunk in x.split(CHUNK):
+    for chunk in torch.split(x, CHUNK):
         chunk = chunk.contiguous().float()
         bins = (chunk.view(torch.int32) >> 20) & (BINS - 1)
         part = _histogram(bins, BINS)

@@ -1,0 +1,58 @@
+"""The fast twins of `reference`: the same bits, by Triton kernels or compiled C++."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import Tensor
+
+from binade.quant import reference
+from binade.quant.backends import cpu
+from binade.quant.reference import Plan
+
+
+class Backend(StrEnum):
+    """What computes. All give the same bits."""
+
+    AUTO = "auto"
+    """Triton for CUDA tensors, torch for others."""
+    TRITON = "triton"
+    """Triton kernels; on CPU tensors through Triton's interpreter."""
+    TORCH = "torch"
+    """Compiled C++ for CPU tensors where it pays to build it, else plain torch."""
+
+
+def resolve_backend(backend: str, x: Tensor) -> Backend:
+    """TRITON or TORCH for this tensor. Raises ValueError for an unknown name."""
+    try:
+        chosen = Backend(backend)
+    except ValueError:
+        raise ValueError(f"backend {backend!r} is unknown: {', '.join(Backend)}") from None
+    if chosen != Backend.AUTO:
+        return chosen
+    return Backend.TRITON if x.is_cuda else Backend.TORCH
+
+
+def quantize_dequantize(
+    x: Tensor, plan: Plan, dim: int, absmax: Tensor, backend: Backend, want_scales: bool
+) -> tuple[Tensor, Tensor | None]:
+    """x (any shape and strides, not empty) -> (y of x's shape and dtype, scales).
+
+    scales is None unless wanted and the format has a block scale: then [outer, blocks along dim, inner] float32. absmax
+    as in `reference.quantize_blocks`. A scale scheme without a kernel runs by `reference` on every backend.
+    """
+    scales: Tensor | None
+    if plan.scaling.kernel is None:
+        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+    elif backend == Backend.TRITON:
+        from binade.quant.backends import triton_kernels  # imported at its first use, as only this needs triton
+
+        y, scales = triton_kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
+    elif x.device.type == "cpu":
+        y, scales = cpu.quantize_dequantize(x, plan, dim, absmax, want_scales)
+    else:
+        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+    if scales is None or not want_scales or plan.block_size is None:
+        return y, None
+    at = dim % x.dim() if x.dim() else 0
+    return y, scales.reshape(x.shape[:at].numel(), -1, x.shape[at + 1 :].numel())

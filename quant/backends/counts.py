@@ -70,7 +70,7 @@ def _distinct(codes: Tensor) -> tuple[np.ndarray, np.ndarray]:
         if library is not None:
             return _compiled(codes, library)
     counts = np.zeros(CODES, np.int64)
-    for chunk in codes.split(CHUNK):
+    for chunk in torch.split(codes, CHUNK):
         counts += torch.bincount(chunk.to(torch.int32) & 0xFFFF, minlength=CODES).cpu().numpy()
     used = counts.nonzero()[0]
     return used.astype(np.uint16), counts[used]

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from binade.quant import reference
 from binade.quant.backends import native
-from binade.quant.reference import RULES, Plan
+from binade.quant.elements import Overflow, Rounding
+from binade.quant.reference import Plan
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
-ROUNDINGS = {"nearest": 0, "half_away": 1}
+ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
@@ -56,9 +57,10 @@ class Kind:
 
 
 def kind_of(plan: Plan, dtype: torch.dtype) -> Kind | None:
-    """The kernel for a plan, or None where there is none (stochastic rounding). float16 goes through float32."""
+    """The kernel for a plan, or None where there is none: stochastic rounding, a scale scheme without a kernel.
+    float16 goes through float32."""
     element = plan.format.element
-    if plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
+    if plan.scaling.kernel is None or plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
         return None
     wide = int(element.emax > 64)
     return Kind(VALUES.get(dtype, "float"), len(element.tiers), ROUNDINGS[plan.rounding], wide)
@@ -68,9 +70,9 @@ def kind_of(plan: Plan, dtype: torch.dtype) -> Kind | None:
 class Kernel:
     """The functions of a build."""
 
-    quantize: Callable
-    measure: Callable
-    score: Callable
+    quantize: Callable[..., None]
+    measure: Callable[..., None]
+    score: Callable[..., None]
 
 
 def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
@@ -100,12 +102,12 @@ def _describe(plan: Plan) -> _Format:
     for i, (exponent, bits) in enumerate(element.tiers):
         lowest[i], step[i] = 2.0**exponent, 2.0**-bits
     return _Format(
-        RULES[plan.scale_rule],
+        plan.scaling.kernel,
         element.signed_zero,
         element.emax,
         element.mantissa_bits,
         element.max,
-        element.max if plan.overflow == "saturate" else float("inf"),
+        element.max if plan.overflow == Overflow.SATURATE else float("inf"),
         (ctypes.c_float * MAX_TIERS)(*lowest),
         (ctypes.c_float * MAX_TIERS)(*step),
     )
@@ -205,7 +207,7 @@ def _for_errors(x: Tensor, plan: Plan) -> Kernel | None:
 
 def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
     """Nine sums over all items; part(first, last, address) writes those of some."""
-    found: dict[int, ctypes.Array] = {}
+    found: dict[int, ctypes.Array[ctypes.c_double]] = {}
 
     def of_part(first: int, last: int) -> None:
         found[first] = (ctypes.c_double * 9)()
@@ -218,32 +220,31 @@ def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[flo
     return total
 
 
-def in_pieces(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor]:
-    """As `quantize_dequantize` with scales, by `reference` on a piece of the tensor after the other."""
-    if plan.rounding == "stochastic" or x.numel() <= PIECE:
-        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
+def in_pieces(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor | None]:
+    """As `reference.quantize_dequantize`, one piece of the tensor after another."""
+    if plan.rounding == Rounding.STOCHASTIC or x.numel() <= PIECE:
+        return reference.quantize_dequantize(x, plan, dim, absmax)
+    if plan.block_size is None:
+        blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
     else:
-        if plan.block_size is None:
-            blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
-        else:
-            blocks = reference.to_blocks(x, dim, plan.block_size)
-        y = torch.empty(blocks.shape, dtype=x.dtype)
-        scales = torch.empty(blocks.shape[0], 1)
-        rows = max(1, PIECE // blocks.shape[1])
-        for start in range(0, blocks.shape[0], rows):
-            part = slice(start, start + rows)
-            _, scales[part], y[part] = reference.quantize_blocks(blocks[part].float(), plan, absmax)
-        y = y.reshape(x.shape) if plan.block_size is None else reference.from_blocks(y, x, dim)
-    dim = dim % x.dim() if x.dim() else 0
-    if plan.block_size is not None:  # groups come with the axis last
-        scales = scales.reshape(x.shape[:dim].numel(), x.shape[dim + 1 :].numel(), -1).transpose(1, 2)
-    return y, scales
+        blocks = reference.to_blocks(x, dim, plan.block_size)
+    y = torch.empty(blocks.shape, dtype=x.dtype)
+    scales = torch.empty(blocks.shape[0], 1)
+    rows = max(1, PIECE // blocks.shape[1])
+    for start in range(0, blocks.shape[0], rows):
+        part = slice(start, start + rows)
+        _, scales[part], y[part] = reference.quantize_blocks(blocks[part].float(), plan, absmax)
+    if plan.block_size is None:
+        return y.reshape(x.shape), None
+    return reference.from_blocks(y, x, dim), reference.scales_along(scales, x, dim, plan.block_size)
 
 
-def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
+def quantize_dequantize(
+    x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool
+) -> tuple[Tensor, Tensor | None]:
     """x (any shape and strides, on the CPU, not empty) -> (y of x's shape and dtype, contiguous; scales).
 
-    Scales are float32, as many as [outer, blocks along dim, inner]; without a meaning unless wanted.
+    Scales are float32, as many as [outer, blocks along dim, inner]; None or without a meaning unless wanted.
     """
     kind = kind_of(plan, x.dtype)
     run = kernel(kind, x.numel()) if kind else None

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.quant.formats import E4M3
-from binade.quant.reference import NVFP4_TENSOR_MAX, RULES, Plan
+from binade.quant.elements import E4M3, Overflow, Rounding
+from binade.quant.reference import Plan
+from binade.quant.scaling import NVFP4_TENSOR_MAX
 
 INTERPRETED = {"1": True, "0": False}.get(os.environ.get("TRITON_INTERPRET", ""), not torch.cuda.is_available())
 if INTERPRETED:
@@ -29,6 +30,8 @@ if INTERPRETED:
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+
+__all__ = ["INTERPRETED", "check_device", "quantize_dequantize", "tl", "triton"]
 
 
 def _interpret_library() -> None:
@@ -51,14 +54,14 @@ TILE = 1 << 17 if INTERPRETED else 1 << 12
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 = (tl.constexpr(i) for i in range(7))
+NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 = (tl.constexpr(i) for i in range(7))  # see scaling.SCALINGS
 NVFP4_LIMIT = tl.constexpr(NVFP4_TENSOR_MAX)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
 
 # Kernel launches in this process so far.
 launches = 0
 
-ROUNDINGS = {"nearest": 0, "half_away": 1, "stochastic": 2}
+ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 
 
 @triton.jit
@@ -316,8 +319,8 @@ def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_sc
             EMAX=element.emax,
             MANTISSA=element.mantissa_bits,
             MAX=element.max,
-            LIMIT=element.max if plan.overflow == "saturate" else float("inf"),
-            RULE=RULES[plan.scale_rule],
+            LIMIT=element.max if plan.overflow == Overflow.SATURATE else float("inf"),
+            RULE=plan.scaling.kernel,
             ROUNDING=ROUNDINGS[plan.rounding],
             SIGNED_ZERO=element.signed_zero,
             WRITE_SCALES=scales.numel() > 0,

@@ -100,7 +100,7 @@ def cuda_table(formats: list[str], repeats: int, shape: tuple[int, int]) -> None
     print("|---|---|---|---|---|---|")
     for name in formats:
         decided = plan(name)
-        passes = 3 if decided.scale_rule in ("amax", "nvfp4") else 2
+        passes = 3 if decided.scaling.tensor_scale_bytes else 2
         for dim, axis in ((-1, "last"), (0, "first")):
             t = measure(lambda: apply(x, decided, dim), copy, "cuda", repeats)  # noqa: B023
             rate, best = passes * nbytes / t.call / 1e9, 2 * nbytes / t.copy / 1e9

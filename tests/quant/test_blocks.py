@@ -63,7 +63,7 @@ def test_says_what_the_quantizer_does(name, dim, options):
     codes, counts = np.unique(seen.codes[seen.valid].numpy(), return_counts=True)
     use = usage(x, name, dim, **options)
     assert np.array_equal(codes, use.codes) and np.array_equal(counts, use.code_counts)
-    if FORMATS[name].scaling == "block":
+    if FORMATS[name].scale_rules[0] == "floor":
         exponents = seen.scale_exponents[~seen.scale_exponents.isnan()].numpy()
         found, blocks = np.unique(exponents, return_counts=True)
         assert np.array_equal(found, use.scale_exponents) and np.array_equal(blocks, use.scale_counts)

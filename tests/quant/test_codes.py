@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from binade.quant.formats import E4M3, FORMATS, Element
-from binade.quant.quantizer import encode
+from binade.quant.codes import encode
+from binade.quant.elements import E4M3, Element
+from binade.quant.formats import FORMATS
 from tests.quant.helpers import LIBRARY, assert_same_bits, formats
 
 

@@ -17,11 +17,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from quant import FORMATS, kernels
-from quant.formats import E4M3
-from quant.kernels_summary import TILE, WARPS, summarize_kernel
-from quant.quantizer import plan
-from quant.sketch import BINS
+from binade.quant import FORMATS
+from binade.quant.backends import triton_kernels as kernels
+from binade.quant.backends.triton_summary import TILE, WARPS, summarize_kernel
+from binade.quant.elements import E4M3
+from binade.quant.quantizer import plan
+from binade.quant.sketch import BINS
 
 def compile_kernel(kernel, types, constants, warps=4):
     names = kernel.arg_names
@@ -43,7 +44,7 @@ def quantizer(name, adjacent, rounding):
     constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
                      TIERS=element.tiers, SCALE_TIERS=E4M3.tiers, EMAX=element.emax, MANTISSA=element.mantissa_bits,
                      MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
-                     RULE=kernels.RULES[decided.scale_rule], ROUNDING=kernels.ROUNDINGS[decided.rounding],
+                     RULE=decided.scaling.kernel, ROUNDING=kernels.ROUNDINGS[decided.rounding],
                      SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True)
     if adjacent:
         constants["inner"] = types.pop("inner") and 1

@@ -194,6 +194,6 @@ def test_what_a_part_raises_is_raised(monkeypatch):
         if first:
             raise MemoryError(f"at {first}")
 
-    with pytest.raises(MemoryError, match="at [2-6]"):
+    with pytest.raises(MemoryError, match=r"at [2-6]"):
         native.share_out(8, native.PER_THREAD, part)
     assert len(done) == 3

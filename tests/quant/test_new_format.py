@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from binade.quant import Format, fake_quantize, quantize, usage
-from binade.quant.formats import FixedPoint, Minifloat
+from binade.quant.elements import FixedPoint, Minifloat
+from binade.quant.formats import MX
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
 E3M4 = Format("fp8_e3m4", "FP8 E3M4", Minifloat("e3m4", 3, 4, "ieee"))
-MXE3M4 = Format("mx_e3m4", "E3M4 in blocks of 8", Minifloat("e3m4", 3, 4, "ieee"), "block", 8)
-MXINT4 = Format("mxint4", "INT4 in blocks of 32", FixedPoint("int4", 4, 2), "block", 32)
+MXE3M4 = Format("mx_e3m4", "E3M4 in blocks of 8", Minifloat("e3m4", 3, 4, "ieee"), MX, 8)
+MXINT4 = Format("mxint4", "INT4 in blocks of 32", FixedPoint("int4", 4, 2), MX, 32)
 NEW = [E3M4, MXE3M4, MXINT4]
 
 

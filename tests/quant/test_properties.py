@@ -13,8 +13,8 @@ from binade.quant import FORMATS, fake_quantize
 from tests.quant.helpers import assert_same_bits, formats
 
 NAMES = formats()
-BLOCKED = [n for n in NAMES if FORMATS[n].scaling in ("block", "block_and_tensor")]
-POWER_SCALED = [n for n in NAMES if FORMATS[n].scaling == "block"]
+BLOCKED = [n for n in NAMES if FORMATS[n].scale_rules[0] in ("floor", "nvfp4")]
+POWER_SCALED = [n for n in NAMES if FORMATS[n].scale_rules[0] == "floor"]
 SEARCH = settings(max_examples=60)
 
 
@@ -36,7 +36,7 @@ def vectors(elements: st.SearchStrategy[float] | None = None) -> st.SearchStrate
 def test_idempotent(name, x):
     """What is on the grid stays. A scale that saturation or rounding moved keeps its elements representable."""
     y = fake_quantize(x, name)
-    if FORMATS[name].scaling in ("none", "block"):
+    if FORMATS[name].scale_rules[0] in ("none", "floor"):
         assert_same_bits(fake_quantize(y, name), y, x)
     else:  # the float32 tensor scale is rounded: the same elements, within a rounding of the product each
         again = fake_quantize(y, name)
@@ -99,20 +99,20 @@ def test_nearest_of_all_values(name, x):
     values = torch.tensor(fmt.element.finite_values, dtype=torch.float64)
     if len(values) > 1000:
         values = values[values.abs() > 2.0**-60]
-    if fmt.scaling == "block":
+    if fmt.scale_rules[0] == "floor":
         exponent = np.frexp(float(x.abs().max()))[1] - 1 - fmt.element.emax if x.any() else -127
         values = values * 2.0**exponent
-    elif fmt.scaling == "tensor":
+    elif fmt.scale_rules[0] == "amax":
         values = values / (np.float32(fmt.max) / np.maximum(np.float32(x.abs().max()), np.float32(1e-12))).astype(
             np.float64
         )
-    elif fmt.scaling == "block_and_tensor":  # one block: its scale is 448, the tensor's absmax / 2688
+    elif fmt.scale_rules[0] == "nvfp4":  # one block: its scale is 448, the tensor's absmax / 2688
         values = values * (float(x.abs().max()) / 6)
     distance = (x.double() - fake_quantize(x, name).double()).abs()
     at = torch.searchsorted(values, x.double())
     below, above = values[(at - 1).clamp(min=0)], values[at.clamp(max=len(values) - 1)]
     nearest = torch.minimum((x - below).abs(), (x - above).abs())
-    slack = 0.0 if fmt.scaling in ("none", "block") else 2.0**-21
+    slack = 0.0 if fmt.scale_rules[0] in ("none", "floor") else 2.0**-21
     if name == "hifp8":  # the mantissa's width is taken from the input's exponent; a neighbour never lies nearer
         nearest = torch.where(x.abs() < 2.0**-22, torch.minimum(x.abs(), 2.0**-22 - x.abs()), nearest)
     if name == "fp16":

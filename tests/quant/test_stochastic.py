@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from binade.quant import FORMATS, fake_quantize
-from binade.quant.reference import noise
+from binade.quant.rounding import noise
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices, formats
 
 N = 1 << 14
@@ -18,7 +18,7 @@ def test_mean_is_the_value(name):
     fmt = FORMATS[name]
     for value in (0.8125 + 2.0**-9, 0.3 * 2.0**-2, -0.7):
         x = torch.full((N, fmt.block_size or 2), value)
-        x[:, 0] = torch.tensor(2.0**fmt.element.emax if fmt.scaling == "block" else 1.0)
+        x[:, 0] = torch.tensor(2.0**fmt.element.emax if fmt.scale_rules[0] == "floor" else 1.0)
         x = torch.where(x.abs() < 2.0**60, x, 1.0)
         y = fake_quantize(x, name, rounding="stochastic", seed=11)[:, 1].double()
         seen = y.unique()
@@ -34,7 +34,7 @@ def test_mean_is_the_value(name):
 def test_grid_values_stay(name):
     x = awkward((8, 64), seed=1, specials=False)
     y = fake_quantize(x, name)
-    if FORMATS[name].scaling in ("none", "block"):
+    if FORMATS[name].scale_rules[0] in ("none", "floor"):
         assert_same_bits(fake_quantize(y, name, rounding="stochastic", seed=3), y)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from binade.quant.blocks import Blocks, look, sample
 from binade.quant.formats import Format
+from binade.quant.scaling import SCALINGS
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 
@@ -38,10 +39,5 @@ def subject(x: Tensor, fmt: str, dim: int = -1, limit: int = 1 << 20, **options)
 
 def about_format(fmt: Format) -> str:
     """A format in one line."""
-    shared = {
-        "none": "no scale",
-        "tensor": "one scale for the tensor",
-        "block": f"a power-of-two scale for every {fmt.block_size} values",
-        "block_and_tensor": f"an E4M3 scale for every {fmt.block_size} values and one for the tensor",
-    }[fmt.scaling]
+    shared = SCALINGS[fmt.scale_rules[0]].shares.format(block=fmt.block_size)
     return f"{fmt.title}: {fmt.element.bits} bits, {shared}, largest {fmt.max:g}, smallest {fmt.element.smallest:.3g}"

@@ -134,8 +134,7 @@ def _add(x: Tensor, dim: int, one: Trial, total: _Sum, share: float) -> Tensor:
         total.values += x.numel()
     bits = decided.format.element.bits
     total.nbytes += x.numel() * share * bits / 8
-    total.nbytes += len(found.x) * share if decided.block_size else 0
-    total.nbytes += 4 if decided.scale_rule in ("amax", "nvfp4", "pow2") else 0
+    total.nbytes += decided.scaling.nbytes(len(found.x) * share)
     counts = torch.bincount(found.codes[found.valid & ~found.scale.isnan()], minlength=1 << bits).numpy()
     total.codes = counts if total.codes is None else total.codes + counts
     exponents = found.scale_exponents[~found.scale_exponents.isnan()]

@@ -35,7 +35,7 @@ def codebook(
     ticks = pd.DataFrame({"log2": compute.code_magnitudes(fmt.element)})
     x = alt.X(
         "from:Q",
-        title=f"log₂ |value / {'scale' if fmt.scaling != 'none' else '1'}| (binades)",
+        title=f"log₂ |value / {'scale' if fmt.scale_rules[0] != 'none' else '1'}| (binades)",
         scale=alt.Scale(domain=[low, high], nice=False, zero=False),
         axis=alt.Axis(tickCount=12),
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
-from binade.quant.formats import Element
+from binade.quant.elements import Element
 
 MAX_CHANNELS = 1000
 
