@@ -24,13 +24,13 @@ NVFP4_TENSOR_MAX = 448.0 * 6.0
 
 @dataclass(frozen=True)
 class Scaling:
-    """A scheme; this one scales nothing. Subclasses override what differs.
+    """A scheme. A subclass overrides what differs: with a block scale alone, `block_scale` is enough.
 
     rule                 its name, as users choose it
     kernel               its number in the compiled kernels; None if they do not know it
     scale_element        how a block scale is coded, one for each block; None without block scales
     tensor_scale_bytes   what a tensor scale takes; 0 without one. Schemes with one are given the tensor's absmax
-    saturates            False if no finite value can lie above the largest code, as the scale follows absmax
+    saturates            False if the scale follows the tensor's absmax, so that no finite value saturates
     shares               what values share, in words; {block} is the block size
 
     Methods take values as [groups, block] float32, block scales as [groups, 1] float32 (a scalar 1 without block
@@ -43,7 +43,7 @@ class Scaling:
     scale_element: ClassVar[Element | None] = None
     tensor_scale_bytes: ClassVar[int] = 0
     saturates: ClassVar[bool] = True
-    shares: ClassVar[str] = "no scale"
+    shares: ClassVar[str]
 
     def block_scale(self, x: Tensor, element: Element, absmax: Tensor) -> Tensor:
         """The scale of each block, on the grid of scale_element."""
@@ -51,11 +51,11 @@ class Scaling:
 
     def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
         """Values before they are rounded to the element's grid."""
-        return x
+        return x / scale
 
     def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
         """What values on the element's grid stand for."""
-        return values
+        return values * scale
 
     def multiplier(self, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
         """float64: the product of block scale and tensor scale, free of float32's rounding."""
@@ -83,6 +83,19 @@ class Scaling:
 
 
 @dataclass(frozen=True)
+class Unscaled(Scaling):
+    """Values are rounded as they are."""
+
+    shares = "no scale"
+
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+        return x
+
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+        return values
+
+
+@dataclass(frozen=True)
 class BlockPow2(Scaling):
     """MX: a power of two for each block, by one of four rules. OCP Microscaling Formats v1.0, section 6.3."""
 
@@ -92,12 +105,6 @@ class BlockPow2(Scaling):
     def block_scale(self, x: Tensor, element: Element, absmax: Tensor) -> Tensor:
         largest = nan_max(x)
         return torch.where(largest.isfinite(), pow2(block_scale_exponent(largest, element, self.rule)), torch.nan)
-
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return x / scale  # exact where it does not underflow: a power of two
-
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return values * scale
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,7 @@ def block_scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
 SCALINGS: dict[str, Scaling] = {
     scaling.rule: scaling
     for scaling in (
-        Scaling(ScaleRule.NONE, 0),
+        Unscaled(ScaleRule.NONE, 0),
         BlockPow2(ScaleRule.FLOOR, 1),
         BlockPow2(ScaleRule.CEIL, 2),
         BlockPow2(ScaleRule.EVEN, 3),

@@ -1,15 +1,19 @@
-"""A format of a known family is one descriptor: no kernel, no branch, no registration is needed to run it."""
+"""A format of a known family is one entry in FORMATS, a scale scheme one class: nothing else needs a change."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from binade.quant import Format, fake_quantize, quantize, usage
-from binade.quant.elements import FixedPoint, Minifloat
+from binade.quant import FORMATS, Format, compare, fake_quantize, look, quantize, score, usage
+from binade.quant.elements import E2M1, E4M3, Element, FixedPoint, Minifloat, Overflow, Rounding
 from binade.quant.formats import MX
+from binade.quant.rounding import round_to_element
+from binade.quant.scaling import SCALINGS, Scaling, nan_max
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
 E3M4 = Format("fp8_e3m4", "FP8 E3M4", Minifloat("e3m4", 3, 4, "ieee"))
@@ -43,3 +47,59 @@ def test_int4_by_hand():
     x[:4] = torch.tensor([1.0, 1.9, -1.9, 0.375])  # steps of 1/4, ±7/4; 0.375 is a tie, to even
     assert fake_quantize(x, MXINT4)[:4].tolist() == [1.0, 1.75, -1.75, 0.5]
     assert quantize(x, MXINT4).unpacked_codes()[0, :4].tolist() == [4, 7, 9, 2]
+
+
+@dataclass(frozen=True)
+class BlockE4M3(Scaling):
+    """A scheme without a kernel: absmax / max of each block as E4M3, no tensor scale."""
+
+    scale_element = E4M3
+    shares = "an E4M3 scale for every {block} values"
+
+    def block_scale(self, x: torch.Tensor, element: Element, absmax: torch.Tensor) -> torch.Tensor:
+        scale = (nan_max(x) / element.max).clamp(min=E4M3.smallest)
+        return round_to_element(scale, E4M3, Rounding.NEAREST, Overflow.SATURATE)
+
+
+def block_e4m3_numpy(x: np.ndarray, block: int) -> np.ndarray:
+    """The same by ml_dtypes: float32 [n], n a multiple of block."""
+    blocks = x.reshape(-1, block)
+    scale = np.abs(blocks).max(1, keepdims=True) / np.float32(6)
+    scale = np.clip(scale, np.float32(2.0**-9), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    scaled = np.clip(blocks / scale, -6, 6)
+    return (scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale).reshape(-1)
+
+
+def found_by_every_function(x: torch.Tensor, fmt: str, want: torch.Tensor) -> None:
+    """x [n] rounded to fmt is `want` in fake_quantize, quantize, compare, score, look and usage."""
+    assert_same_bits(fake_quantize(x, fmt), want)
+    stored = quantize(x, fmt)
+    assert_same_bits(stored.dequantize(), want)
+    blocks = len(x) // FORMATS[fmt].block_size
+    assert stored.nbytes == stored.codes.numel() + blocks == len(x) * FORMATS[fmt].bits_per_value / 8
+    seen = look(x, fmt)
+    assert_same_bits(seen.y.reshape(-1), want)
+    errors, metrics, used = score(x, fmt), compare(x, want, fmt), usage(x, fmt)
+    assert errors.sqnr_db == pytest.approx(metrics["sqnr_db"]) and metrics["sqnr_db"] > 10
+    assert errors.saturated == metrics["saturated"] == float(seen.saturated.mean())
+    assert used.codes_used == metrics["codes_used"] and used.scale_counts.sum() == blocks
+    assert used.scale_exponent_max == seen.scale_exponents.max()
+
+
+def test_a_block_format_is_one_entry(monkeypatch):
+    monkeypatch.setitem(FORMATS._formats, "mxint4", MXINT4)
+    assert "mxint4" in list(FORMATS)
+    x = torch.randn(320, generator=torch.Generator().manual_seed(3))
+    steps = 4 / 2.0 ** np.floor(np.log2(x.reshape(-1, 32).abs().amax(1, keepdim=True).numpy()))
+    want = np.clip(np.rint(x.numpy().reshape(-1, 32) * steps), -7, 7) / steps + 0.0
+    found_by_every_function(x, "mxint4", torch.tensor(want.reshape(-1), dtype=torch.float32))
+
+
+def test_a_scale_scheme_is_one_class(monkeypatch):
+    monkeypatch.setitem(SCALINGS, "e4m3", BlockE4M3("e4m3"))
+    monkeypatch.setitem(FORMATS._formats, "fp4_e4m3", Format("fp4_e4m3", "FP4, E4M3 scales", E2M1, ("e4m3",), 16))
+    x = torch.randn(320, generator=torch.Generator().manual_seed(4)) * 10
+    found_by_every_function(x, "fp4_e4m3", torch.tensor(block_e4m3_numpy(x.numpy(), 16)))
+    assert_same_bits(fake_quantize(x, "fp4_e4m3", backend="triton"), fake_quantize(x, "fp4_e4m3"))
+    with pytest.raises(ValueError, match=r"'floor'.*fp4_e4m3: e4m3"):
+        fake_quantize(x, "fp4_e4m3", scale_rule="floor")
