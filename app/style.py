@@ -10,6 +10,8 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
+from binade.data.tensor_kinds import NEUTRAL as GREY
+from binade.data.tensor_kinds import color_of, tensor_names
 from binade.quant.metrics import METRICS, Metric
 
 FORMAT_COLORS = {
@@ -29,7 +31,6 @@ FORMAT_COLORS = {
 # For groups that are no formats: none of the colours above. All are readable on light and on dark.
 PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
-GREY = "#737b91"  # of what belongs to no group: readable on light and on dark
 MARKS = 5000  # that a browser is given at most
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
 SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
@@ -122,9 +123,13 @@ def format_in(group: str) -> str | None:
     return named[-1] if named else None
 
 
-def styles(groups: list[str]) -> tuple[list[str], list[int]]:
-    """(colours, which dash or shape). A group that names a format has the format's colour. Recipes of one format differ
+def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
+    """(colours, which dash or shape). Tensors have the colours of data.tensor_kinds if the chart is by tensor name, all
+    unknown names the same one. A group that names a format has the format's colour. Recipes of one format differ
     by dash or shape; where that would not do, and for other groups, colours are from the palette."""
+    if by == "tensor" and not set(groups).isdisjoint(tensor_names()):
+        own = [color_of(name) for name in groups]
+        return own, [own[:index].count(color) % len(DASHES) for index, color in enumerate(own)]
     formats = [group if group in NEUTRAL else format_in(group) for group in groups]
     most = len(DASHES) if all(group in NEUTRAL or _RECIPE.fullmatch(group) for group in groups) else 1
     if None in formats or max((formats.count(name) for name in formats), default=0) > most:
@@ -133,9 +138,9 @@ def styles(groups: list[str]) -> tuple[list[str], list[int]]:
     return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
 
 
-def colors(groups: list[str]) -> list[str]:
-    """One colour a group."""
-    return styles(groups)[0]
+def colors(groups: list[str], by: str = "") -> list[str]:
+    """One colour per group."""
+    return styles(groups, by)[0]
 
 
 SYMBOL = 500  # square pixels of a line in a legend: as long as the longest dash and its gaps
@@ -167,17 +172,17 @@ def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | No
 
 def color(groups: list[str], title: str, shown: bool = True, line: bool = False) -> alt.Color:
     """The colour of the column group; shown: with a legend."""
-    scale = alt.Scale(domain=groups, range=colors(groups))
+    scale = alt.Scale(domain=groups, range=colors(groups, title))
     return alt.Color("group:N", scale=scale, legend=legend(groups, title, line) if shown else None)
 
 
 def dash(groups: list[str], title: str) -> alt.StrokeDash:
-    scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups)[1]])
+    scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups, title)[1]])
     return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, line=True))
 
 
 def shape(groups: list[str], title: str) -> alt.Shape:
-    scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups)[1]])
+    scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups, title)[1]])
     return alt.Shape("group:N", scale=scale, legend=legend(groups, title))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 _HOME = {
     "InstrumentError": "capture.adapters.layer",
     "Recorder": "capture.recorder",
-    "instrument": "capture.recorder",
+    "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
 }
 

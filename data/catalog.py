@@ -25,6 +25,7 @@ from binade.data.filter import FIELDS, Filter
 from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
 from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from binade.data.store import load
+from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.quant.formats import FORMATS
 from binade.quant.sketch import bin_edges
 
@@ -467,12 +468,13 @@ class Catalog:
         return self._frame(
             """
             SELECT run_id, CASE WHEN layer_type = 'attention'
-                                THEN CASE WHEN tensor_name IN ('query', 'key') THEN 'QK' ELSE 'PV' END
+                                THEN CASE WHEN list_contains(?, tensor_name) THEN 'QK' ELSE 'PV' END
                                 WHEN module = 'router' THEN 'router' ELSE 'linear' END AS part,
                    min(format) FILTER (operation = 'forward') AS format,
                    min(format) FILTER (operation = 'backward') AS gradient_format
             FROM tensor WHERE format IS NOT NULL GROUP BY ALL ORDER BY ALL
-            """
+            """,
+            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]],
         )
 
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:

@@ -18,12 +18,12 @@ from binade.collector.training.config import (
     DEVICES,
     MODELS,
     SIZES,
-    TENSOR_NAMES,
     ConfigError,
     RunConfig,
 )
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
+from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
@@ -205,7 +205,7 @@ def _fields() -> None:
         modules = jobs.modules_of(config)
         st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
         a, b, c = st.columns([1.2, 1.2, 1])
-        a.multiselect("Tensors", TENSOR_NAMES, key=_key("tensors"), placeholder="all")
+        a.multiselect("Tensors", tensor_names(), key=_key("tensors"), placeholder="all")
         b.multiselect("Modules", modules, key=_key("modules"), placeholder="all")
         c.text_input(
             "Of layers",

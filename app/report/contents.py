@@ -38,6 +38,7 @@ from binade.app.style import MEASURES
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
 GROUPINGS = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index", "iteration")
@@ -223,7 +224,7 @@ def _gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
     name = recipes.NAMES[0]
     iterations = recipes.iterations_of(opened, name)
     if not iterations:
-        return Drawn(problems=(f"No {recipes.words(name)} was recorded.",))
+        return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     of = Filter(tensor_name=[name], iteration=[iterations[0]])
     values = sum(
         int(opened.pairs(run["run_id"], run["reference"], of)["numel"].sum())

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
 
 Provider = Callable[..., nn.Module]

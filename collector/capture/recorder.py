@@ -1,91 +1,47 @@
-"""Capture: `instrument` makes a model's GEMMs run as a recipe says, a Recorder writes what passes through them.
+"""A Recorder writes a run: the tensors that `instrument` shows it, and those that `record` is called with.
 
-    with Recorder(root, label="mine", config={"recipe": "mxfp8"}) as recorder, instrument(model, "mxfp8", recorder):
-        train_step()
-
-A tensor is recorded as it enters or leaves a GEMM, before quantization, with the error that quantization made. Its
-statistics, sketch and scores are computed at once, on its device; its values are copied, while the byte budget lasts.
-All is written behind the step, the rows of a micro-batch as a segment after the files that they name: only there are
-results fetched from a GPU.
+A tensor of a GEMM is recorded before quantization, with the error that quantization made. Its statistics, sketch and
+scores are computed at once, on its device; its values are copied while the byte budget lasts. A thread writes files and
+rows (see writing), those of a micro-batch as one segment: only there are results fetched from a GPU.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from binade.collector.capture.adapters import around_forward, find
-from binade.collector.capture.adapters.layer import InstrumentError as InstrumentError
-from binade.collector.capture.adapters.layer import Layer, Moment
-from binade.collector.capture.adapters.passes import Clock, Listener
-from binade.collector.capture.adapters.watch import Watch
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
+from binade.collector.capture.adapters.passes import running_backward
 from binade.collector.capture.writing import Pending, Writing
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import PeerLostError, Quantization
+from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
-from binade.collector.recipes.recipe import BF16, Part, Recipe, parse_recipe
-from binade.collector.recipes.selection import Selection
-from binade.collector.training.config import TENSOR_NAMES, ConfigError
+from binade.collector.recipes.recipe import BF16, Part
+from binade.collector.training.config import ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
-from binade.quant.backends.counts import Counted, counted
+from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase, Product, kind_of, tensor_names
+from binade.quant.backends.counts import counted
 from binade.quant.formats import FORMATS
 from binade.quant.gemm import Observed, Tap
-from binade.quant.metrics import Errors, errors_later, score_later
+from binade.quant.metrics import errors_later, score_later
 from binade.quant.quantizer import DTYPES, plan
 from binade.quant.summary import Summary, summarize_later
 
-OPERANDS = ("a", "b", "grad")
 WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
-SILENCE = 1.0  # seconds that a run without news waits before it says how far it is: writing a status is not free
+STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
 
-
-@dataclass(frozen=True)
-class Place:
-    """What an observed tensor is called: its name, the side of the operation it stands on, and the operand (a field of
-    GemmFormats) whose format its quant_type is: itself, or the first of the GEMM that it results from."""
-
-    tensor_name: str
-    operation: str
-    phase: str
-    operand: str
-
-
-LINEAR_PLACES = {
-    "a": Place("input", "forward", "pre", "forward_a"),
-    "b": Place("weight", "forward", "pre", "forward_b"),
-    "y": Place("output", "forward", "post", "forward_a"),
-    "grad": Place("grad_output", "backward", "pre", "dgrad_grad"),
-    "grad_a": Place("grad_input", "backward", "post", "dgrad_grad"),
-    "grad_b": Place("grad_weight", "backward", "post", "wgrad_grad"),
-}
-QK_PLACES = {
-    "a": Place("query", "forward", "pre", "forward_a"),
-    "b": Place("key", "forward", "pre", "forward_b"),
-    "scores": Place("attention_scores", "forward", "post", "forward_a"),
-    "grad_a": Place("grad_query", "backward", "post", "dgrad_grad"),
-    "grad_b": Place("grad_key", "backward", "post", "wgrad_grad"),
-}
-PV_PLACES = {
-    "a": Place("attention_probs", "forward", "post", "forward_a"),
-    "b": Place("value", "forward", "pre", "forward_b"),
-    "y": Place("output", "forward", "post", "forward_a"),
-    "grad": Place("grad_output", "backward", "pre", "dgrad_grad"),
-    "grad_b": Place("grad_value", "backward", "post", "wgrad_grad"),
-}
-
-
-RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
 ENABLED_VARIABLE = "TENSOR_SAVE_ENABLED"
 SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -102,30 +58,40 @@ class RecorderError(RuntimeError):
     """A Recorder is used while it has no run, or entered while it has one."""
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A tensor whose row is to be published: its file, its forward pass, and what makes the row, given whether that
+    pass was recomputed."""
+
+    path: Path | None
+    site: Site
+    moment: Moment
+    row: Callable[[bool], TensorRow]
+
+
 class Recorder:
     """Writes a run: its directory, tensor files and segments. A context manager; leaving it ends the run.
 
-    root       where runs are kept; None as `data.runs.resolve_root`
-    label      goes into the run's id
-    config     kept as run.json; its model, size, dataset and recipe become the tensors' words
-    tensors    names to record, empty for all
-    scores     formats to try on every operand
-    raw        keep values (else statistics, sketch and scores only), while this rank's files stay within max_bytes
-    ranks      of a run on several: each has a Recorder of its own, and rank 0 makes the directory; None for those of
-               torch.distributed and megatron.core, if they are initialized
-    iterations, micro_batches   of a loop of one's own, how many iterations are recorded from its first on, and of each
-               how many micro-batches; None for all
-    enabled    whether there is a run at all; None as TENSOR_SAVE_ENABLED says. Without one everything else works
+    root        where runs are kept; default: TENSOR_SAVE_DIR, else data/runs
+    label       part of the run's id
+    config      kept as run.json; its model, size, dataset and recipe describe each tensor
+    tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
+    scores      formats that every operand is tried in
+    raw         keep values, not only statistics, sketch and scores, while this rank's files stay within max_bytes
+    ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
+                torch.distributed and megatron.core, if they are initialized
+    iterations, micro_batches   how many are recorded, from the first on, where `at` does not say it; None for all
+    enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
-    A loop of one's own calls `step` after each iteration, or puts `at` around each micro-batch. Without `at`, each
-    forward pass of the instrumented model is a micro-batch. Under Megatron's training loop neither is needed.
+    In your own training loop, call `step` after each iteration, or put each micro-batch into `with recorder.at(...)`.
+    Without `at`, each forward pass of the instrumented model is a micro-batch. Megatron's training loop needs neither.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
-    captured until then is kept. Left, it may be entered again, for another run.
+    captured until then is kept. A Recorder that was left can be entered again, for another run.
 
-    Raises ConfigError for an argument that cannot be recorded with, and RunError if the root cannot be written; what
-    the disk refuses later, as the OSError that it was, in the next call or at the end. RecorderError if it records
-    before it is entered or after it was left, or is entered twice.
+    Raises ConfigError for an argument that cannot be recorded with, RunError if the root cannot be written, and
+    RecorderError if it records outside its context or is entered twice. If the disk refuses a later write, the next
+    call or the end of the context raises that OSError.
     """
 
     def __init__(
@@ -134,8 +100,8 @@ class Recorder:
         *,
         label: str = "run",
         config: dict[str, Any] | None = None,
-        tensors: tuple[str, ...] = (),
-        scores: tuple[str, ...] = (),
+        tensors: Sequence[str] = (),
+        scores: Sequence[str] = (),
         raw: bool = True,
         max_bytes: int = 4 << 30,
         ranks: Ranks | None = None,
@@ -149,10 +115,10 @@ class Recorder:
         for word in WORDS:
             if not isinstance(self.config.get(word), str | None):
                 raise ConfigError(f"config has {word} {self.config[word]!r}: a word was expected, as {word}='mine'")
-        self.tensors = frozenset(_listed("tensors", tensors))
-        for name in self.tensors.difference(TENSOR_NAMES):
-            raise ConfigError(f"tensor {name!r} is unknown: {', '.join(TENSOR_NAMES)}")
-        self.scores = tuple(dict.fromkeys(FORMATS[name].name for name in _listed("scores", scores)))
+        self.tensors = frozenset(_names("tensors", tensors))
+        for name in self.tensors.difference(tensor_names()):
+            raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
+        self.scores = _formats(scores)
         self.raw = raw
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
@@ -160,56 +126,65 @@ class Recorder:
         self.iterations, self.micro_batches = iterations, micro_batches
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
-        self.writer: RunWriter | None = None
-        self._begin()
+        self._writer: RunWriter | None = None
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         """Count from 0, as before the first run."""
         self.recording = True
-        self.paused = False  # in a pass that is no training
-        self.told = False  # by `at`, once it was used
+        self.paused = False  # in a forward pass that does not train
+        self.positioned = False  # by `at`, once it was used
         self.stepped = False
         self.iteration = 0
         self.micro_batch = 0
         self._first: int | None = None
-        self._done: int | None = None  # the last iteration of a loop of one's own that ended
-        self._told_at = 0.0
-        self._again: set[tuple[Site, int, int]] = set()
+        self._done: int | None = None  # the last iteration that ended, without `at`
+        self._published_at = 0.0
+        self._recomputed: set[tuple[Site, Moment]] = set()
         self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
-        self._pending: list[Pending] = []
+        self._captured: list[_Captured] = []
         self._count = 0
+
+    @property
+    def writer(self) -> RunWriter:
+        """The run's directory. Raises RecorderError before the Recorder was entered."""
+        if self._writer is None:
+            raise RecorderError("the Recorder has no run: enter it first, with Recorder(...) as recorder")
+        return self._writer
 
     def __enter__(self) -> Recorder:
         if not self.enabled:
             return self
         if self.entered:
             raise RecorderError("this Recorder is recording a run already: leave it first, or make another")
-        if self.writer:  # of the run before
-            self._begin()
+        if self._writer:  # of the run before
+            self._reset()
         ranks = self.ranks
         if ranks.rank == 0:
-            made = None
+            created: RunWriter | None = None
             try:
-                made = RunWriter.create(self.root, self.label, self.config, ranks=ranks.size, owner=ranks.owner)
-                self.writer = made
+                created = RunWriter.create(self.root, self.label, self.config, ranks=ranks.size, owner=ranks.owner)
             finally:
-                ranks.share(made and made.run_id)
+                ranks.share(created.run_id if created else None)
+            self._writer = created
         else:
             run_id = ranks.share(None)
             if run_id is None:
                 raise PeerLostError("rank 0 could not start the run")
-            self.writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
+            self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         self._writing = Writing(self.writer, self.max_bytes)
         self.entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if not self.enabled:
             return
         failure: Exception | None = None
         try:
             self._publish()
-        except Exception as refused:  # an earlier write's; what else there is to write is written
+        except Exception as refused:  # of an earlier write; the rest is still written
             failure = refused
         later = self._writing.close()
         self.entered = False
@@ -219,22 +194,20 @@ class Recorder:
                 self.ranks.wait()  # for what the others have still to write
             except PeerLostError as lost:
                 failure = lost
-        if error is None and failure is None:
-            state = DONE
-        else:
-            state = CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED
+        cause = error or failure
+        state = DONE if cause is None else CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED
         try:
-            self.writer.finish(state, describe(error or failure) if state == FAILED else None)
-        except OSError as refused:  # not even a status fits: the run will be seen to have ended without a word
+            self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
+        except OSError as refused:  # not even a status fits: the run will be shown as crashed
             failure = failure or refused
         if error is None and failure is not None:
             raise failure
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
-        """Within it, tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
+        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
-        self.told, self.paused = True, False
+        self.positioned, self.paused = True, False
         try:
             yield
         finally:
@@ -242,21 +215,21 @@ class Recorder:
         self._publish()
 
     def settle(self) -> None:
-        """Wait until all that was published is on the disk. Raises OSError if it refused."""
+        """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
         if self.entered:
             self._writing.settle()
 
     def step(self) -> None:
-        """Publish what was captured and count one iteration on, for training loops of one's own."""
+        """Publish what was captured and count one iteration on, in your own training loop."""
         self.stepped = True
         self.go_to(self.iteration + 1)
 
     def go_to(self, iteration: int) -> None:
-        """Publish what was captured; what comes belongs to this iteration."""
+        """Publish what was captured, if that was another iteration; what follows belongs to this one."""
         if iteration == self.iteration:
             return
         self._done = self.iteration
-        if self._pending or time.monotonic() - self._told_at > SILENCE:
+        if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
 
@@ -264,14 +237,14 @@ class Recorder:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
         if self.paused or not self.enabled:
             return True
-        if self.told or self._first is None or self.iterations is None:
+        if self.positioned or self._first is None or self.iterations is None:
             return False
         return self.iteration - self._first >= self.iterations
 
     def moment(self) -> Moment:
-        """Now."""
+        """The current iteration and micro-batch, and whether they are recorded."""
         recording = self.recording and self.enabled and not self.paused
-        if recording and not self.told:
+        if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
             recording = (self.iterations is None or self.iteration - self._first < self.iterations) and (
                 self.micro_batches is None or self.micro_batch < self.micro_batches
@@ -279,104 +252,165 @@ class Recorder:
         return Moment(self.iteration, self.micro_batch, recording)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
-        """A layer's forward pass of that moment was run again: its rows say so when they are published."""
-        self._again.add((site, moment.iteration, moment.micro_batch))
+        """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
+        self._recomputed.add((site, moment))
 
-    def tap(self, layer: Layer, part: Part, places: dict[str, Place], moment: Moment | None = None) -> Tap | None:
-        """The observer of one call of one product, at that moment or now, or None while nothing is recorded."""
-        moment = moment or self.moment()
-        if not moment.recording:
+    def record(
+        self,
+        name: str,
+        tensor: Tensor,
+        *,
+        layer: int,
+        module: str,
+        operation: str,
+        phase: str,
+        expert: int | None = None,
+        dim: int | None = None,
+        scores: Sequence[str] | None = None,
+    ) -> None:
+        """Record any tensor of your model or training loop, for the current iteration and micro-batch.
+
+            recorder.record("norm_output", x, layer=3, module="norm", operation="forward", phase="post")
+
+        name       one of data.tensor_kinds or a new one, of letters, digits and _ . -
+        tensor     float32, bfloat16 or float16, with at least one axis; its values are copied
+        layer      from 1; 0 for a tensor that belongs to no layer
+        module     the part of the layer: "norm", "fc1", "core"
+        operation  "forward", "backward" or "optimizer"
+        phase      "pre" for an input of the operation, "post" for an output
+        expert     the index of a routed expert, from 0
+        dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along it, else
+                   along the last axis
+        scores     formats that the tensor is tried in; default: those of the Recorder
+
+        The row has the statistics and sketch of the tensor in its own units, quant_type bf16 and the layer type of a
+        known kind. Nothing is recorded outside the recorded iterations and micro-batches, or for a forward tensor
+        whose pass is being recomputed: the first pass recorded it. `tensors` of the Recorder does not apply.
+
+        Raises ConfigError for an argument that cannot be recorded, RecorderError outside the Recorder's context.
+        """
+        axis = _check_record(name, tensor, layer, module, operation, phase, expert, dim)
+        formats = self.scores if scores is None else _formats(scores)
+        moment = self.moment()
+        if not moment.recording or (operation == Operation.FORWARD and running_backward()):
+            return
+        known = {(kind.layer_type, kind.component) for kind in TENSOR_KINDS if kind.name == name}
+        if len(known) > 1:
+            known = {words for words in known if (words[0] == "attention") == (module == "core")}
+        layer_type, component = next(iter(known), (None, None))
+        words = {"layer_type": layer_type, "component": component, "tensor_name": name, "quant_type": BF16}
+        identity = self._identity(Site(layer, module, expert), moment, operation=operation, phase=phase, **words)
+        seen = Observed(name, tensor.detach(), dim=axis)
+        self._record(seen, identity, moment, formats, None if dim is None else axis, Shard())
+
+    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment | None = None) -> Tap | None:
+        """The observer of one call of one product, at that moment or now; None while nothing is recorded."""
+        now = moment or self.moment()
+        if not now.recording:
             return None
         site = layer.site
 
         def observe(seen: Observed) -> None:
-            place = places.get(seen.name)
+            kind = kind_of(product, seen.name)
             if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
                 return
-            if place and (not self.tensors or place.tensor_name in self.tensors):
-                if seen.tensor.dtype not in DTYPES:
-                    dtype = str(seen.tensor.dtype).removeprefix("torch.")
-                    raise InstrumentError(
-                        f"{layer.name} ({site.name}) computes in {dtype}, which is not recorded: convert the model and "
-                        "what it is given to float32, bfloat16 or float16, or leave this layer out of `capture`"
-                    )
-                core = places is not LINEAR_PLACES
-                identity = Identity(
-                    **{word: self.config.get(word) for word in WORDS},
-                    quant_type=part.asked(place.operand),
-                    layer_type="attention" if core else "linear",
-                    layer_index=site.layer_index,
-                    module=site.module,
-                    component="FA" if core else "linear",
-                    operation=place.operation,
-                    phase=place.phase,
-                    tensor_name=place.tensor_name,
-                    iteration=moment.iteration,
-                    micro_batch=moment.micro_batch,
-                    rank=self.rank,
-                    expert=site.expert,
+            if kind is None or (self.tensors and kind.name not in self.tensors):
+                return
+            if seen.tensor.dtype not in DTYPES:
+                raise InstrumentError(
+                    f"{layer.name} ({site.name}) computes in {_dtype(seen.tensor)}, which is not recorded: convert the "
+                    "model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
                 )
-                self._record(seen, identity, replace(layer.shard(seen.name), replica=self.ranks.replica))
+            identity = self._identity(
+                site,
+                now,
+                quant_type=part.asked(kind.operand),
+                layer_type=kind.layer_type,
+                component=kind.component,
+                operation=kind.operation.value,
+                phase=kind.phase.value,
+                tensor_name=kind.name,
+            )
+            is_operand = kind.contracted_axis is not None
+            scores, axis = (self.scores, seen.dim) if is_operand else ((), None)
+            self._record(seen, identity, now, scores, axis, layer.shard(seen.name))
 
         return observe
 
-    def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
+    def _identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
+        return Identity(
+            **{word: self.config.get(word) for word in WORDS},
+            **words,
+            layer_index=site.layer_index,
+            module=site.module,
+            iteration=moment.iteration,
+            micro_batch=moment.micro_batch,
+            rank=self.rank,
+            expert=site.expert,
+        )
+
+    def _record(
+        self,
+        seen: Observed,
+        identity: Identity,
+        moment: Moment,
+        scores: Sequence[str],
+        contracted_axis: int | None,
+        shard: Shard,
+    ) -> None:
         """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
-        shown = seen.tensor.reshape(seen.shape or seen.tensor.shape)
-        codes = counted(seen.tensor) if seen.tensor.device.type == "cpu" else None
-        summary = cache(summarize_later(seen.tensor, codes=codes))  # the file tells it too
+        x = seen.tensor
+        shown = x.reshape(seen.shape or x.shape)
+        codes = counted(x) if x.device.type == "cpu" else None
+        summary = cache(summarize_later(x, codes=codes))  # the file has it too
         error = None
-        if seen.format:
-            error = errors_later(seen.tensor, seen.quantized, plan(seen.format), seen.scales, seen.dim)
-        operand = seen.name in OPERANDS
-        scores = self._scores(seen, error, codes) if operand else {}
+        if seen.format and seen.quantized is not None:
+            error = errors_later(x, seen.quantized, plan(seen.format), seen.scales, seen.dim)
+        tried = {
+            name: error if error and name == seen.format else score_later(x, plan(name), seen.dim, codes=codes)
+            for name in scores
+        }
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, seen.format, captured)
         self._count += 1
-        about = {
-            "tensor_id": f"r{self.rank:02d}-{self._count:06d}",
-            "run_id": self.writer.run_id,
-            "identity": identity,
-            "captured": captured.replace(tzinfo=None),
-            "shape": tuple(shown.shape),
-            "dtype": str(shown.dtype).removeprefix("torch."),
-            "nbytes": shown.numel() * shown.element_size(),
-            "path": path and str(path),
-            "contracted_axis": seen.dim - seen.tensor.dim() if seen.dim >= 0 else seen.dim if operand else None,
-            "format": seen.format,
-            "shard": shard,
-        }
+        tensor_id = f"r{self.rank:02d}-{self._count:06d}"
 
-        def row() -> TensorRow:
-            found = {name: score() for name, score in scores.items()}
-            return TensorRow(**about, summary=summary(), error=error and error(), scores=found)
+        def row(recomputed: bool) -> TensorRow:
+            return TensorRow(
+                tensor_id=tensor_id,
+                run_id=self.writer.run_id,
+                identity=identity,
+                captured=captured.replace(tzinfo=None),
+                shape=tuple(shown.shape),
+                dtype=_dtype(shown),
+                nbytes=shown.numel() * shown.element_size(),
+                path=str(path) if path else None,
+                contracted_axis=contracted_axis,
+                summary=summary(),
+                format=seen.format,
+                error=error() if error else None,
+                scores={name: score() for name, score in tried.items()},
+                shard=replace(shard, replica=self.ranks.replica),
+                recomputed=recomputed,
+            )
 
-        self._pending.append(Pending(path, row))
-
-    def _scores(
-        self, seen: Observed, error: Callable[[], Errors] | None, codes: Counted | None
-    ) -> dict[str, Callable[[], Errors]]:
-        return {
-            name: error
-            if error and name == seen.format
-            else score_later(seen.tensor, plan(name), seen.dim, codes=codes)
-            for name in self.scores
-        }
+        site = Site(identity.layer_index or 0, identity.module or "", identity.expert)
+        self._captured.append(_Captured(path, site, moment, row))
 
     def _save(
         self, x: Tensor, identity: Identity, summary: Callable[[], Summary], fmt: str | None, captured: datetime
     ) -> Path | None:
-        """Have the values written if they are wanted and fit the budget; the file's path relative to the run."""
+        """Queue the values if they are kept and fit the budget; the file's path relative to the run."""
         if not self.raw:
             return None
         i = identity
         stamp = captured.astimezone()
         name = (
-            f"{stamp:%Y%m%d_%H%M%S}_{self._count + 1:04d}_iter{i.iteration:03d}_{i.layer_type}_L{i.layer_index}"
-            f"_{i.operation}_{i.phase}_{i.component}_{i.quant_type}_rank{i.rank:02d}_sample{i.micro_batch:03d}"
-            f"_group{i.expert or 0:03d}_{i.tensor_name}.pt"
+            f"{stamp:%Y%m%d_%H%M%S}_{self._count + 1:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
+            f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{i.quant_type}_rank{i.rank:02d}"
+            f"_sample{i.micro_batch:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
         )
         metadata = {
             "layer_type": i.layer_type,
@@ -401,33 +435,60 @@ class Recorder:
             found = summary()
             return metadata, info | {key: getattr(found, key) for key in ("min", "max", "mean", "std")}
 
-        relative = Path("tensors", i.quant_type, name)
+        relative = Path("tensors", str(i.quant_type), name)
         return relative if self._writing.offer(relative, x, about) else None
 
     def _publish(self) -> None:
-        """Have the pending rows written as a segment, and the status say how far the run is. Raises what an earlier
-        write did."""
+        """Queue the captured rows as a segment, and the run's progress. Raises what an earlier write did."""
         if not self.entered:
             return
-        pending, self._pending = self._pending, []
-        again = frozenset(self._again)
-        self._again = {site for site in again if site[1] >= self.iteration}
-        self._told_at = time.monotonic()
+        captured, self._captured = self._captured, []
+        again = self._recomputed
+        self._recomputed = {each for each in again if each[1].iteration >= self.iteration}
+        self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
-        self._writing.publish([Pending(each.path, partial(_told, each.row, again)) for each in pending], **done)
+        rows = [Pending(each.path, partial(each.row, (each.site, each.moment) in again)) for each in captured]
+        self._writing.publish(rows, **done)
 
 
-def _listed(name: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):  # whose letters would be taken for the names
-        raise ConfigError(f"{name}={given!r} is one word: a tuple was expected, as {name}=({given!r},)")
+def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(given, str):  # its letters would be taken for the names
+        raise ConfigError(f"{option}={given!r} is one word: a tuple was expected, as {option}=({given!r},)")
     return tuple(given)
 
 
-def _told(make: Callable[[], TensorRow], again: frozenset[tuple[Site, int, int]]) -> TensorRow:
-    """A row, and whether its layer's forward pass was run again."""
-    row = make()
-    i = row.identity
-    return replace(row, recomputed=(Site(i.layer_index, i.module, i.expert), i.iteration, i.micro_batch) in again)
+def _formats(scores: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(FORMATS[name].name for name in _names("scores", scores)))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _check_record(
+    name: str, tensor: Tensor, layer: int, module: str, operation: str, phase: str, expert: int | None, dim: int | None
+) -> int:
+    """The axis to compute scores along, from the end. Raises ConfigError."""
+    if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name)):
+        raise ConfigError(f"name={name!r} is no tensor name: at most 64 letters, digits, _ . and - were expected")
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"{name} is a {type(tensor).__name__}: a torch.Tensor was expected")
+    if tensor.dtype not in DTYPES:
+        raise ConfigError(f"{name} is {_dtype(tensor)}, which is not recorded: convert it to float32 or bfloat16")
+    if not tensor.dim():
+        raise ConfigError(f"{name} is a scalar: a tensor of at least one axis was expected, as x.reshape(1)")
+    for option, value in (("layer", layer), ("expert", expert)):
+        if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
+            raise ConfigError(f"{option}={value!r} of {name} is no index: a whole number from 0 was expected")
+    if not (isinstance(module, str) and module):
+        raise ConfigError(f"module={module!r} of {name} is no module: a word was expected, as module='norm'")
+    for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
+        if word not in known:
+            raise ConfigError(f"{option}={word!r} of {name} is unknown: {', '.join(known)}")
+    axis = -1 if dim is None else dim
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise ConfigError(f"dim={dim} of {name} is no axis of its shape {tuple(tensor.shape)}")
+    return axis if axis < 0 else axis - tensor.dim()
 
 
 def describe(error: BaseException) -> str:
@@ -438,72 +499,3 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return (str(error) or type(error).__name__).splitlines()[0]
-
-
-@contextmanager
-def instrument(
-    model: nn.Module | Sequence[nn.Module],
-    recipe: Recipe | str | None = None,
-    recorder: Recorder | None = None,
-    *,
-    backend: str = "auto",
-    skip: Selection | str | None = None,
-    capture: Selection | str | None = None,
-    leave: Sequence[str] = (),
-    head: bool = False,
-) -> Iterator[None]:
-    """Within it, the model's GEMMs run as the recipe says and pass their tensors to the recorder.
-
-    model      of collector.model, megatron.core, transformers or plain torch modules; Megatron's list of model chunks
-    recipe     None as CUSTOM_QUANT_TYPE says, a recipe or a format; without it "bf16": nothing is quantized
-    skip       layers that stay unquantized whatever the recipe says, as a Selection or its text: "first,last"
-    capture    layers that are recorded, likewise; None for all
-    leave      paths of modules that are neither quantized nor recorded, * for any part of a path
-    head       treat the LM head as one more linear layer, `layer0.head`; else it is left as it is
-
-    Instances of the model's modules get a `forward` (or what stands for it) of their own, and at the end lose it again;
-    nothing else of the model is changed. On several tensor-parallel ranks each instruments its model.
-
-    Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
-    in the first forward pass, which is watched for products that nothing answers; if there is nothing to instrument;
-    and in a forward pass, for a layer that is to be recorded and computes in float64. RecipeError for an unknown
-    recipe, SelectionError for layers that the model does not have.
-    """
-    if not isinstance(recipe, Recipe):
-        recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    found = [find(each, leave, head) for each in models]
-    layers = [layer for each in found for layer in each.layers]
-    sites = [layer.site for layer in layers]
-    skipped = _chosen(skip, sites) if skip else frozenset()
-    recorded = _chosen(capture, sites) if capture else frozenset(sites)
-
-    def quantization(layer: Layer, part: Part, places: dict[str, Place]) -> Quantization:
-        part = Part() if layer.site in skipped else part
-        listening = recorder and layer.site in recorded
-        tap = Listener(recorder, layer, part, places) if listening else lambda: None
-        return Quantization(part.formats, backend, tap)
-
-    if recorder:
-        recorder.config.setdefault("recipe", recipe.name)
-    attention = recipe.qk != Part() or recipe.pv != Part()
-    watched = recorder is not None or attention or recipe.linear != Part()
-    with ExitStack() as undo:
-        for layer in layers:
-            if layer.is_core:
-                told = CoreQuantization(
-                    quantization(layer, recipe.qk, QK_PLACES), quantization(layer, recipe.pv, PV_PLACES)
-                )
-            else:
-                part = recipe.router if layer.site.module == "router" else recipe.linear
-                told = quantization(layer, part, LINEAR_PLACES)
-            undo.callback(layer.attach(told))
-        for each, seen in zip(models, found, strict=True):
-            clock = Clock(recorder, each) if recorder else None
-            watch = Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
-            undo.enter_context(around_forward(each, clock, watch))
-        yield
-
-
-def _chosen(selection: Selection | str, sites: Sequence[Site]) -> frozenset[Site]:
-    return (Selection.parse(selection) if isinstance(selection, str) else selection).of(sites)

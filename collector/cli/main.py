@@ -22,11 +22,12 @@ from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.collector.recipes.selection import by_layer
 from binade.collector.training import slurm as cluster
-from binade.collector.training.config import BYTE, DATASETS, MODELS, TENSOR_NAMES, ConfigError, RunConfig
+from binade.collector.training.config import BYTE, DATASETS, MODELS, ConfigError, RunConfig
 from binade.collector.training.slurm_options import slurm_options
 from binade.data.access import ReadOnlyError
 from binade.data.runs import RunError, resolve_root
 from binade.data.store import write_atomic
+from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, UnknownFormatError
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ def lists() -> str:
         ),
         *(f"    {alias:<11} the same as {name}" for alias, name in FORMATS.aliases.items()),
         "operands, for --operand-quant\n    " + "\n    ".join(OPERANDS),
-        f"tensors\n    {', '.join(TENSOR_NAMES)}",
+        f"tensors\n    {', '.join(tensor_names())}",
     ]
     return "\n".join(lines)
 

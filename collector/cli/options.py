@@ -19,7 +19,6 @@ from binade.collector.training.config import (
     DEVICES,
     MODELS,
     SIZES,
-    TENSOR_NAMES,
     ConfigError,
     RunConfig,
     check,
@@ -27,6 +26,7 @@ from binade.collector.training.config import (
 )
 from binade.collector.training.slurm_options import add_options as add_start_options
 from binade.data.runs import is_unicode
+from binade.data.tensor_kinds import tensor_names
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 
@@ -248,7 +248,7 @@ def _add_options(parser: Parser) -> None:
         "--collect-micro-batches", type=int, default=d.collect_micro_batches, metavar="N",
         help="of each of these iterations the first N; 0 for all",
     )  # fmt: skip
-    kept.add_argument("--tensors", type=_names, default=(), metavar="A,B,...", help=f"of {', '.join(TENSOR_NAMES)}")
+    kept.add_argument("--tensors", type=_names, default=(), metavar="A,B,...", help=f"of {', '.join(tensor_names())}")
     kept.add_argument("--modules", type=_names, default=(), metavar="A,B,...", help="as qkv, core, fc1; see `list`")
     kept.add_argument("--capture-layers", default=d.capture_layers, metavar="LAYERS", help="only these")
     kept.add_argument("--ranks", type=_ranks, default=(), metavar="0,1,...", help="only what these ranks hold")

@@ -26,6 +26,7 @@ from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
+from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.quant.formats import FORMATS
 
 BEFORE, AFTER = "before", "after"
@@ -72,14 +73,8 @@ _BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
 
 # The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
 # input_B on whether it was transposed.
-_CONTRACTED = {
-    ("linear", "forward", "input"): -1,
-    ("linear", "forward", "weight"): -1,
-    ("linear", "backward", "grad_output"): -1,
-    ("attention", "forward", "query"): -1,
-    ("attention", "forward", "key"): -1,
-    ("attention", "forward", "attention_probs"): -1,
-    ("attention", "backward", "grad_output"): -1,
+_CONTRACTED: dict[tuple[str | None, ...], int] = {
+    (kind.layer_type, kind.operation, kind.name): -1 for kind in TENSOR_KINDS if kind.contracted_axis == -1
 }
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.models.shape import Spec
+from binade.collector.models.shape import CoreSpec, Spec
 from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
+from binade.data.tensor_kinds import TENSOR_KINDS
 
 # Without a run to go by. FLOP a second of a training step, seconds for each element that is quantized, by backend, and
 # for each value and format of what is recorded: orders of magnitude, not measurements. A first run replaces them.
@@ -143,8 +144,10 @@ def planned(config: RunConfig) -> Plan:
 def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> list[int]:
     """The elements of the tensors with these names (all, if there are none) at one site, of one micro-batch on the
     ranks of one replica."""
-    elements = spec.elements(config.micro_batch_size, config.sequence_length, config.tp)
-    return [numel for name, numel in elements.items() if not names or name in names]
+    sizes = spec.elements(config.micro_batch_size, config.sequence_length, config.tp)
+    layer_type = "attention" if isinstance(spec, CoreSpec) else "linear"
+    kinds = [kind for kind in TENSOR_KINDS if kind.layer_type == layer_type]
+    return [sizes[kind.size] for kind in kinds if not names or kind.name in names]
 
 
 # How long it takes

@@ -61,17 +61,13 @@ class LinearSpec:
     share: Fraction = WHOLE
 
     def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
-        """The elements of its recorded tensors, on all tensor-parallel ranks together: what is not divided is recorded
-        by every rank."""
+        """The elements of its tensors, by `TensorKind.size`, on all tensor-parallel ranks together: what is not divided
+        is recorded by every rank."""
         tokens = max(1, int(batch * length * self.share))
         weight = self.inputs * self.outputs * (ranks if self.split == Split.REPLICATED else 1)
         taken = tokens * self.inputs * (1 if self.split == Split.ROW else ranks)
         given = tokens * self.outputs * (1 if self.split == Split.COLUMN else ranks)
-        return {
-            **dict.fromkeys(("input", "grad_input"), taken),
-            **dict.fromkeys(("weight", "grad_weight"), weight),
-            **dict.fromkeys(("output", "grad_output"), given),
-        }
+        return {"input": taken, "weight": weight, "output": given}
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,13 @@ class CoreSpec:
     def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
         """As of LinearSpec. All are divided by heads."""
         tokens = batch * length
-        sizes = {
+        return {
             "query": tokens * self.heads * self.head_dim,
             "key": tokens * self.kv_heads * self.head_dim,
             "value": tokens * self.kv_heads * self.value_dim,
             "output": tokens * self.heads * self.value_dim,
+            "scores": tokens * self.heads * length,
         }
-        scores = dict.fromkeys(("attention_scores", "attention_probs"), tokens * self.heads * length)
-        return sizes | {f"grad_{name}": numel for name, numel in sizes.items()} | scores
 
 
 @dataclass(frozen=True)

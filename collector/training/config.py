@@ -13,6 +13,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.recipes.recipe import Part, Recipe, parse_recipe
 from binade.collector.recipes.selection import Selection, SelectionError
+from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 
 __all__ = [
@@ -23,7 +24,6 @@ __all__ = [
     "DEVICES",
     "MODELS",
     "SIZES",
-    "TENSOR_NAMES",
     "ConfigError",
     "RunConfig",
     "check",
@@ -35,12 +35,6 @@ BACKENDS = ("triton", "torch")
 DEVICES = ("cpu", "cuda")
 DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
 MOST = 10**9  # of whatever is counted: more is a slip of the finger
-LINEAR_TENSORS = ("input", "weight", "output", "grad_output", "grad_input", "grad_weight")
-CORE_TENSORS = (
-    *("query", "key", "value", "attention_scores", "attention_probs", "output"),
-    *("grad_output", "grad_query", "grad_key", "grad_value"),
-)
-TENSOR_NAMES = tuple(dict.fromkeys(LINEAR_TENSORS + CORE_TENSORS))
 
 
 @dataclass(frozen=True)
@@ -265,9 +259,9 @@ def _check_sites(config: RunConfig) -> None:
     except SelectionError as error:
         raise ConfigError(f"{option}: {error}") from None
     for name in config.tensors:
-        _one_of("tensor", name, TENSOR_NAMES)
-    kinds = [CORE_TENSORS] * ("core" in modules) + [LINEAR_TENSORS] * bool(modules - {"core"})
-    recordable = tuple(dict.fromkeys(name for kind in kinds for name in kind))
+        _one_of("tensor", name, tensor_names())
+    types = ["attention"] * ("core" in modules) + ["linear"] * bool(modules - {"core"})
+    recordable = tuple(dict.fromkeys(name for each in types for name in tensor_names(each)))
     if config.tensors and not set(config.tensors) & set(recordable):
         raise ConfigError(
             f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted(modules))}: "

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint

@@ -10,11 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from binade.collector.capture.recorder import LINEAR_PLACES, Recorder
-from binade.collector.models.parallel import ReplicatedLinear
-from binade.collector.models.site import Site
-from binade.collector.recipes.recipe import Part
-from binade.quant.gemm import Observed
+from binade.collector import Recorder
 
 SCORES = ("hifp8", "mxfp8", "mxfp4")
 
@@ -24,9 +20,7 @@ def record(root: Path, tensors: list[Tensor], **options) -> list[str]:
     config = {"model": "odd", "size": "tiny", "dataset": "none", "recipe": "bf16", "control_iter": 1}
     with Recorder(root, label="odd", config=config, scores=SCORES, **options) as recorder:
         for index, x in enumerate(tensors):
-            tap = recorder.tap(ReplicatedLinear(Site(index + 1, "fc1"), 1, 1), Part(), LINEAR_PLACES)
-            assert tap
-            tap(Observed("a", x))
+            recorder.record("input", x, layer=index + 1, module="fc1", operation="forward", phase="pre", dim=-1)
     return [f"{recorder.writer.run_id}/r00-{index + 1:06d}" for index in range(len(tensors))]
 
 

@@ -12,14 +12,11 @@ import torch
 from streamlit.testing.v1 import AppTest
 
 from binade.app.pages import tensor as page
+from binade.collector import Recorder
 from binade.collector.capture.adapters.layer import Moment
-from binade.collector.capture.recorder import LINEAR_PLACES, Recorder
 from binade.collector.imports.importer import import_logs
-from binade.collector.models.parallel import ReplicatedLinear
 from binade.collector.models.site import Site
-from binade.collector.recipes.recipe import Part
 from binade.data.catalog import Catalog
-from binade.quant.gemm import Observed
 from tests.collector.logs_made import tensor, write
 
 Visit = Callable[..., AppTest]
@@ -125,11 +122,8 @@ def test_runs_name_the_directory(visit: Visit, imported: Path):
 def test_recomputed_is_told(visit: Visit, tmp_path: Path):
     with Recorder(tmp_path, config={"recipe": "bf16"}) as recorder:
         for layer in (1, 2):
-            site = Site(layer, "fc1")
-            tap = recorder.tap(ReplicatedLinear(site, 1, 1), Part(), LINEAR_PLACES, Moment(0, 0, True))
-            assert tap
-            tap(Observed("a", torch.randn(8, 32)))
-        recorder.recomputed(site, Moment(0, 0, True))
+            recorder.record("input", torch.randn(8, 32), layer=layer, module="fc1", operation="forward", phase="pre")
+        recorder.recomputed(Site(2, "fc1"), Moment(0, 0, True))
     run_id = recorder.writer.run_id
     told = [[t.value for t in visit(tmp_path, "tensor", tensor=f"{run_id}/r00-00000{n}").text] for n in (1, 2)]
     assert told[0] == [] and len(told[1]) == 1 and told[1][0].startswith("Recomputed:")

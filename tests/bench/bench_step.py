@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 from binade.collector.capture.adapters.layer import Moment
-from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape

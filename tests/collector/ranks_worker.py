@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from binade.collector.capture.recorder import instrument
+from binade.collector.capture.instrument import instrument
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.model import GPTModel

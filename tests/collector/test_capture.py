@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from binade import quant
 from binade.collector import Recorder, instrument
-from binade.collector.capture.recorder import InstrumentError, RecorderError
+from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.capture.recorder import RecorderError
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear

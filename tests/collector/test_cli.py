@@ -13,8 +13,9 @@ import pytest
 
 from binade.collector.cli.options import build_parser, configs, parse
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
-from binade.collector.training.config import DATASETS, MODELS, TENSOR_NAMES, RunConfig, check
+from binade.collector.training.config import DATASETS, MODELS, RunConfig, check
 from binade.data.runs import list_runs
+from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 from tests.conftest import PROJECT, run_collector
 
@@ -272,7 +273,7 @@ def test_dry_run_shows_what_is_skipped_and_recorded(command, capsys):
 def test_list_shows_everything(command, capsys):
     assert command("list") == 0
     words = capsys.readouterr().out.replace(",", " ").split()
-    for name in [*FORMATS, *FORMATS.aliases, *MODELS, *DATASETS, *TEN_RECIPES, *OPERANDS, *TENSOR_NAMES]:
+    for name in [*FORMATS, *FORMATS.aliases, *MODELS, *DATASETS, *TEN_RECIPES, *OPERANDS, *tensor_names()]:
         assert name in words
     for module in ("qkv", "core", "fc2", "kv_down", "router", "shared_fc1"):
         assert module in words

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from binade.collector.capture.recorder import instrument
+from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import ConfigError, RunConfig
 from binade.collector.training.memory import PER_COPY, PER_LOGIT, PER_WEIGHT, check_memory, needed

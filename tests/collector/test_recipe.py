@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from binade.collector.capture.recorder import instrument
+from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
 from binade.collector.training.config import MODELS

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from binade.collector.capture.recorder import instrument
+from binade.collector.capture.instrument import instrument
 from binade.collector.cli.options import configs, parse
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import TEN_RECIPES

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from binade.collector import Recorder, instrument
-from binade.collector.capture.recorder import InstrumentError
+from binade.collector.capture.adapters.layer import InstrumentError
 from tests.collector.instrumented import (
     CORE,
     LINEAR,

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from binade.collector import Recorder, instrument
-from binade.collector.capture.recorder import InstrumentError
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.shape import Shape
 from binade.collector.training.config import MODELS

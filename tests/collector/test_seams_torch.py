@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import Recorder, instrument
-from binade.collector.capture.recorder import InstrumentError
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
 from tests.collector.instrumented import (
     CORE,

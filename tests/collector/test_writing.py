@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from binade.collector.capture import writing
-from binade.collector.capture.recorder import Recorder, instrument
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import OVERHEAD, Pending, Writing
 from binade.data.runs import RunWriter, read_status
 from binade.data.segment import Identity, TensorRow, segment_names

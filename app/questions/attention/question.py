@@ -14,8 +14,9 @@ from binade.app.questions.shared.selected_tensor import Look
 from binade.data.catalog import CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.tensor_kinds import label_of
 
-NAMES = {"attention_probs": "probabilities", "attention_scores": "scores"}
+NAMES = compute.NAMES
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
 
 
@@ -141,7 +142,7 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     """One head's map of one sequence, both from 1."""
     heads = maps.heads[name]
     values = compute.head_map(heads, sequence - 1, head - 1)
-    title = f"{NAMES[name].capitalize()} of head {head}"
+    title = f"{label_of(name).capitalize()} of head {head}"
     size = (maps.shape[3], int(maps.rows[name]["shape"][2]))
     subtitle = f"sequence {sequence} · queries down, keys across"
     chart = charts.head_map(values, size, title, subtitle, name == "attention_probs")

@@ -6,8 +6,9 @@ import streamlit as st
 
 from binade.app import show
 from binade.app.questions.attention import question
-from binade.app.questions.attention.question import NAMES, NOTHING, Maps
+from binade.app.questions.attention.question import NOTHING, Maps
 from binade.app.questions.shared.selected_tensor import Look
+from binade.data.tensor_kinds import label_of
 
 
 def view(look: Look) -> None:
@@ -41,7 +42,7 @@ def _map(maps: Maps) -> None:
     for name, count in (("head", shape[1]), ("sequence", shape[0])):
         st.session_state[name] = question.within(st.session_state.get(name), count)
     cells = st.columns([1.7, 1, 1])
-    name = cells[0].selectbox("Map of", list(maps.heads), key="map", format_func=lambda name: NAMES[name])
+    name = cells[0].selectbox("Map of", list(maps.heads), key="map", format_func=label_of)
     head = cells[1].number_input("Head", 1, shape[1], key="head")
     sequence = cells[2].number_input("Sequence", 1, shape[0], key="sequence") if shape[0] > 1 else 1
     show.draw(question.head_map(maps, name, int(head), int(sequence)))

@@ -12,12 +12,13 @@ from binade.app import show
 from binade.app.address import follow, plain, write
 from binade.app.filters import sidebar
 from binade.app.questions.recipes import question
-from binade.app.questions.recipes.question import NAMES, VIEWS, words
+from binade.app.questions.recipes.question import NAMES, VIEWS
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.state import catalog_page
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.tensor_kinds import label_of
 
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 
@@ -77,10 +78,10 @@ def _compared(_opened: Catalog, root: str, run_id: str, reference: str, name: st
 
 def _gradients(opened: Catalog, where: Filter, table: pd.DataFrame) -> None:
     left, right = st.columns([2, 1])
-    name = left.segmented_control("Gradient", NAMES, key="gradient", required=True, format_func=words) or NAMES[0]
+    name = left.segmented_control("Gradient", NAMES, key="gradient", required=True, format_func=label_of) or NAMES[0]
     iterations = question.iterations_of(opened, name)
     if not iterations:
-        st.info(f"No {words(name)} was recorded.", icon=":material/block:")
+        st.info(f"No {label_of(name)} was recorded.", icon=":material/block:")
         return
     if st.session_state.get("at") not in iterations:
         st.session_state["at"] = iterations[0]

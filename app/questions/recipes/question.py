@@ -18,6 +18,7 @@ from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.tensor_kinds import label_of
 
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
 NAMED = 4  # parts in the answer
@@ -38,7 +39,7 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     name = values["gradient"]
     iterations = iterations_of(opened, name)
     if not iterations:
-        return Drawn(problems=(f"No {words(name)} was recorded.",))
+        return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     at = values["at"] if values["at"] in iterations else iterations[0]
     return gradients(where, table, name, at, iterations, partial(compare, opened))
 
@@ -154,7 +155,7 @@ def gradients(
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, x being bf16’s gradient of the same "
         f"iteration and data. Gradient bias: {MEASURES['gradient_bias'].definition}."
     )
-    subtitle = f"{words(name)} · iteration {at} · {len(together):,} pairs"
+    subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
     height = charts.agreement_height(summary)
     figures = [
         Figure(column, charts.agreement(summary, column, subtitle), summary, caption, height=height, group="gradients")
@@ -175,7 +176,3 @@ def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
 
 def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
     return comparable_runs(table).tail(style.MAX_GROUPS)
-
-
-def words(name: str) -> str:
-    return name.replace("grad_", "gradient of ")

@@ -18,14 +18,18 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from binade.collector.capture.adapters.layer import Layer
+from binade.collector.capture.adapters.layer import Layer, Moment
 from binade.collector.recipes.recipe import Part
+from binade.data.tensor_kinds import Product
 from binade.quant.gemm import Tap
+
+if TYPE_CHECKING:
+    from binade.collector.capture.recorder import Recorder
 
 FORWARD = frozenset(("a", "b", "y", "scores"))
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
@@ -40,9 +44,9 @@ def running_backward() -> bool:
 class Listener:
     """Gives the taps of one product of one layer, pass by pass."""
 
-    def __init__(self, recorder: Any, layer: Layer, part: Part, places: dict) -> None:
-        self.recorder, self.layer, self.part, self.places = recorder, layer, part, places
-        self.passed: deque = deque(maxlen=IN_FLIGHT)
+    def __init__(self, recorder: Recorder, layer: Layer, part: Part, product: Product) -> None:
+        self.recorder, self.layer, self.part, self.product = recorder, layer, part, product
+        self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
 
     def __call__(self) -> Tap | None:
         """The observer of the pass that begins now, None while nothing is recorded."""
@@ -54,17 +58,17 @@ class Listener:
                 while self.passed and self.passed[0].iteration != moment.iteration:
                     self.passed.popleft()
                 self.passed.append(moment)
-            return self.recorder.tap(self.layer, self.part, self.places, moment)
+            return self.recorder.tap(self.layer, self.part, self.product, moment)
         if not torch.is_grad_enabled():  # the first pass of a checkpoint within another: gradients come with the next
             return None
         moment = self._recomputed()
-        tap = self.recorder.tap(self.layer, self.part, self.places, moment)
+        tap = self.recorder.tap(self.layer, self.part, self.product, moment)
         if tap is None:
             return None
         self.recorder.recomputed(self.layer.site, moment)
         return lambda seen: None if seen.name in FORWARD else tap(seen)
 
-    def _recomputed(self) -> Any:
+    def _recomputed(self) -> Moment:
         """The moment of the pass that is made again: of those whose gradients have arrived the latest, as one backward
         pass goes through several forward passes from the last to the first. Where that cannot be told (results in no
         tuple, list or mapping), the earliest."""
@@ -84,7 +88,7 @@ class Clock:
     argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
     """
 
-    def __init__(self, recorder: Any, model: nn.Module) -> None:
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
         self.recorder, self.model = recorder, model
         self.iteration: int | None = None
         self.passes = 0
@@ -92,7 +96,7 @@ class Clock:
     def begin(self) -> None:
         """A forward pass begins."""
         recorder = self.recorder
-        if recorder.told or running_backward():
+        if recorder.positioned or running_backward():
             return
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
         recorder.paused = (megatrons is not None or a_step is not None) and not self.model.training
