@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ ALLOWED = {
 }
 SOURCES = sorted(path.relative_to(PROJECT).as_posix() for package in OURS for path in (PROJECT / package).rglob("*.py"))
 PYTHON = subprocess.check_output(["git", "ls-files", "*.py"], cwd=PROJECT, text=True).split()
+IN_A_PROGRAM = re.compile(rf"(?:^|;) *(?:from (?:{'|'.join(OURS)})[. ]|import (?:{'|'.join(OURS)})\b)", re.MULTILINE)
 TORCH = {"torch", "triton", "duckdb", "streamlit", "pandas"}
 
 
@@ -77,8 +79,13 @@ def test_the_walker_sees(source, found):
 @pytest.mark.parametrize("path", PYTHON)
 def test_our_packages_are_imported_from_binade(path):
     """A top-level `app` or `data` may be the user's own."""
-    names = imported((PROJECT / path).read_text(), "binade")
+    source = (PROJECT / path).read_text()
+    names = imported(source, "binade")
     assert not roots(names) & set(OURS), f"{path}: write `from binade.{min(roots(names) & set(OURS))} import ...`"
+    if path not in ("tests/test_layering.py", "tests/test_packaging.py"):
+        programs = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+        inner = [text for text in programs if isinstance(text, str) and IN_A_PROGRAM.search(text)]
+        assert not inner, f"{path}: a program in a string imports {IN_A_PROGRAM.search(inner[0])[0].strip()}"
 
 
 @pytest.mark.parametrize("path", SOURCES)

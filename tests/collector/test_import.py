@@ -356,7 +356,8 @@ def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
 # Dies by SIGKILL at the n-th call of os.rename or os.fsync: the moments between which a segment comes to be.
 KILLED = """
 import os, signal, sys
-from collector import __main__, importer
+from binade.collector.cli import main
+from binade.collector.imports import importer
 importer.ROWS_A_SEGMENT = 4
 call, left = sys.argv[1], int(sys.argv[2])
 real = getattr(os, call)
@@ -367,7 +368,7 @@ def deadly(*arguments, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments, **more)
 setattr(os, call, deadly)
-__main__.main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[4]])
+main.main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[4]])
 """
 
 
@@ -393,14 +394,15 @@ def test_an_import_that_was_killed_goes_on(bring, tmp_path, logs, call, left):
 
 SLOW = """
 import sys, time
-from collector import __main__, importer
+from binade.collector.cli import main
+from binade.collector.imports import importer
 importer.ROWS_A_SEGMENT = 2
 taken = importer._Import._take
 def slowly(self, *arguments):
     time.sleep(0.2)
     taken(self, *arguments)
 importer._Import._take = slowly
-sys.exit(__main__.main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
+sys.exit(main.main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
 """
 
 

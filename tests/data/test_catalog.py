@@ -263,7 +263,7 @@ class TestIndexFile:
 
     def test_a_second_process_answers_the_same_from_memory(self, root):
         code = (
-            "import sys; from data.catalog import Catalog\n"
+            "import sys; from binade.data.catalog import Catalog\n"
             "with Catalog.open(sys.argv[1]) as c:\n"
             "    rows = c.tensors().to_csv(), c.distribution().to_csv()\n"
             "    answers = c.in_memory, c.totals(), *rows, c.sync(), c.refused\n"

@@ -42,8 +42,8 @@ STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA
 KILLED_WRITER = """
 import os, signal, sys, torch
 from pathlib import Path
-from data.runs import RunWriter
-from data.segment import write_segment
+from binade.data.runs import RunWriter
+from binade.data.segment import write_segment
 from tests.data.builder import CONFIG, row
 root, call, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 writer = RunWriter.create(root, "killed", CONFIG)

@@ -173,8 +173,8 @@ def test_the_process_of_a_statement_ends_with_the_app(catalog, tmp_path):
     app = """
 import sys
 from pathlib import Path
-from data.catalog import Catalog
-from data.sandbox import Sandbox
+from binade.data.catalog import Catalog
+from binade.data.sandbox import Sandbox
 with Catalog.open(Path(sys.argv[1])) as catalog:
     box = Sandbox(catalog)
     print(flush=True)

@@ -191,8 +191,8 @@ def test_write_atomic_fails_cleanly_when_the_name_is_taken(tmp_path):
 CHILD = """
 import sys, torch
 from pathlib import Path
-from data.store import save
-from data.segment import write_segment
+from binade.data.store import save
+from binade.data.segment import write_segment
 from tests.data.builder import row
 root = Path(sys.argv[2])
 try:
