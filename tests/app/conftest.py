@@ -1,4 +1,4 @@
-"""What the app's tests share: one thread for torch (two cores, small tensors), and pages run in this process."""
+"""What the app's tests share: pages run in this process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture

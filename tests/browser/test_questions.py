@@ -41,7 +41,7 @@ def first_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root as `make run` fills it, read off make itself."""
     root = tmp_path_factory.mktemp("first")
     made = subprocess.run(["make", "-n", "run"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-    commands = re.findall(r"-m collector ((?:batch|run) [^;&}]*)", made)
+    commands = re.findall(r"/binade ((?:batch|run) [^;&}]*)", made)
     assert len(commands) == 2
     for command in commands:
         done = run_collector(*shlex.split(command), root=root)

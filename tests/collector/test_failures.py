@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +22,27 @@ ENDLESS = (
     "run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "",
     "--quantization", "mxfp8", "--control-iter", "1000000",
 )  # fmt: skip
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+STARTED: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _end_what_was_started() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().kill()
 
 
 def start(root: Path, *arguments: str, **options) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "binade", *ENDLESS, "--tensor-save-dir", str(root), *arguments],
         cwd=PROJECT,
-        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         **options,
     )
+    STARTED.append(process)
+    return process
 
 
 def after_iteration(process: subprocess.Popen[str], number: int) -> None:
@@ -164,7 +172,6 @@ def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     watcher = subprocess.Popen(
         [sys.executable, "-c", WATCHER, str(tmp_path)],
         cwd=PROJECT,
-        env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

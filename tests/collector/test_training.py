@@ -18,7 +18,7 @@ from tests.conftest import RECIPES, run_collector
 def quick(tmp_path_factory: pytest.TempPathFactory):
     """(root, what the command printed) of `quick mxfp8`."""
     root = tmp_path_factory.mktemp("quick")
-    done = run_collector("quick", "mxfp8", root=root, env={"OMP_NUM_THREADS": "1"})
+    done = run_collector("quick", "mxfp8", root=root)
     assert done.returncode == 0, done.stderr
     return root, done
 
@@ -77,7 +77,7 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
 def test_triton_and_torch_train_alike(quick, tmp_path):
     """The same command with the other backend: the same losses to the last bit."""
     arguments = ("quick", "mxfp8", "--backend", "torch", "--no-raw")
-    done = run_collector(*arguments, root=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    done = run_collector(*arguments, root=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
     assert losses[0] == losses[1] and len(losses[0]) == 3
@@ -91,7 +91,7 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
     done = run_collector(
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
         "--train-iters", "50", "--no-raw", "--tensors", "query", "--scores", "",
-        root=root, env={"OMP_NUM_THREADS": "1"},
+        root=root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return {run.config["recipe"]: run for run in list_runs(root)[0]}
