@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from binade.collector.capture.adapters.attention import SdpaMode, attach_core
@@ -72,15 +72,20 @@ def find(model: nn.Module) -> Found:
     return Found(tuple(layers), refused=tuple(refused))
 
 
+def _is_a(module: str, name: str, value: object) -> bool:
+    """isinstance, for classes of modules that take a second to import. Before that, nothing is of such a class."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
+
+
 def _refusal(module: nn.Module) -> str | None:
     for kind, reason in HIDDEN:
         if isinstance(module, kind):
             return reason
-    if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+    if _is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None:
         return "it is compiled: instrument the model without torch.compile"
     if isinstance(module, nn.Linear):
         weight = vars(module)["_parameters"].get("weight")
-        if isinstance(weight, DTensor):
+        if _is_a("torch.distributed.tensor", "DTensor", weight):
             return "its weight is a DTensor, divided among ranks: its product is not of plain tensors"
         if weight is not None and not weight.is_floating_point():
             return f"its weight is {weight.dtype}, quantized already"
