@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import cycle
 
 import altair as alt
 import numpy as np
@@ -12,6 +13,7 @@ import pandas as pd
 
 from binade.data.tensor_kinds import NEUTRAL as GREY
 from binade.data.tensor_kinds import color_of, tensor_names
+from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
 
 FORMAT_COLORS = {
@@ -28,6 +30,9 @@ FORMAT_COLORS = {
     "mxint8": "#059669",
     "nvfp4": "#65a30d",
 }
+# For formats that have no colour above, in their order, so that a new format needs no change here.
+SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
+FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
 # For groups that are no formats: none of the colours above. All are readable on light and on dark.
 PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)

@@ -196,7 +196,7 @@ def test_groups_that_name_no_format_borrow_no_formats_colour():
 def test_every_format_has_a_colour_of_its_own():
     assert set(style.FORMAT_COLORS) == set(quant.FORMATS)
     everything = [*style.FORMAT_COLORS.values(), *style.PALETTE]
-    assert len(set(everything)) == len(everything)
+    assert len(set(everything)) == len(everything) and not set(style.SPARE) & set(style.PALETTE)
 
 
 def luminance(color: str) -> float:
@@ -209,7 +209,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("background", ["#ffffff", "#0f1219"], ids=["light", "dark"])
 def test_every_colour_stands_out(background):
     """WCAG 2.1, 1.4.11: graphics need a contrast of 3 to 1."""
-    for color in (*style.FORMAT_COLORS.values(), *style.PALETTE, style.GREY):
+    for color in (*style.FORMAT_COLORS.values(), *style.PALETTE, *style.SPARE, style.GREY):
         light, dark = sorted((luminance(color), luminance(background)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 3, color
 
