@@ -4,6 +4,8 @@
 class ConfigError(ValueError):
     """A choice that cannot be run. The message says what was wrong, what was expected and what to do."""
 
+    exit_status = 2
+
 
 class DataError(RuntimeError):
     """A dataset that was found good gives no tokens now."""

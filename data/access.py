@@ -15,6 +15,8 @@ OFF = ("", "0", "false", "no", "off")
 class ReadOnlyError(ValueError):
     """What was asked for would change something, and the process was started read-only."""
 
+    exit_status = 2
+
 
 def read_only() -> bool:
     """Whether BINADE_READ_ONLY is set to anything but a word for no."""

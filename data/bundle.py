@@ -62,6 +62,8 @@ _BESIDE = re.compile(r"[a-z]{1,40}\.json")
 class BundleError(ValueError):
     """A bundle cannot be written or taken in. One sentence: what is wrong, and what to do where something can be."""
 
+    exit_status = 1
+
 
 @dataclass(frozen=True)
 class Written:

@@ -25,6 +25,8 @@ LABELS = {
 class FilterError(ValueError):
     """A filter was given a field that does not exist or a value of the wrong kind."""
 
+    exit_status = 2
+
 
 @dataclass(frozen=True)
 class Filter:

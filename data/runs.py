@@ -41,6 +41,8 @@ RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = "running", "done", "failed"
 class RunError(ValueError):
     """A run directory or root cannot be used. The message says what, and what to do."""
 
+    exit_status = 1
+
 
 @dataclass(frozen=True)
 class Status:

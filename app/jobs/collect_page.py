@@ -63,7 +63,7 @@ def _begin() -> None:
             if not (asked.isdecimal() and len(asked) < 10):
                 raise JobError("a job's number was expected")
             job = jobs.find(resolve_root(), int(asked))
-            config = jobs.asked(job.arguments)[0]
+            config = jobs.parse_runs(job.arguments)[0]
         except (*REFUSED, *FAILED) as error:
             st.warning(plain(f"Job {asked[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from binade.collector.jobs import TEN_RECIPES, arguments_of, asked
+from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
 from binade.collector.training.config import ConfigError, RunConfig, fast
 from binade.quant.formats import FORMATS
 
@@ -97,7 +97,7 @@ def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig) -> l
     if not recipes:
         raise ConfigError("choose at least one recipe")
     config = config_of(values, base)
-    return [run for recipe in recipes for run in asked(arguments_of(replace(config, recipe=recipe)))]
+    return [run for recipe in recipes for run in parse_runs(arguments_of(replace(config, recipe=recipe)))]
 
 
 def kept_beside(base: RunConfig) -> list[str]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -44,7 +43,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import write_atomic
 
-__all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "command_of", "no_room", "run"]
+__all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "no_room", "run"]
 
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
@@ -59,6 +58,8 @@ class ReportError(RuntimeError):
 
 class UsageError(ReportError):
     """What was asked for makes no sense."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True)
@@ -342,7 +343,3 @@ def no_room(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "the disk is full: nothing of the report was kept; free some space or give another --output"
     return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"
-
-
-def command_of(argv: list[str]) -> str:
-    return shlex.join(["binade", *argv])

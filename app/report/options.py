@@ -1,79 +1,93 @@
-"""binade report: its options. No heavy import, so that a slip is told at once."""
+"""The options of binade report. The filters are the fields of data.filter. No heavy import."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import click
+
 from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter, FilterError
+from binade.terminal import Option, names, root_option
+
+FILTER = ("Filter", "Separate several values by commas. The same filters as in the app's sidebar.")
 
 
-def add_to(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--output", type=Path, default=Path("draw"), metavar="DIR", help="the folder that is written")
-    command.add_argument("--tensor-save-dir", metavar="ROOT", help="the runs: else TENSOR_SAVE_DIR, else data/runs")
-    command.add_argument("--session", metavar="ID", help="the report of a saved session: its notes, pins and view")
-    command.add_argument("--zip", type=Path, metavar="FILE", help="also a ZIP of PNG, SVG, CSV and JSON")
-    command.add_argument("--theme", choices=("light", "dark"), default="light", help="of the pictures")
-    command.add_argument("--jobs", type=_jobs, metavar="N", help="processes that draw: one a core")
-    command.add_argument(
-        "--query",
-        type=_query,
-        default=Filter(),
-        metavar="URL",
-        help="the filter of an address of the app, or of its ?query",
-    )
-    filters = command.add_argument_group("filter", "values separated by commas; as in the app's sidebar")
-    for name in FIELDS:
-        filters.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_numbers if name in INTEGER_FIELDS else _texts,
-            metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
-            help=LABELS.get(name, name),
-        )
+class Values(click.ParamType):
+    """The values of a filter: texts or whole numbers, separated by commas."""
+
+    name = "values"
+
+    def __init__(self, integer: bool) -> None:
+        self.integer = integer
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str] | list[int]:
+        texts = names(value)
+        if not texts:
+            self.fail("names are expected, separated by commas", param, ctx)
+        if not self.integer:
+            return list(texts)
+        for text in texts:
+            if not text.isdecimal() or len(text) > 9:
+                self.fail(f"{text!r} is not a number: expected whole numbers, separated by commas", param, ctx)
+        return [int(text) for text in texts]
 
 
-def filter_of(given: argparse.Namespace) -> Filter:
-    """The query's filter with the options', which win where both name a field. Raises FilterError beside --session."""
-    named = {name: getattr(given, name) for name in FIELDS if getattr(given, name) is not None}
-    found = Filter.from_dict(given.query.to_dict() | named)
-    if given.session and found.items():
+class Query(click.ParamType):
+    """The filter of an address of the app. Parameters that are not filters belong to the page and are ignored."""
+
+    name = "query"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Filter:
+        try:
+            query = urlsplit(value).query if "://" in value else value.lstrip("?")
+        except ValueError:  # unbalanced brackets
+            query = None
+        if query is None or ("=" not in query and "://" not in value):
+            example = "quant_type=mxfp8&layer_index=1"
+            self.fail(f"{value[:80]!r} is not a query: expected {example} or an address of the app", param, ctx)
+        found, problems = Filter.from_query(parse_qs(query))
+        if problems:
+            self.fail(problems[0], param, ctx)
+        return found
+
+
+def params() -> list[click.Parameter]:
+    """The parameters of binade report."""
+    return [
+        Option(["--output"], type=Path, default="draw", metavar="DIR", help="Folder to write  [default: draw]"),
+        root_option(),
+        Option(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
+        Option(["--zip", "archive"], type=Path, metavar="FILE", help="Also write a ZIP of PNG, SVG, CSV and JSON"),
+        Option(
+            ["--theme"],
+            type=click.Choice(("light", "dark")),
+            default="light",
+            help="Theme of the pictures  [default: light]",
+        ),
+        Option(
+            ["--jobs"], type=click.IntRange(1, 256), metavar="N", help="Processes that draw  [default: one per core]"
+        ),
+        Option(["--query"], type=Query(), metavar="URL", help="Use the filter of an address of the app"),
+        *(
+            Option(
+                [f"--{name.replace('_', '-')}", name],
+                type=Values(name in INTEGER_FIELDS),
+                metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
+                help=f"Restrict to this {LABELS.get(name, name)}",
+                title=FILTER[0],
+                about=FILTER[1],
+            )
+            for name in FIELDS
+        ),
+    ]
+
+
+def filter_of(query: Filter | None, options: dict[str, Any], session: str | None) -> Filter:
+    """The filter of --query, overridden by the filter options. Raises FilterError together with --session."""
+    given = {name: options[name] for name in FIELDS if options[name] is not None}
+    found = Filter.from_dict((query or Filter()).to_dict() | given)
+    if session and found.items():
         raise FilterError("a session has its own filter: give --session without others")
     return found
-
-
-def _query(text: str) -> Filter:
-    """Parameters that are no filter fields are a page's own, and left out."""
-    try:
-        query = urlsplit(text).query if "://" in text else text.lstrip("?")
-    except ValueError:  # brackets that do not close
-        query = None
-    if query is None or ("=" not in query and "://" not in text):
-        raise argparse.ArgumentTypeError(
-            f"{text[:80]!r} is no query: expected quant_type=mxfp8&layer_index=1 or the like, or an address of the app"
-        )
-    found, problems = Filter.from_query(parse_qs(query))
-    if problems:
-        raise argparse.ArgumentTypeError(problems[0])
-    return found
-
-
-def _texts(text: str) -> list[str]:
-    values = [value.strip() for value in text.split(",") if value.strip()]
-    if not values:
-        raise argparse.ArgumentTypeError("names are expected, separated by commas")
-    return values
-
-
-def _numbers(text: str) -> list[int]:
-    values = _texts(text)
-    bad = next((value for value in values if not value.isdecimal() or len(value) > 9), None)
-    if bad is not None:
-        raise argparse.ArgumentTypeError(f"{bad!r} is no number: expected whole numbers, separated by commas")
-    return [int(value) for value in values]
-
-
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes: give one from 1 to 256")
-    return int(text)

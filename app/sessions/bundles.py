@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from binade.app.sessions import session as sessions
 from binade.app.sessions.pins import Pin, tensors_of
-from binade.app.sessions.session import Session, SessionError
+from binade.app.sessions.session import Session
 from binade.data import bundle
-from binade.data.access import ReadOnlyError
-from binade.data.bundle import BundleError, Taken, Written
+from binade.data.bundle import Taken, Written
 from binade.data.catalog import Catalog
-from binade.data.runs import RunError, resolve_root
 
 SESSION = "session.json"
 VALUES = {
@@ -55,48 +51,6 @@ def bring_in(
         return taken, None, 0
     session = sessions.parse(taken.beside[SESSION])
     return taken, session, sessions.bring_in(root, session)
-
-
-# binade bundle
-
-
-def command(given: argparse.Namespace) -> int:
-    """Run a bundle command; its exit status."""
-    root = resolve_root(given.tensor_save_dir)
-    try:
-        {"export": _export, "import": _import, "list": _list}[given.verb](root, given)
-    except (BundleError, SessionError, RunError, ReadOnlyError) as error:
-        print(f"binade: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _export(root: Path, given: argparse.Namespace) -> None:
-    found = sessions.load(root, given.session).session
-    assert found
-    with Catalog.open(root) as catalog:
-        written = export(catalog, found, given.output, given.values)
-    left = f", {written.left_out} left out: their files lie outside their run" if written.left_out else ""
-    print(
-        f"{given.output}: {found.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
-        f"their values{left}, {written.nbytes:,} bytes"
-    )
-
-
-def _import(root: Path, given: argparse.Namespace) -> None:
-    taken, session, number = bring_in(root, given.file)
-    print(summary(taken))
-    if session:
-        print(f"session {session.id}, version {number}: {session.name}")
-
-
-def _list(root: Path, given: argparse.Namespace) -> None:
-    found, problems = sessions.list_sessions(root)
-    for version in found:
-        if one := version.session:
-            print(f"{one.id}  {one.saved[:19]}  version {version.number}  {len(one.pins)} pins  {one.name}")
-    for problem in problems:
-        print(f"binade: {problem}", file=sys.stderr)
 
 
 def summary(taken: Taken) -> str:

@@ -86,6 +86,8 @@ _VALIDATOR = Draft202012Validator(SCHEMA)
 class SessionError(ValueError):
     """A session file or a saved session cannot be used. One sentence: what is wrong, what was expected."""
 
+    exit_status = 1
+
 
 @dataclass(frozen=True)
 class View:

@@ -1,338 +1,236 @@
-"""The command line: its options, the old spellings among them, and the runs that they ask for. No torch."""
+"""The options of run, batch and quick, made from their declarations, and the runs that a command line asks for.
+
+No torch.
+"""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from binade.collector.cli.terminal import one_line
+import click
+from click.shell_completion import CompletionItem
+
+from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.training.config import (
-    BACKENDS,
-    BYTE,
-    DATASETS,
-    DEFAULT_SCORES,
-    DEVICES,
-    MODELS,
-    SIZES,
-    ConfigError,
-    RunConfig,
-    check,
-    fast,
-)
-from binade.collector.training.slurm_options import add_options as add_start_options
-from binade.data.runs import is_unicode
-from binade.data.tensor_kinds import tensor_names
+from binade.collector.training.config import DEFAULT_SCORES, FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, fast
+from binade.collector.training.option import Declared, Group, declared
+from binade.collector.training.slurm_options import SlurmOptions
+from binade.terminal import Command, Names, Option, names, root_option
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
-
-ABOUT_LAYERS = (
-    "LAYERS is first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
-    "layer2.expert3.fc1; several with commas, which separate everywhere but in braces."
-)
-ABOUT_FORMATS = (
-    "Formats in the place of the recipe's. What is more exact wins: recipe < part (linear, qk, pv, router) < GEMM "
-    "(forward, dgrad, wgrad) < operand. bf16 turns each off. Operands are named as --dry-run prints them. "
-    + ABOUT_LAYERS
-)
+QUANTIZATION = {"run": "RECIPE", "batch": "A,B,...", "quick": "RECIPE"}
+UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-class UsageError(ConfigError):
-    """The command line cannot be read. The message says why, and where help is."""
+class Numbers(click.ParamType):
+    """A list of whole numbers, separated by commas."""
+
+    name = "numbers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return tuple(int(name) for name in names(value))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers: write numbers from 0, such as 0,2", param, ctx)
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors are one line, and options are written out: a typo is no abbreviation."""
+class Size(click.ParamType):
+    """A number of bytes: 500M, 4G, 1073741824."""
 
-    def __init__(self, **settings: object) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+    name = "size"
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{one_line(message)}; see python -m {self.prog} --help")
-
-
-class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Tells the defaults that are words or numbers."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = (
-            action.default != ""
-            and isinstance(action.default, (str, int, float))
-            and not isinstance(action.default, bool)
-        )
-        return super()._get_help_string(action) if told else action.help
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number, unit = (value[:-1], UNITS[value[-1].upper()]) if value[-1:].upper() in UNITS else (value, 1)
+        try:
+            return int(float(number) * unit)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is not a size: write 500M, 4G or a number of bytes", param, ctx)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line read; bad usage ends the process with status 2 and one line."""
-    try:
-        return read(argv)
-    except UsageError as error:
-        print(f"binade: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-
-
-def read(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line read. Raises UsageError."""
-    for word in argv:
-        if not is_unicode(word):  # it could be opened, but neither written into run.json nor indexed
-            raise UsageError(f"{one_line(word)} is not valid Unicode: rename the file, or write the option anew")
-    if argv and argv[0].startswith("--"):  # no command comes first: an old spelling may name it
-        old = _old_parser()
-        given, rest = old.parse_known_args(argv)
-        modes = set(given.mode or ())
-        if len(modes) > 1:
-            old.error(f"--mode is {' and '.join(sorted(modes))}: give one")
-        if not modes and "--help" not in rest:
-            old.error("the command comes first: run, batch, quick, compare, list or import")
-        argv = [*(MODES[mode] for mode in modes), *rest]
-    return build_parser().parse_args(argv)
-
-
-def job_arguments(argv: Sequence[str]) -> list[str]:
-    """What a job is to be run with: a command line that `parse` takes, less what tells how it is started."""
-    start = Parser(prog="binade", add_help=False)
-    add_start_options(start)
-    return start.parse_known_args(argv)[1]
-
-
-def _old_parser() -> Parser:
-    old = Parser(prog="binade", add_help=False)
-    old.add_argument("--mode", choices=MODES, action="append", help="old spelling of the commands run, batch and quick")
-    return old
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="binade",
-        description="Train a small quantized model and record its tensors, or index those recorded elsewhere.",
-        parents=[_old_parser()],
-    )
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | batch | quick | jobs | compare | list | import"
-    )
-    run = commands.add_parser("run", help="one run", formatter_class=Help)
-    batch = commands.add_parser("batch", help="one run a recipe", formatter_class=Help)
-    quick = commands.add_parser("quick", help="the smallest useful run", formatter_class=Help)
-    quick.add_argument("named", nargs="?", type=_names, metavar="RECIPE", help="a format or recipe, see `list`")
-    for command, metavar, shown in (
-        (run, "RECIPE", "see `list` (default: bf16)"),
-        (batch, "A,B,...", "recipes, see `list` (default: the ten of it)"),
-        (quick, "RECIPE", "the same, as an option"),
-    ):
-        command.add_argument("--quantization", type=_names, metavar=metavar, help=shown)
-        command.add_argument("--quant-type", type=_names, metavar=metavar, help="old spelling of --quantization")
-        _add_options(command)
-    quick.set_defaults(training_config="fast", warmup_iterations=2)
-    compare = commands.add_parser("compare", help="the recipes of a root side by side", formatter_class=Help)
-    compare.add_argument("root", nargs="?", metavar="ROOT", help="of the runs; else $TENSOR_SAVE_DIR, data/runs")
-    compare.add_argument("--format", choices=("text", "csv", "markdown"), default="text", help="how it is written")
-    compare.add_argument("--output", type=Path, metavar="FILE", help="write it there, not to the terminal")
-    _add_jobs(commands.add_parser("jobs", help="the queue of runs: list, add, follow, cancel and more"))
-    commands.add_parser("list", help="models, datasets, recipes, formats, operands, modules")
-    _add_import(commands.add_parser("import", help="index tensor logs that other tools wrote", formatter_class=Help))
-    return parser
-
-
-def _add_jobs(parser: Parser) -> None:
-    root = Parser(add_help=False)
-    for each, default in ((parser, None), (root, argparse.SUPPRESS)):
-        where = "root of the runs; else $TENSOR_SAVE_DIR, data/runs"
-        each.add_argument("--tensor-save-dir", metavar="DIR", default=default, help=where)
-    parser.set_defaults(all=False)
-    actions = parser.add_subparsers(dest="action", metavar="list | add | follow | cancel | retry | delete | at-once")
-    listed = actions.add_parser("list", parents=[root], help="the jobs and their states (also done without a word)")
-    listed.add_argument("--all", action="store_true", help="all that have ended, not the latest only")
-    added = actions.add_parser("add", parents=[root], help="queue runs: a command line of run, batch or quick")
-    added.add_argument("line", nargs=argparse.REMAINDER, metavar="run|batch|quick ...", help="a job for each run of it")
-    for name, what in (("follow", "print a job's log until it ends"), ("retry", "queue the same again")):
-        actions.add_parser(name, parents=[root], help=what).add_argument("id", type=int, help="number of the job")
-    for name, what in (
-        ("cancel", "end jobs, and keep what they recorded"),
-        ("delete", "forget jobs that have ended; their runs stay"),
-    ):
-        command = actions.add_parser(name, parents=[root], help=what)
-        command.add_argument("ids", type=int, nargs="+", metavar="id", help="numbers of jobs")
-    command.add_argument("--with-run", action="store_true", help="and delete their runs with all tensors")
-    many = actions.add_parser("at-once", parents=[root], help="how many jobs may run at the same time")
-    many.add_argument("count", type=int, metavar="N")
-    actions.add_parser("serve", parents=[root], help="work through the queue until it is empty (started by the others)")
-
-
-def _add_import(parser: Parser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="where .pt, .safetensors and .npy files lie, at any depth")
-    _add_scores(parser, "every tensor")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    _add_root(parser)
-
-
-def _add_scores(parser: argparse._ActionsContainer, tried_on: str) -> None:
-    parser.add_argument(
-        "--scores",
-        type=_names,
-        default=DEFAULT_SCORES,
-        metavar="A,B,...",
-        help=f"formats to try on {tried_on} (default: {','.join(DEFAULT_SCORES)})",
+def click_option(each: Declared, default: Any) -> Option:
+    """Click's option for a declaration, with its default in the help. A value that is not given is None, or () for a
+    list."""
+    declaration, settings = each.option, dict[str, Any]()
+    if each.kind is bool:
+        settings = {"is_flag": True, "flag_value": not each.default, "type": bool}
+    elif declaration.unit == "bytes":
+        settings = {"type": Size()}
+    elif each.is_list:
+        settings = {"type": Numbers() if each.kind is int else Names(), "multiple": True}
+    else:
+        settings = {"type": each.kind}
+    text, shown = declaration.help, declaration.default_help
+    if declaration.allowed is not None and not all(name in text for name in declaration.allowed):
+        text += f". One of {', '.join(declaration.allowed)}"
+    if not shown and each.kind is not bool and default not in (None, (), ""):
+        shown = each.text(default)
+    return Option(
+        [each.flag, each.name],
+        title=declaration.group.title,
+        about=declaration.group.about,
+        help=f"{text}  [default: {shown}]" if shown else text,
+        metavar=declaration.metavar,
+        default=None,
+        shell_complete=lambda ctx, param, start: _complete(each, start),
+        **settings,
     )
 
 
-def _add_root(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--tensor-save-dir", metavar="DIR", help="root of the runs; else $TENSOR_SAVE_DIR, data/runs")
+def _complete(each: Declared, start: str) -> list[CompletionItem]:
+    before, comma, word = start.rpartition(",") if each.is_list else ("", "", start)
+    found = [CompletionItem(before + comma + name) for name in each.option.allowed or () if name.startswith(word)]
+    return found or [CompletionItem(start, type="file")] * ("PATH" in (each.option.metavar or ""))
 
 
-def _add_options(parser: Parser) -> None:
-    d = RunConfig()
-    what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", default=d.model, help=", ".join(MODELS))
-    what.add_argument("--size", default=d.size, help=", ".join(SIZES))
-    files = "a .jsonl, .jsonl.gz or .parquet file, or Megatron's .bin/.idx (either file, or their prefix)"
-    what.add_argument("--dataset", default=d.dataset, metavar="NAME|PATH", help=f"{', '.join(DATASETS)}, {files}")
-    tokenizers = f"{BYTE}, or a Hugging Face tokenizer.json or its directory (default: {BYTE}; none with .bin/.idx)"
-    what.add_argument("--tokenizer", default=argparse.SUPPRESS, metavar="NAME|PATH", help=tokenizers)
-    vocabulary = "tokens of the model (default: its own, see `list`)"
-    what.add_argument("--vocab-size", type=int, default=argparse.SUPPRESS, metavar="N", help=vocabulary)
-    what.add_argument("--layers", type=int, metavar="N", help="shorten the model to its first N")
-    what.add_argument("--load-hf", metavar="DIR", help="start from a Hugging Face safetensors checkpoint")
-
-    formats = parser.add_argument_group("what is quantized", ABOUT_FORMATS)
-    for name, meaning in (
-        ("linear", "of every linear layer"),
-        ("qk", "of QK^T's operands"),
-        ("pv", "of PV's operands"),
-        ("router", "of the experts' router, which no recipe quantizes"),
-        ("forward", "of the linear layers' forward GEMM"),
-        ("dgrad", "of the linear layers' GEMM for the input's gradient"),
-        ("wgrad", "of the linear layers' GEMM for the weight's gradient"),
-    ):
-        formats.add_argument(f"--{name}-quant", metavar="FORMAT", help=meaning)
-    formats.add_argument(
-        "--operand-quant", type=_names, action="extend", metavar="PART.GEMM.OPERAND=FORMAT,...",
-        help="of single operands, as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16; taken literally, where "
-        "mxfp8 otherwise makes a gradient mxfp8_e5m2",
-    )  # fmt: skip
-    formats.add_argument("--skip-layers", default=d.skip_layers, metavar="LAYERS", help="these stay in bf16")
-
-    how = parser.add_argument_group("how long")
-    how.add_argument(
-        "--warmup-iterations", type=int, default=d.warmup_iterations, metavar="N", help="in bf16, before the others"
-    )
-    how.add_argument(
-        "--train-iters", type=int, metavar="N", help="iterations under the recipe (default: as many as recording takes)"
-    )
-    how.add_argument(
-        "--micro-batches", type=int, metavar="N", help="of an iteration (default: as many as are recorded)"
-    )
-    quick = fast(d)
-    for name, unit in (("micro_batch_size", "sequences"), ("sequence_length", "tokens")):
-        shown = f"{unit} (default: {getattr(d, name)}; fast: {getattr(quick, name)})"
-        how.add_argument(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS, metavar="N", help=shown)
-    how.add_argument(
-        "--training-config", choices=("standard", "fast"), default="standard", help="fast: a quarter of the tokens"
-    )
-    how.add_argument("--learning-rate", type=float, default=d.learning_rate, metavar="X", help="of AdamW")
-    how.add_argument("--seed", type=int, default=d.seed, metavar="N", help="of weights and data")
-
-    kept = parser.add_argument_group("what is recorded", "LAYERS is as above.")
-    kept.add_argument(
-        "--control-iter", type=int, default=d.control_iter, metavar="N", help="iterations; 0 for every one"
-    )
-    kept.add_argument(
-        "--capture-every", type=int, default=d.capture_every, metavar="N",
-        help="take one iteration in N: the first, and N later the next",
-    )  # fmt: skip
-    kept.add_argument(
-        "--collect-micro-batches", type=int, default=d.collect_micro_batches, metavar="N",
-        help="of each of these iterations the first N; 0 for all",
-    )  # fmt: skip
-    kept.add_argument("--tensors", type=_names, default=(), metavar="A,B,...", help=f"of {', '.join(tensor_names())}")
-    kept.add_argument("--modules", type=_names, default=(), metavar="A,B,...", help="as qkv, core, fc1; see `list`")
-    kept.add_argument("--capture-layers", default=d.capture_layers, metavar="LAYERS", help="only these")
-    kept.add_argument("--ranks", type=_ranks, default=(), metavar="0,1,...", help="only what these ranks hold")
-    _add_scores(kept, "operands")
-    kept.add_argument("--no-raw", dest="raw", action="store_false", help="statistics and sketches only")
-    kept.add_argument(
-        "--max-bytes", type=_size, default=d.max_bytes, metavar="SIZE", help="for tensor files, a run: 500M, 4G"
-    )
-    kept.add_argument("--save-tensors", action="store_true", default=None, help="old spelling of what is the default")
-    kept.add_argument(
-        "--no-save-tensors", action="store_true", help="record nothing at all: train, and keep the losses"
-    )
-
-    where = parser.add_argument_group("where")
-    _add_root(where)
-    where.add_argument("--device", default=d.device, help=", ".join(DEVICES))
-    where.add_argument("--backend", default=d.backend, help=f"what quantizes operands: {', '.join(BACKENDS)}")
-    where.add_argument("--tp", type=int, default=d.tp, metavar="N", help="tensor-parallel ranks")
-    where.add_argument("--sequence-parallel", action="store_true", help="split sequences among them between layers")
-    where.add_argument("--dp", type=int, default=d.dp, metavar="N", help="replicas, each with its own micro-batches")
-    add_start_options(parser)
+def start_params() -> list[click.Parameter]:
+    return [click_option(each, each.default) for each in declared(SlurmOptions).values()]
 
 
-def configs(given: argparse.Namespace) -> list[RunConfig]:
-    """The runs that a command line asks for, checked. Raises ConfigError and its kin."""
-    if given.save_tensors and given.no_save_tensors:
-        raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
-    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if getattr(given, name)]
-    if given.no_save_tensors and chosen:
-        option = f"--{chosen[0].replace('_', '-')}"
-        raise ConfigError(f"--no-save-tensors records nothing, and {option} chooses what is recorded: give one")
-    if given.max_bytes != RunConfig().max_bytes and not (given.raw and not given.no_save_tensors):
-        option = "--no-save-tensors" if given.no_save_tensors else "--no-raw"
-        raise ConfigError(f"{option} keeps no values, and --max-bytes bounds their files: give one")
-    options = vars(given) | {
-        "save_tensors": not given.no_save_tensors,
-        "operand_quant": tuple(given.operand_quant or ()),
+def training_params(command: str) -> list[click.Parameter]:
+    """The parameters of run, batch or quick. Each command has its own defaults for the recipes."""
+    params = [*_training_params(command), *start_params()]
+    return [click.Argument(["recipe"], required=False, metavar="[RECIPE]"), *params] if command == "quick" else params
+
+
+def _training_params(command: str) -> Iterator[click.Parameter]:
+    added = {
+        "recipe": _recipe_options(command),
+        "train_iters": _length_options(command),
+        "save_tensors": _record_options(),
     }
-    if options["micro_batches"] is None:
-        options["micro_batches"] = max(1, given.collect_micro_batches)
-    known = {f.name for f in fields(RunConfig)} - {"recipe"}
-    base = fast(RunConfig()) if given.training_config == "fast" else RunConfig()
-    base = replace(base, **{name: value for name, value in options.items() if name in known})
-    runs = [replace(base, recipe=recipe) for recipe in _recipes(given)]
+    shown = defaults(command)
+    for each in declared(RunConfig).values():
+        yield from added.get(each.name, ())
+        if each.name != "recipe":
+            yield click_option(each, getattr(shown, each.name))
+    yield root_option(WHERE.title)
+
+
+def _recipe_options(command: str) -> Iterator[Option]:
+    shown = {"run": "[default: bf16]", "batch": "[default: the ten of `binade list`]", "quick": ""}[command]
+    what = "Recipes" if command == "batch" else "Recipe"
+    text = f"{what}: see `binade list`  {shown}"
+    yield _option(FORMAT, "--quantization", type=Names(), metavar=QUANTIZATION[command], help=text)
+    old = "Old spelling of --quantization"
+    yield _option(FORMAT, "--quant-type", type=Names(), metavar=QUANTIZATION[command], help=old)
+
+
+def _length_options(command: str) -> Iterator[Option]:
+    choices = click.Choice(("standard", "fast"))
+    text = f"fast: a quarter of the tokens  [default: {'fast' if command == 'quick' else 'standard'}]"
+    yield _option(LENGTH, "--training-config", type=choices, help=text)
+
+
+def _record_options() -> Iterator[Option]:
+    text = "Old spelling of what is the default: record"
+    yield _option(RECORD, "--save-tensors", "record_tensors", is_flag=True, help=text)
+
+
+def _option(group: Group, *names: str, **settings: Any) -> Option:
+    return Option(names, title=group.title, about=group.about, **settings)
+
+
+def scores_option() -> Option:
+    """--scores of `binade import`."""
+    text = f"Formats to try on every tensor  [default: {','.join(DEFAULT_SCORES)}]"
+    return Option(["--scores"], type=Names(), metavar="A,B,...", default=DEFAULT_SCORES, help=text)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line of run, batch or quick asks for."""
+
+    runs: list[RunConfig]
+    start: SlurmOptions
+    root: str | None
+
+
+def read(line: Sequence[str]) -> Request:
+    """Parse a command line of run, batch or quick. Raises click.UsageError, and ConfigError as `request_of`."""
+    command = Command(line[0], params=training_params(line[0]))
+    return request_of(line[0], command.make_context(f"binade {line[0]}", list(line[1:])).params)
+
+
+def request_of(command: str, params: Mapping[str, Any]) -> Request:
+    """The runs for the parameters of a command, checked. Raises ConfigError."""
+    given = {name: value for name, value in params.items() if value is not None}
+    for name, each in declared(RunConfig).items():
+        if each.is_list and not given[name]:
+            del given[name]
+        elif each.is_list:  # an option that is given twice extends its list
+            given[name] = tuple(item for items in given[name] for item in items)
+    _check_recording(given)
+    base = defaults(command, given.get("training_config"))
+    base = replace(base, **{name: given[name] for name in declared(RunConfig) if name in given and name != "recipe"})
+    if "micro_batches" not in given:
+        base = replace(base, micro_batches=max(1, base.collect_micro_batches))
+    start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})
+    runs = [replace(base, recipe=recipe) for recipe in _recipes(command, given)]
     for config in runs:
         check(config)
-    return runs
+    return Request(runs, start, given.get("root"))
 
 
-def _recipes(given: argparse.Namespace) -> tuple[str, ...]:
-    """The recipes by whichever of their spellings."""
-    spellings = {
-        "RECIPE": getattr(given, "named", None),
-        "--quantization": given.quantization,
-        "--quant-type": given.quant_type,
-    }
-    said = {spelling: recipes for spelling, recipes in spellings.items() if recipes is not None}
-    if len(set(said.values())) > 1:
-        raise ConfigError(f"{' and '.join(said)} name different recipes: give one of them")
-    defaults = {"run": ("bf16",), "batch": TEN_RECIPES, "quick": ()}
-    recipes = next(iter(said.values()), defaults[given.command])
+def defaults(command: str, training_config: str | None = None) -> RunConfig:
+    """The configuration of a command without options."""
+    config = replace(RunConfig(), warmup_iterations=2) if command == "quick" else RunConfig()
+    return fast(config) if training_config == "fast" or (training_config is None and command == "quick") else config
+
+
+def _check_recording(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    nothing = "save_tensors" in given
+    if nothing and given.get("record_tensors"):
+        raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
+    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if given.get(name)]
+    if nothing and chosen:
+        flag = declared(RunConfig)[chosen[0]].flag
+        raise ConfigError(f"--no-save-tensors records nothing, and {flag} chooses what is recorded: give one")
+    if "max_bytes" in given and (nothing or "raw" in given):
+        flag = "--no-save-tensors" if nothing else "--no-raw"
+        raise ConfigError(f"{flag} keeps no values, and --max-bytes limits their files: give one")
+
+
+def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The recipes, by any of their spellings."""
+    spellings = {"RECIPE": "recipe", "--quantization": "quantization", "--quant-type": "quant_type"}
+    chosen = {spelling: given[name] for spelling, name in spellings.items() if name in given}
+    if "RECIPE" in chosen:
+        chosen["RECIPE"] = names(chosen["RECIPE"])
+    if len(set(chosen.values())) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} name different recipes: give one of them")
+    usual: dict[str, tuple[str, ...]] = {"run": ("bf16",), "batch": TEN_RECIPES, "quick": ()}
+    recipes: tuple[str, ...] = next(iter(chosen.values()), usual[command])
     if not recipes:
-        raise ConfigError(f"{given.command} needs a recipe: a name of `binade list`")
-    if len(recipes) > 1 and given.command != "batch":
-        raise ConfigError(f"{given.command} takes one recipe, not {len(recipes)}: use batch for several")
+        raise ConfigError(f"{command} needs a recipe: a name of `binade list`")
+    if len(recipes) > 1 and command != "batch":
+        raise ConfigError(f"{command} takes one recipe, not {len(recipes)}: use batch for several")
     return recipes
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+def resolve_mode(argv: Sequence[str]) -> list[str]:
+    """Replace --mode, which scripts of the Megatron fork use, by the command that it names. Raises click.UsageError."""
+    if not argv or not argv[0].startswith("--") or argv[0] in ("--help", "--version"):
+        return list(argv)
+    parser = click.Command("binade", params=[mode_option()], add_help_option=False, context_settings=PASS_ON)
+    with parser.make_context("binade", list(argv)) as context:
+        modes = sorted(set(context.params["mode"]))
+        if len(modes) > 1:
+            raise click.UsageError(f"--mode is {' and '.join(modes)}: give one", context)
+        if not modes and "--help" not in context.args:
+            raise click.UsageError("the command comes first: run, batch, quick or another", context)
+        return [*(MODES[mode] for mode in modes), *context.args]
 
 
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(name) for name in _names(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} are no ranks: write numbers from 0, as 0,2") from None
+def mode_option() -> Option:
+    text = "Old spelling of the commands run, batch and quick"
+    return Option(["--mode"], type=click.Choice(list(MODES)), multiple=True, help=text)
 
 
-def _size(text: str) -> int:
-    """A number of bytes: 500M, 4G, 1073741824."""
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
-    try:
-        return int(float(number) * unit)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write 500M, 4G or a number of bytes") from None
+def job_arguments(argv: Sequence[str]) -> list[str]:
+    """The command line without the options that say how it is started."""
+    parser = click.Command("binade", params=start_params(), add_help_option=False, context_settings=PASS_ON)
+    return list(parser.make_context("binade", list(argv)).args)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from binade.collector.cli.compare import SIDES, Comparison, Rounding, Row, Seconds, Section, Settings
-from binade.collector.cli.terminal import one_line
+from binade.terminal import one_line
 
 WIDTH = 120
 NOTHING = "–"

@@ -12,7 +12,7 @@ one table (collector.jobs.transitions).
 """
 
 from binade.collector.jobs.actions import cancel, delete, retry
-from binade.collector.jobs.command_line import arguments_of, asked, command_line, modules_of, recipes
+from binade.collector.jobs.command_line import arguments_of, command_line, modules_of, parse_runs, recipes
 from binade.collector.jobs.estimate import Estimate, estimate
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, view_of
@@ -32,7 +32,6 @@ __all__ = [
     "State",
     "add",
     "arguments_of",
-    "asked",
     "at_once",
     "cancel",
     "change",
@@ -44,6 +43,7 @@ __all__ = [
     "listing",
     "log_tail",
     "modules_of",
+    "parse_runs",
     "progress",
     "recipes",
     "retry",

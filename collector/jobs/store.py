@@ -26,7 +26,7 @@ from typing import TypeVar
 from filelock import FileLock
 from pydantic.dataclasses import dataclass
 
-from binade.collector.jobs.command_line import arguments_of, asked
+from binade.collector.jobs.command_line import arguments_of, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.transitions import State
 from binade.collector.training.config import RunConfig
@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 class JobError(ValueError):
     """There is no such job, or its state does not allow the action. The message says which."""
+
+    exit_status = 2
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,7 +64,7 @@ class Job:
     @property
     def config(self) -> RunConfig:
         """Raises ConfigError or its like if the arguments are no longer understood."""
-        return asked(self.arguments)[0]
+        return parse_runs(self.arguments)[0]
 
 
 def default_title(config: RunConfig) -> str:
@@ -230,7 +232,7 @@ def add(
     Raises ConfigError or its like for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     check_writable("starting a run")
-    runs = asked(line)
+    runs = parse_runs(line)
     with locked(root):
         queue = _queue(root)
         first = max([queue.next_id, *(number + 1 for number in numbers(root)[-1:])])

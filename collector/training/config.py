@@ -1,9 +1,9 @@
-"""What a collection is asked to do: models, sizes, datasets, and one frozen RunConfig. No torch here."""
+"""The configuration of a run: one frozen RunConfig, and `check`. No torch here."""
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,10 +11,11 @@ from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.collector.recipes.recipe import Part, Recipe, parse_recipe
+from binade.collector.recipes.recipe import Part, Recipe, RecipeError, parse_recipe
 from binade.collector.recipes.selection import Selection, SelectionError
+from binade.collector.training.option import Group, check_options, option
 from binade.data.tensor_kinds import tensor_names
-from binade.quant.formats import FORMATS
+from binade.quant.formats import FORMATS, UnknownFormatError
 
 __all__ = [
     "BACKENDS",
@@ -34,69 +35,107 @@ SIZES = ("tiny", "full")
 BACKENDS = ("triton", "torch")
 DEVICES = ("cpu", "cuda")
 DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
-MOST = 10**9  # of whatever is counted: more is a slip of the finger
+LAYERS = (
+    "LAYERS is first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
+    "layer2.expert3.fc1. Separate several with commas; a comma inside braces does not separate."
+)
+MODEL = Group("Model and data")
+FORMAT = Group(
+    "What is quantized",
+    "FORMAT replaces the recipe's. The more specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
+    f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
+)
+LENGTH = Group("How long")
+RECORD = Group("What is recorded", "LAYERS is as above.")
+WHERE = Group("Where")
+FORM_LAYERS = "Layers: first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv"
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.
+    """One run. Each field declares its option; see collector.training.option."""
 
-    *_quant                formats in the place of the recipe's: of a part, of one GEMM of every linear layer, or of
-                           operands, as "qk.forward.key=mxfp4"; see collector.recipe
-    skip_layers            the layers left in bf16, "" for none; see collector.selection
-    train_iters            optimizer steps under the recipe, after warmup_iterations in bf16; None for just enough
-    control_iter           iterations recorded, 0 for every one, of which one in capture_every is taken: 0, N, 2 N, ...
-    collect_micro_batches  the first so many of a recorded iteration are recorded, 0 for all
-    tensors, modules, capture_layers, ranks
-                           what is recorded of them; empty for all. save_tensors False records nothing
-    sequence_length        in tokens; micro_batch_size in sequences
-    max_bytes              bounds the tensor files of the run; the ranks that record share it out
-    tp, dp                 tensor-parallel ranks that share a model, and replicas of the model, each with micro-batches
-                           of its own
-    load_hf                directory of a Hugging Face checkpoint to start from
-    dataset, tokenizer     names or paths; tokenizer None is BYTE for text. vocab_size replaces the model's own
-    """
+    # fmt: off
+    model: str = option("llama32-1b", group=MODEL, metavar="NAME", help="Model", choices=MODELS, label="Model")
+    size: str = option("tiny", group=MODEL, metavar="NAME", choices=SIZES, label="Size",
+        help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
+    dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
+        help=f"{', '.join(DATASETS)}, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx")
+    tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH", default_help=f"{BYTE}; none with .bin/.idx",
+        help=f"{BYTE}, or a Hugging Face tokenizer.json or its directory")
+    vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
+        help="Vocabulary size of the model")
+    layers: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="all", label="Layers",
+        help="Number of layers: the first N of the model")
+    load_hf: str | None = option(None, group=MODEL, metavar="DIR",
+        help="Start from the weights of a Hugging Face safetensors checkpoint")
 
-    model: str = "llama32-1b"
-    size: str = "tiny"
-    dataset: str = "wikipedia"
-    tokenizer: str | None = None
-    vocab_size: int | None = None
-    recipe: str = "bf16"
-    linear_quant: str | None = None
-    qk_quant: str | None = None
-    pv_quant: str | None = None
-    router_quant: str | None = None
-    forward_quant: str | None = None
-    dgrad_quant: str | None = None
-    wgrad_quant: str | None = None
-    operand_quant: tuple[str, ...] = ()
-    skip_layers: str = ""
-    train_iters: int | None = None
-    control_iter: int = 1
-    warmup_iterations: int = 0
-    micro_batches: int = 1
-    collect_micro_batches: int = 1
-    capture_every: int = 1
-    micro_batch_size: int = 2
-    sequence_length: int = 256
-    layers: int | None = None
-    load_hf: str | None = None
-    save_tensors: bool = True
-    tensors: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    capture_layers: str = ""
-    ranks: tuple[int, ...] = ()
-    scores: tuple[str, ...] = DEFAULT_SCORES
-    raw: bool = True
-    max_bytes: int = 4 << 30
-    learning_rate: float = 1e-3
-    seed: int = 1234
-    device: str = "cpu"
-    backend: str = "triton"
-    tp: int = 1
-    dp: int = 1
-    sequence_parallel: bool = False
+    recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", help="Recipe: a name of `binade list`",
+        flag="--quantization")
+    linear_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the linear layers")
+    qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
+    pv_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of PV")
+    router_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
+        help="Format of the experts' router, which no recipe quantizes")
+    forward_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
+        help="Format of the linear layers' forward GEMM")
+    dgrad_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
+        help="Format of the linear layers' GEMM for the gradient of the input")
+    wgrad_quant: str | None = option(None, group=FORMAT, metavar="FORMAT",
+        help="Format of the linear layers' GEMM for the gradient of the weight")
+    operand_quant: tuple[str, ...] = option((), group=FORMAT, metavar="PART.GEMM.OPERAND=FORMAT,...",
+        help="Formats of single operands, such as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16. Here mxfp8 "
+        "means mxfp8 for a gradient too; elsewhere it means mxfp8_e5m2")
+    skip_layers: str = option("", group=FORMAT, metavar="LAYERS", help="Keep these layers in bf16",
+        label="Keep in bf16", form_help=FORM_LAYERS, placeholder="nothing")
+
+    train_iters: int | None = option(None, group=LENGTH, metavar="N", minimum=1, label="Iterations trained",
+        help="Iterations under the recipe", default_help="as many as recording takes", placeholder="as needed",
+        form_help="Under the recipe; as needed: until the last one is recorded", form_maximum=1_000_000)
+    control_iter: int = option(1, group=RECORD, metavar="N", minimum=0, label="Recorded iterations",
+        help="Number of recorded iterations; 0: every iteration that is trained", form_maximum=1_000_000)
+    warmup_iterations: int = option(0, group=LENGTH, metavar="N", minimum=0, label="Warm-up iterations",
+        help="Iterations in bf16 before those under the recipe", form_maximum=1_000_000)
+    micro_batches: int = option(1, group=LENGTH, metavar="N", minimum=1, label="Micro-batches",
+        help="Micro-batches per iteration", default_help="as many as are recorded", form_maximum=4096)
+    collect_micro_batches: int = option(1, group=RECORD, metavar="N", minimum=0, label="Of micro-batches",
+        help="Record the first N micro-batches of an iteration; 0: all", form_maximum=4096)
+    capture_every: int = option(1, group=RECORD, metavar="N", minimum=1, label="Record one in",
+        help="Record one iteration in N, starting with the first", form_maximum=1_000_000)
+    micro_batch_size: int = option(2, group=LENGTH, metavar="N", minimum=1, label="Micro-batch size",
+        help="Sequences per micro-batch", default_help="2; fast: 1", form_maximum=4096)
+    sequence_length: int = option(256, group=LENGTH, metavar="N", minimum=1, label="Sequence length",
+        help="Tokens per sequence", default_help="256; fast: 128")
+    save_tensors: bool = option(True, group=RECORD, help="Record nothing: train, and keep the losses")
+    tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, default_help="all",
+        help="Record only these tensors", label="Tensors", placeholder="all")
+    modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
+        help="Record only these modules, such as qkv, core, fc1; see `binade list`", placeholder="all")
+    capture_layers: str = option("", group=RECORD, metavar="LAYERS", help="Record only these layers",
+        default_help="all", label="Of layers", form_help=FORM_LAYERS, placeholder="all")
+    ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
+        help="Record only what these ranks hold")
+    scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
+        help="Formats to try on every recorded operand. It takes time, hardly any space", placeholder="no format")
+    raw: bool = option(True, group=RECORD, label="Keep values",
+        help="Record statistics, sketches and scores, without the values")
+    max_bytes: int = option(4 << 30, group=RECORD, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
+        help="Limit of the tensor files of a run, such as 500M or 4G; the ranks share it", default_help="4G",
+        label="Byte budget (MiB)", form_help="Of a run’s tensor files", form_maximum=1 << 30)
+    learning_rate: float = option(1e-3, group=LENGTH, metavar="X", minimum=0, maximum=sys.float_info.max,
+        help="Learning rate of AdamW", label="Learning rate", form_maximum=10.0)
+    seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
+        help="Seed of the weights and the data", label="Seed", form_maximum=(1 << 53) - 1)
+    device: str = option("cpu", group=WHERE, metavar="NAME", help="Device", choices=DEVICES, label="Device")
+    backend: str = option("triton", group=WHERE, metavar="NAME", choices=BACKENDS, label="Quantized by",
+        help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits, sooner")
+    tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
+        label="Tensor-parallel ranks", form_maximum=64)
+    dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,
+        help="Data-parallel ranks, each with its own micro-batches")
+    sequence_parallel: bool = option(False, group=WHERE, label="Split sequences among tensor-parallel ranks",
+        help="Split sequences among the tensor-parallel ranks between layers")
+    # fmt: on
 
     def parsed_recipe(self) -> Recipe:
         return parse_recipe(
@@ -143,7 +182,7 @@ class RunConfig:
 
     @property
     def needed_iterations(self) -> int:
-        """How many it takes until control_iter of them are recorded."""
+        """Iterations until control_iter of them are recorded."""
         return (self.control_iter - 1) * self.capture_every + 1 if self.control_iter else 1
 
     @property
@@ -166,35 +205,15 @@ def fast(config: RunConfig) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError, RecipeError or UnknownFormatError for the first choice that cannot be run."""
-    _one_of("model", config.model, MODELS)
-    _one_of("size", config.size, SIZES)
+    """Raise ConfigError for the first choice that cannot be run."""
+    check_options(config)
     check_inputs(config.dataset, config.tokenizer)
-    config.parsed_recipe()
-    for name, least, most in (
-        ("control_iter", 0, MOST),
-        ("train_iters", 1, MOST),
-        ("warmup_iterations", 0, MOST),
-        ("micro_batches", 1, MOST),
-        ("collect_micro_batches", 0, MOST),
-        ("capture_every", 1, MOST),
-        ("micro_batch_size", 1, MOST),
-        ("sequence_length", 1, MOST),
-        ("vocab_size", 1, MOST),
-        ("max_bytes", 0, (1 << 63) - 1),
-        ("tp", 1, MOST),
-        ("dp", 1, MOST),
-    ):
-        value = getattr(config, name)
-        if value is not None and not least <= value <= most:
-            bound = f"{least} or more" if value < least else f"at most {most}"
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}: it must be {bound}")
-    if not 0 <= config.seed < 2**63:
-        raise ConfigError(f"--seed is {config.seed}: it must be 0 or more and less than 2^63")
-    if not 0 <= config.learning_rate < math.inf:
-        raise ConfigError(f"--learning-rate is {config.learning_rate}: it must be 0 or more, and finite")
+    try:
+        config.parsed_recipe()
+    except (RecipeError, UnknownFormatError) as error:
+        raise ConfigError(str(error)) from None
     published = MODELS[config.model][config.size]
-    if config.layers is not None and not 1 <= config.layers <= published.layers:
+    if config.layers is not None and config.layers > published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
     if config.load_hf is not None and not os.path.isfile(os.path.join(config.load_hf, "config.json")):
         raise ConfigError(
@@ -211,9 +230,8 @@ def check(config: RunConfig) -> None:
     _check_ranks(config)
     _check_sites(config)
     for name in config.scores:
-        _one_of("score format", name, [*FORMATS, *FORMATS.aliases])
-    _one_of("backend", config.backend, BACKENDS)
-    _one_of("device", config.device, DEVICES)
+        if name not in FORMATS:
+            raise ConfigError(f"--scores {name!r} is unknown: {', '.join([*FORMATS, *FORMATS.aliases])}")
 
 
 def _check_ranks(config: RunConfig) -> None:
@@ -258,8 +276,6 @@ def _check_sites(config: RunConfig) -> None:
         modules = {site.module for site in config.capture().of(model)}
     except SelectionError as error:
         raise ConfigError(f"{option}: {error}") from None
-    for name in config.tensors:
-        _one_of("tensor", name, tensor_names())
     types = ["attention"] * ("core" in modules) + ["linear"] * bool(modules - {"core"})
     recordable = tuple(dict.fromkeys(name for each in types for name in tensor_names(each)))
     if config.tensors and not set(config.tensors) & set(recordable):
@@ -267,8 +283,3 @@ def _check_sites(config: RunConfig) -> None:
             f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted(modules))}: "
             f"those have {', '.join(recordable)}"
         )
-
-
-def _one_of(what: str, value: str, allowed: Any) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{what} {value!r} is unknown: {', '.join(allowed)}")

@@ -1,88 +1,72 @@
-"""The options of --launcher slurm: the machines that a job requests from the cluster."""
+"""How a run is started: by this process, or as a Slurm job on other machines. No torch, no submitit."""
 
 from __future__ import annotations
 
-import argparse
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.errors import ConfigError
+from binade.collector.training.config import RunConfig
+from binade.collector.training.option import Group, check_options, declared, option
 
 LAUNCHERS = ("local", "slurm")
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
+START = Group("How it is started", "All but --launcher and --dry-run need --launcher slurm.")
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """The machines of one job: ranks_per_node ranks on each node. None leaves a choice to the cluster."""
+    """The launcher, and the machines of a Slurm job; None leaves a choice to the cluster."""
 
-    nodes: int = 1
-    ranks_per_node: int = 1
-    gpus_per_node: int | None = None
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
+    # fmt: off
+    launcher: str = option("local", group=START, metavar="NAME", choices=LAUNCHERS,
+        help="local: on this machine; slurm: as a job on a cluster")
+    nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Machines",
+        default_help="one, or as many as the ranks take")
+    ranks_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="Ranks on each machine",
+        default_help="the ranks divided among the machines")
+    gpus_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="GPUs of each machine")
+    partition: str | None = option(None, group=START, metavar="NAME", help="Partition that the job is queued in",
+        pattern=NAMES, expected="a name has letters, digits and . , : @ / + - _")
+    account: str | None = option(None, group=START, metavar="NAME", help="Account that the job is charged to",
+        pattern=NAMES, expected="a name has letters, digits and . , : @ / + - _")
+    time: str | None = option(None, group=START, metavar="LIMIT", pattern=TIME,
+        help="Time limit: 90 (minutes), 1:30:00 or 2-12:00 (days-hours:minutes)",
+        expected="write 90 (minutes), 1:30:00 or 2-12:00")
+    dry_run: bool = option(False, group=START, help="Print what would be done, operand by operand, and do nothing")
+    # fmt: on
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """How the ranks are started. None of it is a part of the run."""
-    start = parser.add_argument_group("how it is started", "All but --launcher are for --launcher slurm.")
-    start.add_argument("--launcher", default="local", help=f"{', '.join(LAUNCHERS)} (a job on a cluster)")
-    start.add_argument("--nodes", type=int, metavar="N", help="machines (default: one, or what the ranks take)")
-    start.add_argument("--ranks-per-node", type=int, metavar="N", help="(default: the ranks divided among the nodes)")
-    start.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs to ask for on each")
-    start.add_argument("--partition", metavar="NAME", help="where the job queues")
-    start.add_argument("--account", metavar="NAME", help="what it is charged to")
-    start.add_argument("--time", metavar="LIMIT", help="as 90 (minutes), 1:30:00 or 2-12:00 (days-hours:minutes)")
-    start.add_argument("--dry-run", action="store_true", help="print what would be done, operand by operand")
-
-
-def slurm_options(given: argparse.Namespace, config: RunConfig) -> SlurmOptions | None:
-    """What the command line requests from the cluster; None with --launcher local. Raises ConfigError."""
-    if given.launcher not in LAUNCHERS:
-        raise ConfigError(f"launcher {given.launcher!r} is unknown: {', '.join(LAUNCHERS)}")
-    if given.launcher == "local":
-        for name in SlurmOptions.__dataclass_fields__:
-            if getattr(given, name) is not None:
-                raise ConfigError(f"{_option(name)} is for --launcher slurm: add that, or leave {_option(name)} out")
-        return None
-    for name in ("nodes", "ranks_per_node", "gpus_per_node"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{_option(name)} is {value}: it must be 1 or more")
-    for name in ("partition", "account"):
-        value = getattr(given, name)
-        if value is not None and not NAMES.fullmatch(value):
-            raise ConfigError(f"{_option(name)} {value!r} is no name: letters, digits and . , : @ / + - _ make one")
-    if given.time is not None and not TIME.fullmatch(given.time):
-        raise ConfigError(f"--time {given.time!r} is no limit: write 90 (minutes), 1:30:00 or 2-12:00")
-    nodes, ranks_per_node = _divided(config, given.nodes, given.ranks_per_node)
-    if config.device == "cuda" and given.gpus_per_node is not None and given.gpus_per_node < ranks_per_node:
-        raise ConfigError(
-            f"--gpus-per-node is {given.gpus_per_node}, but a node has {ranks_per_node} ranks and each takes a GPU: "
-            "raise it, or --nodes"
-        )
-    return SlurmOptions(nodes, ranks_per_node, given.gpus_per_node, given.partition, given.account, given.time)
+    def for_run(self, config: RunConfig) -> SlurmOptions | None:
+        """Checked, with nodes and ranks_per_node filled in; None for --launcher local. Raises ConfigError."""
+        check_options(self)
+        if self.launcher == "local":
+            for each in declared(SlurmOptions).values():
+                if each.name not in ("launcher", "dry_run") and getattr(self, each.name) is not None:
+                    raise ConfigError(f"{each.flag} needs --launcher slurm: add it, or leave {each.flag} out")
+            return None
+        nodes, ranks_per_node = _placed(config, self.nodes, self.ranks_per_node)
+        if config.device == "cuda" and self.gpus_per_node is not None and self.gpus_per_node < ranks_per_node:
+            raise ConfigError(
+                f"--gpus-per-node is {self.gpus_per_node}, but a node has {ranks_per_node} ranks and each takes a GPU: "
+                "raise it, or --nodes"
+            )
+        return replace(self, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
-def _divided(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
-    """Nodes and ranks per node; the one that is not given follows from the other."""
+def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
+    """Nodes and ranks on each; the missing one is computed from the other."""
     ranks = config.world_size
-    requested = f"--tp {config.tp} times --dp {config.dp} is {ranks} ranks"
+    given = f"--tp {config.tp} times --dp {config.dp} is {ranks} ranks"
     if nodes is not None and ranks_per_node is not None and nodes * ranks_per_node != ranks:
         raise ConfigError(
-            f"{requested}, --nodes {nodes} times --ranks-per-node {ranks_per_node} is {nodes * ranks_per_node}: "
+            f"{given}, --nodes {nodes} times --ranks-per-node {ranks_per_node} is {nodes * ranks_per_node}: "
             "make them equal"
         )
-    option, divisor = ("--ranks-per-node", ranks_per_node) if nodes is None else ("--nodes", nodes)
+    name, divisor = ("--ranks-per-node", ranks_per_node) if nodes is None else ("--nodes", nodes)
     if divisor is not None and ranks % divisor:
-        raise ConfigError(f"{requested}, which {option} {divisor} does not divide: every node has as many ranks")
+        raise ConfigError(f"{given}, which {name} {divisor} does not divide: every node has the same number of ranks")
     if nodes is None:
         nodes = ranks // (ranks_per_node or ranks)
     return nodes, ranks // nodes
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from binade.collector.cli.main import main
+from binade.cli import main
 
 
 def run_rank(argv: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
-    return jobs.asked(shlex.split(at.code[0].value.replace("\\\n", " "))[1:])
+    return jobs.parse_runs(shlex.split(at.code[0].value.replace("\\\n", " "))[1:])
 
 
 def press(at: AppTest, key: str) -> AppTest:
@@ -52,19 +52,19 @@ class TestForm:
         assert [run.recipe for run in runs] == list(preset.recipes)
         assert collecting.kept_beside(preset.config) == []
         if name == "quick":
-            assert runs == jobs.asked(["quick", "mxfp8"])
+            assert runs == jobs.parse_runs(["quick", "mxfp8"])
         if name == "sweep":
             assert {run.skip_layers for run in runs} == {"^(?!layer1[.]fc1$)"} and len(runs) == 12
 
     def test_what_has_no_field_is_kept(self):
-        base = jobs.asked(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
+        base = jobs.parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
         (again,) = collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)
         assert again == base
         assert collecting.kept_beside(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
     def test_a_wrapped_command_is_the_same_command(self):
         odd = ["--skip-layers", "^(?!a --b)x|layer1"]
-        line = jobs.command_line(jobs.asked(["batch", "--seed", "7", "--layers", "1", *odd]))
+        line = jobs.command_line(jobs.parse_runs(["batch", "--seed", "7", "--layers", "1", *odd]))
         broken = collecting.wrapped(line, 30)
         assert broken.count("\n") >= 2 and shlex.split(broken.replace("\\\n", "")) == shlex.split(line)
 
@@ -72,7 +72,7 @@ class TestForm:
 class TestCollect:
     def test_starts_with_the_smallest_useful_run(self, visit: Visit, root: Path):
         at = visit(root, "collect")
-        assert chosen(at) == jobs.asked(["quick", "mxfp8"])
+        assert chosen(at) == jobs.parse_runs(["quick", "mxfp8"])
         assert "No run like it yet" in words(at) and metrics(at)["Tensors"] == "68"
         assert not root.exists()  # looking changes nothing
 
@@ -111,7 +111,7 @@ class TestCollect:
         first, second = store.read_jobs(root)
         assert [job.title for job in (first, second)] == ["mine · bf16", "mine · mxfp4"]
         assert first.tags == second.tags == ("a", "b")
-        assert [jobs.asked(job.arguments)[0] for job in (first, second)] == wanted
+        assert [jobs.parse_runs(job.arguments)[0] for job in (first, second)] == wanted
         jobs.cancel(root, second.id)
         jobs.cancel(root, first.id)
         until(lambda: not any(view.active for view in jobs.listing(root)), "the jobs to end")
@@ -120,7 +120,7 @@ class TestCollect:
         (job,) = jobs.add(root, [*SHORT, "--operand-quant", "qk.forward.key=mxfp4"], title="an old one")
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert chosen(at) == jobs.asked(job.arguments)
+        assert chosen(at) == jobs.parse_runs(job.arguments)
         assert at.text_input(key="collect_title").value == "an old one"
         assert "--operand-quant qk.forward.key=mxfp4" in words(at)
 
@@ -128,7 +128,7 @@ class TestCollect:
     def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
         at = visit(root, "collect", **{"from": number})
         assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value
-        assert chosen(at) == jobs.asked(["quick", "mxfp8"])
+        assert chosen(at) == jobs.parse_runs(["quick", "mxfp8"])
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])

@@ -26,7 +26,6 @@ import pandas as pd
 import pytest
 import torch
 
-from binade.app.cli import main
 from binade.app.figure import Figure
 from binade.app.report import contents, frozen, headless, hifp8, runs
 from binade.app.report.headless import Wanted
@@ -36,6 +35,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.pins import Pin
 from binade.app.style import MEASURES
 from binade.app.theme import THEMES
+from binade.cli import main
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.data.builder import make_run
@@ -414,16 +414,16 @@ def signals() -> Iterator[None]:
         (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is a place of the report's own files"),
         (["--zip", "{tmp}/absent/x.zip"], 2, "absent is no folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
-        (["--layer-index", "1,x"], 2, "'x' is no number"),
+        (["--layer-index", "1,x"], 2, "'x' is not a number"),
         (["--quant-type", ","], 2, "names are expected"),
         (["--query", "layer_index=one"], 2, "which is no number"),
-        (["--query", "mxfp8"], 2, "is no query"),
-        (["--query", "http://[::1"], 2, "'http://[::1' is no query"),
-        (["--jobs", "0"], 2, "no number of processes"),
+        (["--query", "mxfp8"], 2, "'mxfp8' is not a query"),
+        (["--query", "http://[::1"], 2, "'http://[::1' is not a query"),
+        (["--jobs", "0"], 2, "'--jobs'"),
         (["--session", "absent"], 1, "There is no session 'absent'"),
         (["--session", "../x"], 1, "is no session's id"),
         (["--session", "absent", "--rank", "0"], 2, "a session has its own filter"),
-        (["--colour", "red"], 2, "unrecognized arguments"),
+        (["--colour", "red"], 2, "'--colour'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -639,7 +639,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         time.sleep(0.05)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "binade: cancelled: no bundle was written or taken in\n")
+    assert (process.returncode, error) == (130, "binade: cancelled: no bundle was written or imported\n")
     assert not list(out.iterdir()) and not list(root.glob(".*.part")) and root.exists() == (verb == "export")
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from binade.app.cli import main
 from binade.app.report import sessions as report
 from binade.app.sessions import bundles, session
 from binade.app.sessions.pins import Pin, draw
 from binade.app.sessions.session import RunMark, View
+from binade.cli import main
 from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, rerun, words

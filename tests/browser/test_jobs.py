@@ -71,7 +71,7 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, root: Pa
         expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
         (view,) = jobs.listing(root)
         assert view.state == "done"
-        assert jobs.asked(view.job.arguments) == jobs.asked(["quick", "mxfp8", "--layers", "1"])
+        assert jobs.parse_runs(view.job.arguments) == jobs.parse_runs(["quick", "mxfp8", "--layers", "1"])
         expect(page.get_by_text("Lowest SQNR in mxfp4").first).to_be_visible()  # it is drawn anew as rows come
         expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
         page.get_by_role("link", name="Open its tensors").click()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from binade.collector.cli.main import main
+from binade.cli import main
 from binade.data.runs import RunInfo, list_runs
 
 # One layer, 32 tokens, operands quantized by torch: a second or less.

@@ -11,7 +11,7 @@ import termios
 
 import pytest
 
-from binade.collector.cli.options import build_parser, configs, parse
+from binade.collector.cli.options import read, resolve_mode
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import DATASETS, MODELS, RunConfig, check
 from binade.data.runs import list_runs
@@ -297,17 +297,17 @@ PLAIN = {
 
 @pytest.mark.parametrize("old", PLAIN, ids=" ".join)
 def test_old_spellings_mean_the_new_ones(old):
-    assert configs(parse(old)) == configs(parse(PLAIN[old]))
+    assert read(resolve_mode(old)).runs == read(PLAIN[old]).runs
 
 
 def test_help_tells_old_spellings_and_precedence(command, capsys):
     assert command("--help") == 0
-    assert "--mode {single,batch,quick} old spelling of" in " ".join(capsys.readouterr().out.split())
+    assert "--mode [single|batch|quick] Old spelling of" in " ".join(capsys.readouterr().out.split())
     for name in ("run", "batch", "quick"):
         assert command(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
-        assert "--quant-type" in text and "old spelling of --quantization" in text
-        assert "--save-tensors old spelling of what is the default" in text
+        assert "--quant-type" in text and "Old spelling of --quantization" in text
+        assert "--save-tensors Old spelling of what is the default" in text
         assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
 
 
@@ -322,11 +322,11 @@ def test_every_option_is_in_the_readme(command, capsys, monkeypatch):
 
 def test_explicit_sizes_win_over_fast(command, capsys):
     assert command("quick", "mxfp8", "--sequence-length", "64", "--dry-run") == 0
-    assert " 64 tokens an iteration" in capsys.readouterr().out
+    assert " 64 tokens per iteration" in capsys.readouterr().out
     assert command("run", "--training-config", "fast", "--micro-batch-size", "3", "--dry-run") == 0
-    assert " 384 tokens an iteration" in capsys.readouterr().out
+    assert " 384 tokens per iteration" in capsys.readouterr().out
     assert command("run", "--dry-run") == 0
-    assert " 512 tokens an iteration" in capsys.readouterr().out
+    assert " 512 tokens per iteration" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_explicit_sizes_win_over_fast(command, capsys):
     [("0", 0), ("1073741824", 1 << 30), ("500M", 500 << 20), ("4g", 4 << 30), ("1.5K", 1536), ("2T", 2 << 40)],
 )
 def test_sizes(text, size):
-    assert build_parser().parse_args(["run", "--max-bytes", text]).max_bytes == size
+    assert read(["run", "--max-bytes", text]).runs[0].max_bytes == size
 
 
 def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):

@@ -356,7 +356,7 @@ def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
 # Dies by SIGKILL at the n-th call of os.rename or os.fsync: the moments between which a segment comes to be.
 KILLED = """
 import os, signal, sys
-from binade.collector.cli import main
+from binade.cli import main
 from binade.collector.imports import importer
 importer.ROWS_A_SEGMENT = 4
 call, left = sys.argv[1], int(sys.argv[2])
@@ -368,7 +368,7 @@ def deadly(*arguments, **more):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(*arguments, **more)
 setattr(os, call, deadly)
-main.main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[4]])
+main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[4]])
 """
 
 
@@ -394,7 +394,7 @@ def test_an_import_that_was_killed_goes_on(bring, tmp_path, logs, call, left):
 
 SLOW = """
 import sys, time
-from binade.collector.cli import main
+from binade.cli import main
 from binade.collector.imports import importer
 importer.ROWS_A_SEGMENT = 2
 taken = importer._Import._take
@@ -402,7 +402,7 @@ def slowly(self, *arguments):
     time.sleep(0.2)
     taken(self, *arguments)
 importer._Import._take = slowly
-sys.exit(main.main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
+sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tensor-save-dir", sys.argv[2]]))
 """
 
 
@@ -480,8 +480,8 @@ def test_what_does_not_fit_into_memory(bring, tmp_path, logs, monkeypatch):
         (("file",), "is not a directory"),
         (("logs", "--workers", "0"), "--workers is 0"),
         (("logs", "--scores", "fp3"), "format 'fp3' is unknown"),
-        ((), "required"),
-        (("logs", "--workers", "x"), "invalid int"),
+        ((), "missing argument 'DIR'"),
+        (("logs", "--workers", "x"), "'x' is not a valid integer"),
         (("runs",), "is the root of the runs"),
     ],
     ids=["missing", "name too long", "nobody's home", "file", "workers", "scores", "none", "no number", "root"],

@@ -129,16 +129,16 @@ class TestAsking:
         ],
     )
     def test_arguments_are_the_configuration_again(self, line):
-        runs = jobs.asked(line.split())
-        assert [jobs.asked(jobs.arguments_of(config)) for config in runs] == [[config] for config in runs]
+        runs = jobs.parse_runs(line.split())
+        assert [jobs.parse_runs(jobs.arguments_of(config)) for config in runs] == [[config] for config in runs]
 
     def test_a_budget_for_values_that_are_not_kept_is_left_out(self):
-        assert jobs.asked(jobs.arguments_of(RunConfig(raw=False, max_bytes=1))) == [RunConfig(raw=False)]
+        assert jobs.parse_runs(jobs.arguments_of(RunConfig(raw=False, max_bytes=1))) == [RunConfig(raw=False)]
 
     def test_a_shown_command_asks_for_the_same_runs(self):
-        runs = jobs.asked(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
+        runs = jobs.parse_runs(["batch", "--quantization", "bf16,FA_mxfp4", "--skip-layers", "^layer1[.](qkv|core)$"])
         words = shlex.split(jobs.command_line(runs))
-        assert words[:2] == ["binade", "batch"] and jobs.asked(words[1:]) == runs
+        assert words[:2] == ["binade", "batch"] and jobs.parse_runs(words[1:]) == runs
 
     @pytest.mark.parametrize(
         ("line", "expected"),
@@ -162,7 +162,7 @@ class TestEstimate:
     def test_disk_and_tensors_are_those_of_the_real_run(self, collected):
         """The disk's own count of the files that were written."""
         runs, _ = list_runs(collected)
-        config = jobs.asked(
+        config = jobs.parse_runs(
             ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
         )[0]  # fmt: skip
         plan = planned(config)
@@ -186,13 +186,13 @@ class TestEstimate:
         done = run_collector("run", *size, *line, root=tmp_path)
         assert done.returncode == 0, done.stderr
         (run,), _ = list_runs(tmp_path)
-        plan = planned(jobs.asked(["run", *size, *line])[0])
+        plan = planned(jobs.parse_runs(["run", *size, *line])[0])
         assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
         assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
 
     def test_time_comes_from_former_runs(self, collected, tmp_path):
         line = ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
-        config = jobs.asked([*line, "--quantization", "mxfp8"])[0]
+        config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
         unknown, known = estimate([config], tmp_path), estimate([config], collected)
         assert not unknown.measured and unknown.basis.startswith("No run like it yet")
         assert known.measured and known.basis == "Measured: 1 former run of this model and recipe."
@@ -201,11 +201,11 @@ class TestEstimate:
         assert 0.3 * took < known.seconds - 8.0 < 3 * took
         longer = estimate([replace(config, train_iters=10, control_iter=10)], collected)
         assert longer.seconds > known.seconds
-        other = jobs.asked([*line, "--quantization", "linear_mxfp4"])[0]
+        other = jobs.parse_runs([*line, "--quantization", "linear_mxfp4"])[0]
         assert estimate([other], collected).basis.startswith("No run of this recipe yet: measured on ")
 
     def test_what_cannot_fit_is_refused(self, tmp_path):
-        large = jobs.asked(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
+        large = jobs.parse_runs(["run", "--model", "llama31-8b", "--size", "full", "--max-bytes", "900T"])[0]
         found = estimate([replace(large, control_iter=100_000)], tmp_path)
         memory, disk = found.refusals
         assert "for weights, gradients and optimizer" in memory and disk.startswith("It would write")
@@ -224,7 +224,7 @@ class TestQueue:
         found = store.read_jobs(root)
         assert [job.id for job in found] == list(range(1, 41)) and len({job.token for job in found}) == 40
         for name in ("one", "two"):
-            seeds = [jobs.asked(job.arguments)[0].seed for job in found if job.title == name]
+            seeds = [jobs.parse_runs(job.arguments)[0].seed for job in found if job.title == name]
             assert seeds == list(range(20))
         for job in found:
             jobs.cancel(root, job.id)
@@ -283,7 +283,7 @@ class TestQueue:
 class TestProgress:
     def test_time_left_counts_each_kind_of_iteration(self):
         """Against a plain walk over the iterations that RunConfig says are recorded."""
-        config = jobs.asked(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
+        config = jobs.parse_runs(["run", "--warmup-iterations", "4", "--control-iter", "3", "--capture-every", "5"])[0]
         seconds = {"warm-up": 1.0, "recorded": 100.0, "plain": 10.0}
 
         def kind(iteration: int) -> str:
@@ -300,7 +300,7 @@ class TestProgress:
         assert state._seconds_left(config.to_dict(), losses[:3]) is None
 
     def test_an_endless_run_is_told_at_once(self):
-        config = jobs.asked(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0].to_dict()
+        config = jobs.parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0].to_dict()
         start = time.monotonic()
         assert state._seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
         assert time.monotonic() - start < 1
@@ -558,7 +558,7 @@ class TestReadOnly:
     [
         (["cancel", "9"], "there is no job 9"),
         (["add"], "jobs add needs a command line"),
-        (["add", "run", "--layers", "0"], "has 1 to 2"),
+        (["add", "run", "--layers", "3"], "has 1 to 2"),
         (["at-once", "0"], "it must be 1 to"),
         (["frobnicate"], "frobnicate"),
     ],
@@ -571,4 +571,4 @@ def test_bad_usage_is_one_line(root, arguments, expected):
 
 def test_every_field_of_a_run_can_be_asked_for():
     """A choice that the arguments dropped would be lost between the form and the run."""
-    assert jobs.asked(jobs.arguments_of(RunConfig())) == [RunConfig()]
+    assert jobs.parse_runs(jobs.arguments_of(RunConfig())) == [RunConfig()]

@@ -35,9 +35,9 @@ from transformers import DeepseekV2Config, DeepseekV2ForCausalLM, LlamaConfig, L
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from binade.cli import main
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
-from binade.collector.cli.main import main
 from binade.collector.models.checkpoint import open_checkpoint, read_shape, sources
 from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.feedforward import balance_loss

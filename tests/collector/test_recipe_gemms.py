@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from binade.collector.capture.instrument import instrument
-from binade.collector.cli.options import configs, parse
+from binade.collector.cli.options import read
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.quant import fake_quantize
@@ -131,7 +131,7 @@ CASES = {name: (name, EXPECTED[name]) for name in (*TEN_RECIPES, "mxfp8", "nvfp4
 def test_every_gemm_gets_exactly_what_the_recipe_says(case):
     asked, (linear, qk, pv) = CASES[case]
     if case == "mixed":
-        (config,) = configs(parse(asked))
+        (config,) = read(asked).runs
         asked = config.parsed_recipe()
     step = Step(asked)
     operands = {module: (step.linear(module), linear) for module in LINEARS}

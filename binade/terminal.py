@@ -1,0 +1,178 @@
+"""What all commands share: their class with grouped help, one-line errors, exit statuses and signals.
+
+Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+FAILED, BAD_USAGE, CANCELLED = 1, 2, 130
+WIDTH = {"max_content_width": 100}
+
+
+class Option(click.Option):
+    """An option that --help lists under `title`, below `about`."""
+
+    def __init__(self, *names: Any, title: str = "Options", about: str = "", **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.title, self.about = title, about
+
+
+class Command(click.Command):
+    """Help is grouped. What a user can cause ends in one line on stderr and an exit status, without a traceback.
+
+    cancelled  what to say after SIGINT or SIGTERM; catches_signals is False where SIGTERM just ends the process
+    failed     what to say before an error of the operating system
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        cancelled: str = "cancelled",
+        failed: str = "the command failed",
+        catches_signals: bool = True,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*arguments, **settings)
+        self.context_settings = {**WIDTH, **self.context_settings}
+        self.cancelled, self.failed, self.catches_signals = cancelled, failed, catches_signals
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        titles: dict[str, list[tuple[str, str]]] = {}
+        about: dict[str, str] = {}
+        for param in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
+            title = getattr(param, "title", "Options")
+            if record := param.get_help_record(ctx):
+                titles.setdefault(title, []).append(record)
+                about[title] = about.get(title) or getattr(param, "about", "")
+        for title, records in titles.items():
+            with formatter.section(title):
+                if about[title]:
+                    formatter.write_text(about[title])
+                    formatter.write_paragraph()
+                formatter.write_dl(records)
+        if isinstance(self, click.Group):
+            self.format_commands(ctx, formatter)
+
+    def invoke(self, ctx: click.Context) -> int:
+        if self.catches_signals:
+            catch_signals()
+        try:
+            status = super().invoke(ctx) or 0
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            return status
+        except BrokenPipeError:
+            discard_output()
+            return 0
+        except KeyboardInterrupt:
+            return fail(self.cancelled, CANCELLED)
+        except (click.ClickException, click.exceptions.Exit):
+            raise
+        except Exception as error:
+            status = getattr(error, "exit_status", None)
+            if status is None and not isinstance(error, (OSError, RuntimeError, MemoryError)):
+                raise  # a defect
+            message = str(error).partition("\n")[0] or type(error).__name__
+            if isinstance(error, OSError):
+                where = f" ({error.filename})" if error.filename else ""
+                message = f"{self.failed}: {error.strerror or message}{where}"
+            return fail(message, status or FAILED)
+
+
+def root_option(title: str = "Options") -> Option:
+    return Option(
+        ["--tensor-save-dir", "root"],
+        title=title,
+        metavar="DIR",
+        help="Root of the runs  [default: $TENSOR_SAVE_DIR, else data/runs]",
+    )
+
+
+def resolve_root(given: str | None) -> Path:
+    """The root of the runs. Raises RunError."""
+    from binade.data.runs import resolve_root  # imports pyarrow: --help does not wait for it
+
+    return resolve_root(given)
+
+
+def usage_message(error: click.UsageError) -> str:
+    """Click's message in our form: "no such option '--fast'; see binade run --help"."""
+    message = error.format_message().rstrip(".")
+    where = error.ctx.command_path if error.ctx else "binade"
+    return f"{one_line(message[:1].lower() + message[1:])}; see {where} --help"
+
+
+def one_line(text: str) -> str:
+    """Escape line breaks and control characters, which a user's input may hold."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def fail(message: str, status: int = FAILED) -> int:
+    """Print an error as one line on stderr; returns the exit status."""
+    print(f"binade: {one_line(message)}", file=sys.stderr)
+    return status
+
+
+def print_text(text: str) -> None:
+    """Print lines at once. If the reader of stdout has gone (head), the rest is discarded."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        discard_output()
+
+
+def discard_output() -> None:
+    """Send stdout to /dev/null: its reader has gone, and Python would complain when it flushes at exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def escape_unknown() -> None:
+    """Escape characters that the terminal cannot show, from here on."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper, as Python opens it
+
+
+def catch_signals() -> None:
+    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt, and ignore further ones while the command cleans up."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _interrupt)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    for further in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(further, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def names(text: str) -> tuple[str, ...]:
+    """The items of a list that is separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+class Names(click.ParamType):
+    """A list of names, separated by commas."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        return value if isinstance(value, tuple) else names(value)
+
+
+def line_of(argv: Sequence[str]) -> str:
+    """The command line as it can be typed again."""
+    import shlex
+
+    return shlex.join(["binade", *argv])

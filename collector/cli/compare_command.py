@@ -1,0 +1,66 @@
+"""binade compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from binade.terminal import Command, Option, fail, print_text, resolve_root
+
+
+def _compare(root: str | None, kind: str, output: Path | None) -> None:
+    """Compare the recipes of a root: loss, rounding error, storage and time.
+
+    ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
+    """
+    print_comparison(resolve_root(root), kind, output)
+
+
+def print_comparison(root: Path, kind: str, output: Path | None) -> None:
+    """Compare the recipes of a root; skipped runs are named on stderr. Raises RunError, and then writes nothing."""
+    from binade.collector.cli.compare import compare  # imports pandas and DuckDB
+    from binade.collector.cli.tables import render
+    from binade.data.runs import RunError
+    from binade.data.store import write_atomic
+
+    try:
+        comparison = compare(root)
+    except OSError as error:
+        raise RunError(f"{root} cannot be read: {error.strerror or error}") from error
+    for reason in comparison.refused:
+        fail(f"passed over: {reason}")
+    if not comparison.sections:
+        found = "holds no runs that can be read" if root.is_dir() else "does not exist"
+        raise RunError(f"{root} {found}: name the root of some runs, or collect some with binade batch")
+    written = render(comparison, kind)
+    if output is None:
+        print_text(written.removesuffix("\n"))
+        return
+    target = output.resolve()  # through a link, not in its place
+    try:
+        if target.exists() and not target.is_file():
+            raise RunError(f"{output} is not a regular file: give another to --output")
+        write_atomic(target, written.encode(errors="backslashreplace"))
+    except OSError as error:
+        raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error
+    print_text(f"{sum(len(section.rows) for section in comparison.sections)} rows written to {output}")
+
+
+compare = Command(
+    "compare",
+    params=[
+        click.Argument(["root"], required=False, metavar="[ROOT]"),
+        Option(
+            ["--format", "kind"],
+            type=click.Choice(("text", "csv", "markdown")),
+            default="text",
+            help="Format of the output  [default: text]",
+        ),
+        Option(["--output"], type=Path, metavar="FILE", help="Write to FILE, not to the terminal"),
+    ],
+    callback=_compare,
+    help=_compare.__doc__,
+    cancelled="cancelled; nothing was written",
+    failed="the comparison failed",
+)

@@ -1,0 +1,44 @@
+"""Progress of a command: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from binade.terminal import print_text
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+
+@dataclass
+class Console:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    bar: tqdm[NoReturn] | None = None
+
+    def say(self, line: str) -> None:
+        if self.bar is None:
+            print_text(line)
+        elif line.startswith("iteration"):
+            self.bar.set_postfix_str(line.rpartition(": ")[2], refresh=False)
+
+    def progress(self, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.bar.total = total
+            self.bar.update(done - self.bar.n)
+
+
+@contextmanager
+def console(desc: str, unit: str, total: int | None = None, *, bar: bool = True) -> Iterator[Console]:
+    """A Console with a bar if stderr is a terminal and `bar` is true."""
+    if not (bar and sys.stderr.isatty()):
+        yield Console()
+        return
+    from tqdm import tqdm
+
+    with tqdm(desc=desc, total=total, unit=unit) as shown:
+        yield Console(shown)

@@ -1,0 +1,82 @@
+"""binade import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from binade.collector.cli.console import console
+from binade.collector.cli.options import scores_option
+from binade.collector.errors import ConfigError
+from binade.quant.formats import UnknownFormatError
+from binade.terminal import Command, Option, fail, line_of, one_line, print_text, resolve_root, root_option
+
+if TYPE_CHECKING:
+    from binade.collector.imports.importer import Imported
+
+SHOWN_REFUSALS = 10
+
+
+@click.pass_context
+def _import(context: click.Context, directory: str, scores: tuple[str, ...], workers: int | None, root: str) -> int:
+    """Index tensors that other tools have logged, where they lie.
+
+    DIR holds .pt, .safetensors and .npy files, at any depth.
+    """
+    argv, into = context.find_root().obj, resolve_root(root)
+    from binade.collector.imports.workers import prepare
+
+    prepare("binade.collector.imports.importer")  # its processes import torch while this one does
+    from binade.collector.imports.importer import import_logs
+
+    try:
+        with console("import", "file") as shown:
+            result = import_logs(
+                Path(directory),
+                into,
+                scores=scores,
+                workers=workers,
+                say=lambda line: shown.say(one_line(line)),
+                progress=shown.progress,
+                command=line_of(argv),
+            )
+    except UnknownFormatError as error:
+        raise ConfigError(str(error)) from None
+    if result.failed:
+        where = result.directory / "refused.jsonl"
+        print_text("\n".join(_refusals(result)))
+        return fail(f"every file of {directory} was refused; {where} says why")
+    if not (result.files or result.known):
+        print_text(f"there is no file in {one_line(directory)}: nothing to import")
+        return 0
+    added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+    lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
+    if result.by_version:
+        lines.append("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
+    print_text("\n".join([*lines, *_refusals(result)]))
+    return 0
+
+
+def _refusals(result: Imported) -> list[str]:
+    """The files that were refused and why; of many, the first."""
+    lines = [f"    {one_line(refusal.line)}" for refusal in result.refused[:SHOWN_REFUSALS]]
+    if hidden := len(result.refused) - len(lines):
+        lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")
+    return [f"refused: {len(result.refused)}", *lines] if lines else []
+
+
+import_ = Command(
+    "import",
+    params=[
+        click.Argument(["directory"], metavar="DIR"),
+        scores_option(),
+        Option(["--workers"], type=int, metavar="N", help="Number of processes  [default: one per core]"),
+        root_option(),
+    ],
+    callback=_import,
+    help=_import.__doc__,
+    cancelled="cancelled; what was recorded is kept",
+    failed="the import failed",
+)

@@ -1,0 +1,141 @@
+"""binade run, batch, quick."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from binade.collector.cli.console import console
+from binade.collector.cli.options import job_arguments, request_of, training_params
+from binade.collector.datasets.inputs import describe_inputs
+from binade.collector.recipes.selection import by_layer
+from binade.collector.training.config import RunConfig
+from binade.terminal import Command, line_of, print_text, resolve_root
+
+HELP = {
+    "run": "Train with one recipe and record tensors.",
+    "batch": "Train with several recipes, one run per recipe.",
+    "quick": "Train the smallest useful run of a format or recipe.",
+}
+
+
+def _command(name: str) -> Command:
+    return Command(
+        name,
+        params=training_params(name),
+        callback=_run,
+        help=HELP[name],
+        cancelled="cancelled; what was recorded is kept",
+        failed="the run failed",
+    )
+
+
+@click.pass_context
+def _run(context: click.Context, **params: Any) -> None:
+    argv: list[str] = context.find_root().obj
+    request = request_of(context.command.name or "", params)
+    root, runs = resolve_root(request.root), request.runs
+    slurm = request.start.for_run(runs[0])
+    if slurm is None:
+        if request.start.dry_run:
+            print_text("\n\n".join(describe(config, root) for config in runs))
+        else:
+            collect(runs, root, argv)
+        return
+    from binade.collector.training.slurm import script, submit
+
+    if request.start.dry_run:
+        shown = [describe(config, root) for config in runs]
+        print_text("\n\n".join([*shown, f"sbatch script:\n{script(slurm, root, job_arguments(argv))}"]))
+    else:
+        print_text(submit(slurm, root, job_arguments(argv)))
+
+
+def describe(config: RunConfig, root: Path) -> str:
+    shape, recipe = config.shape(), config.parsed_recipe()
+    tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
+    rows = [
+        f"recipe    {recipe.name}",
+        f"model     {config.model} {config.size}: {shape.describe()}, "
+        f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
+        f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
+        f"data      {describe_inputs(config.dataset, config.tokenizer)}, {tokens} tokens per iteration",
+        f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations}",
+        f"record    {recorded(config)}",
+        f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",
+        f"root      {root}",
+    ]
+    if skip := config.skip():
+        model = shape.sites()
+        rows.append(f"skip      {'; '.join(by_layer(model, skip.of(model), 'bf16', 'as below'))}")
+    rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
+    return "\n".join([*rows, *(f"    {line}" for line in recipe.lines())])
+
+
+def _ranks(config: RunConfig) -> str:
+    if config.world_size == 1:
+        return "one rank"
+    split = f"{config.tp} tensor-parallel{' with split sequences' if config.sequence_parallel else ''}"
+    return f"{config.world_size} ranks ({split}, {config.dp} replicas)"
+
+
+def recorded(config: RunConfig) -> str:
+    """Describe what is recorded."""
+    if not config.save_tensors:
+        return "nothing"
+    taken = config.recorded_iterations
+    shown = ", ".join(map(str, taken if len(taken) < 5 else [*taken[:2], "...", taken[-1]]))
+    places = [
+        *([f"of {', '.join(config.modules)}"] if config.modules else []),
+        *([f"of layers {config.capture_layers}"] if config.capture_layers else []),
+        *([f"on ranks {', '.join(map(str, config.ranks))}"] if config.ranks else []),
+    ]
+    values = f"kept, {_size(config.max_bytes)} at most" if config.raw else "not kept"
+    return (
+        f"{' '.join([', '.join(config.tensors) or 'every tensor', *places])}, {config.recorded_micro_batches} of "
+        f"{config.micro_batches} micro-batches of iterations {shown}; scores in "
+        f"{', '.join(config.scores) or 'no format'}; values {values}"
+    )
+
+
+def _size(number: int) -> str:
+    """Bytes in the units of --max-bytes."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if number >= unit:
+            return f"{round(number / unit, 2):,} {name}"
+    return f"{number} bytes"
+
+
+def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
+    """Train each configuration in this process, or start the ranks that do."""
+    from binade.collector.training.loop import prepare, train
+    from binade.collector.training.ranks import started_as_rank
+
+    ranks = runs[0].world_size
+    if ranks > 1 and not started_as_rank():
+        from binade.collector.training.launch import launch
+
+        for config in runs:
+            prepare(config)
+        launch(argv, root, ranks)
+        return
+    first_rank = os.environ.get("RANK", "0") == "0"
+    for number, config in enumerate(runs, 1):
+        title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
+        iterations = config.warmup_iterations + config.iterations
+        with console(title, "it", iterations, bar=not started_as_rank()) as shown:
+            if shown.bar is None and first_rank:
+                print_text(title)
+            result = train(config, root, say=shown.say, progress=shown.progress, command=line_of(argv))
+        if first_rank:
+            print_text(
+                f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} tensors, "
+                f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+            )
+
+
+run, batch, quick = map(_command, HELP)

@@ -1,0 +1,119 @@
+"""Declares an option once, as metadata of a dataclass field: its help, limits, choices and label.
+
+The command line, the Collect form, `check` and the documentation read the same declaration. No torch, no Click.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from binade.collector.errors import ConfigError
+
+T = TypeVar("T")
+METADATA = "option"
+MOST = 10**9  # the default upper limit: a larger count is a typing error
+
+
+@dataclass(frozen=True)
+class Group:
+    """Options that --help lists under one title; `about` is printed above them."""
+
+    title: str
+    about: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What is declared about a field.
+
+    choices        the values that are allowed, of a list for each item: a collection, or a function that returns one
+    minimum, maximum, pattern
+                   what a number or a text must satisfy. `expected` says in words what the pattern accepts
+    unit           "bytes" for a size such as 500M
+    default_help   describes the default where the value itself does not
+    label          the name in the Collect form; "" for an option that the form does not have. form_maximum is the
+                   largest number that the form takes, placeholder what an empty field shows, form_help replaces help
+    flag           the spelling on the command line where it is not made from the field's name
+    """
+
+    help: str
+    group: Group
+    metavar: str | None = None
+    choices: Collection[str] | Callable[[], Collection[str]] | None = None
+    minimum: float | None = None
+    maximum: float = MOST
+    pattern: re.Pattern[str] | None = None
+    expected: str = ""
+    unit: str = ""
+    default_help: str = ""
+    label: str = ""
+    form_maximum: float | None = None
+    form_help: str = ""
+    placeholder: str = ""
+    flag: str = ""
+
+    @property
+    def allowed(self) -> Collection[str] | None:
+        return self.choices() if callable(self.choices) else self.choices
+
+
+@dataclass(frozen=True)
+class Declared:
+    """An option together with its field: `kind` is the type of a value, or of an item of a list."""
+
+    name: str
+    default: Any
+    kind: type
+    is_list: bool
+    option: Option
+
+    @property
+    def flag(self) -> str:
+        """`--seed`; `--no-raw` for a flag that is on by default."""
+        dashed = self.name.replace("_", "-")
+        return self.option.flag or (f"--no-{dashed}" if self.default is True else f"--{dashed}")
+
+    def text(self, value: Any) -> str:
+        """A value as it is written on a command line."""
+        return ",".join(map(str, value)) if self.is_list else str(value)
+
+
+def option(default: T, **declaration: Any) -> T:
+    """A dataclass field with its declaration: the keywords of Option."""
+    return cast(T, field(default=default, metadata={METADATA: Option(**declaration)}))
+
+
+def declared(owner: type) -> dict[str, Declared]:
+    """The options of a dataclass, by the names of its fields, in their order."""
+    hints = get_type_hints(owner)
+    return {each.name: _declared(each, hints[each.name]) for each in fields(owner) if METADATA in each.metadata}
+
+
+def _declared(each: Field[Any], hint: Any) -> Declared:
+    """From `int`, `int | None` or `tuple[int, ...]`: the kind is int."""
+    kind = next(iter(get_args(hint)), hint)
+    return Declared(each.name, each.default, kind, get_origin(hint) is tuple, each.metadata[METADATA])
+
+
+def check_options(config: object) -> None:
+    """Raise ConfigError for the first value outside the choices or limits that its option declares."""
+    for each in declared(type(config)).values():
+        value = getattr(config, each.name)
+        for item in value if each.is_list else () if value is None else (value,):
+            if problem := _problem(each, item):
+                raise ConfigError(problem)
+
+
+def _problem(each: Declared, value: Any) -> str:
+    option = each.option
+    if option.allowed is not None and value not in option.allowed:
+        return f"{each.flag} {value!r} is unknown: {', '.join(option.allowed)}"
+    if option.pattern is not None and not option.pattern.fullmatch(value):
+        return f"{each.flag} {value!r} is not valid: {option.expected}"
+    if option.minimum is None or option.minimum <= value <= option.maximum:
+        return ""
+    bound = f"at most {option.maximum}" if value > option.maximum else f"{option.minimum} or more"
+    return f"{each.flag} is {value}: it must be {bound}"
