@@ -324,7 +324,7 @@ class Recorder:
             identity = self._identity(
                 site,
                 now,
-                quant_type=part.asked(kind.operand),
+                quant_type=part.quant_type_of(kind.operand),
                 layer_type=kind.layer_type,
                 component=kind.component,
                 operation=kind.operation.value,

@@ -1,4 +1,4 @@
-"""Documents that are tokenized already: the .bin/.idx pair that Megatron's preprocess_data writes, memory-mapped.
+"""Tokenized documents: the .bin/.idx pair that Megatron's preprocess_data writes, memory-mapped.
 
 The .idx, little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py):
 
@@ -8,11 +8,11 @@ The .idx, little-endian (megatron-core 0.16, core/datasets/indexed_dataset.py):
     uint64    S, number of sequences
     uint64    D, number of documents + 1
     int32[S]  tokens in each sequence
-    int64[S]  where it begins in the .bin, in bytes
+    int64[S]  its first byte in the .bin
     int64[D]  the first sequence of each document, and S
     int8[S]   modes; only in multimodal data, not used here
 
-Documents are used as they are: an end-of-document token is there if preprocess_data was told --append-eod.
+Documents are used as they are. They have an end-of-document token if preprocess_data ran with --append-eod.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from binade.collector.errors import ConfigError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-CHUNK = 1 << 20  # sequences looked at together
+CHUNK = 1 << 20  # sequences checked at once
 
 
 class IndexedDocuments:
-    """Documents by number; tokens are read from disk when asked for. total counts the tokens of all.
+    """Documents by number, read from disk on demand. total is the number of tokens of all.
 
-    Raises ConfigError if the files are not what the format asks, or hold no token.
+    Raises ConfigError if the files violate the format or hold no token.
     """
 
     def __init__(self, source: Source) -> None:
@@ -57,7 +57,7 @@ class IndexedDocuments:
         self.bounds = np.array([0, documents - 1])
 
     def tokens(self, index: int) -> np.ndarray:
-        """[tokens of the document], a view of the file where it is one sequence."""
+        """[tokens of the document], a view of the file if it is one sequence."""
         first, end = self._firsts[index : index + 2].tolist()
         parts = [self._sequence(number) for number in range(first, end)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._dtype), *parts])
@@ -66,7 +66,7 @@ class IndexedDocuments:
         return np.frombuffer(self._data, self._dtype, int(self._lengths[number]), int(self._pointers[number]))
 
     def _read_header(self) -> tuple[int, int]:
-        """The counts S and D; and the dtype."""
+        """The counts S and D. Sets the dtype."""
         with open(self._index_path, "rb") as file:
             header = file.read(HEADER.size)
         if header[: len(MAGIC)] != MAGIC:
@@ -89,7 +89,7 @@ class IndexedDocuments:
         return sequences, documents
 
     def _check(self) -> int:
-        """The number of tokens, once lengths, pointers and documents are known to lie within the .bin."""
+        """The number of tokens. Checks that lengths, pointers and documents lie within the .bin."""
         total = 0
         for part in _chunks(len(self._lengths)):
             lengths, pointers = self._lengths[part].astype(np.int64), self._pointers[part]
@@ -110,7 +110,7 @@ class IndexedDocuments:
         return total
 
     def _refuse(self, why: str) -> None:
-        raise ConfigError(f"dataset {self._index_path} is no index of Megatron's: {why}")
+        raise ConfigError(f"dataset {self._index_path} is not an index of Megatron: {why}")
 
 
 def _array(file: np.ndarray, dtype: str, count: int, position: int) -> tuple[np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""What --dataset and --tokenizer name, told from the names and from which files are there; none is opened. No torch."""
+"""Resolves --dataset and --tokenizer to files, without opening any. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _EXPECTED = f"{', '.join(DATASETS)}, or a path to .bin/.idx, .jsonl, .jsonl.gz o
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset that is there. format is one of TEXT_FORMATS, TOKENIZED, or "python" for the interpreter's own texts;
-    paths are its file, or the .bin and the .idx, or nothing."""
+    """A dataset that exists. format is one of TEXT_FORMATS, TOKENIZED, or "python" for the texts that CPython carries;
+    paths are its file, or the .bin and the .idx, or empty."""
 
     name: str
     format: str
@@ -29,7 +29,7 @@ class Source:
 
 
 def find_dataset(name: str) -> Source:
-    """The dataset of that name or path. Raises ConfigError if there is none, or only one file of a .bin/.idx pair."""
+    """The dataset with this name or path. Raises ConfigError if there is none, or only one file of a .bin/.idx pair."""
     if name == "python-docs":
         return Source(name, "python", ())
     if name in DATASETS:
@@ -52,7 +52,7 @@ def find_dataset(name: str) -> Source:
 
 
 def find_tokenizer(name: str) -> Path | None:
-    """The file of the tokenizer of that path; None for BYTE. Raises ConfigError."""
+    """The file of the tokenizer with this path, None for BYTE. Raises ConfigError."""
     if name == BYTE:
         return None
     path = os.path.join(name, TOKENIZER_FILE) if os.path.isdir(name) else name
@@ -64,7 +64,7 @@ def find_tokenizer(name: str) -> Path | None:
 
 
 def check_inputs(dataset: str, tokenizer: str | None) -> None:
-    """Raise ConfigError if a file is not there, or a tokenizer is given for a dataset that holds tokens already."""
+    """Raise ConfigError if a file is missing, or a tokenizer is given for a dataset that is already tokenized."""
     source = find_dataset(dataset)
     if tokenizer is None:
         return
@@ -74,7 +74,7 @@ def check_inputs(dataset: str, tokenizer: str | None) -> None:
 
 
 def describe_inputs(dataset: str, tokenizer: str | None) -> str:
-    """In a user's words, as --dry-run prints it. Raises ConfigError."""
+    """One line for --dry-run. Raises ConfigError."""
     source = find_dataset(dataset)
     if source.format == TOKENIZED:
         return f"{dataset} (Megatron's .bin/.idx, tokenized already)"

@@ -1,4 +1,4 @@
-"""A dataset opened for training: its documents as token ids, and what says later which data this was."""
+"""Opens a dataset for training: its documents as token ids, and an identity that is recorded with the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from binade.collector.errors import ConfigError
 
 
 class Documents(Protocol):
-    """Token ids by number of the document. bounds, int64 [blocks + 1], are the first document of each block and their
-    count: documents of a block are best read together."""
+    """Token ids by number of the document. bounds, int64 [blocks + 1], holds the first document of each block, and the
+    number of documents. Documents of a block are cheapest to read together."""
 
     name: str
     bounds: np.ndarray
@@ -26,7 +26,7 @@ class Documents(Protocol):
 
 
 class TokenizedTexts:
-    """Texts, each tokenized when asked for, and ended by the tokenizer's end-of-text token if it has one."""
+    """Texts, tokenized when they are read, each followed by the tokenizer's end-of-text token if it has one."""
 
     def __init__(self, name: str, texts: Texts, tokenizer: Tokenizer) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class TokenizedTexts:
 
 @dataclass(frozen=True)
 class Dataset:
-    """identity is recorded with a run: the same identity is the same data."""
+    """identity is recorded with a run. The same identity means the same data."""
 
     documents: Documents
     identity: dict[str, Any]
@@ -54,7 +54,8 @@ class Dataset:
 
 
 def open_dataset(name: str, tokenizer: str | None, vocab: int) -> Dataset:
-    """A dataset by name or path, for a model of `vocab` tokens; tokenizer None is BYTE for text. Raises ConfigError."""
+    """A dataset by name or path, for a model with `vocab` tokens. For text, tokenizer None means BYTE. Raises
+    ConfigError."""
     source = find_dataset(name)
     if source.format == TOKENIZED:
         indexed = IndexedDocuments(source)

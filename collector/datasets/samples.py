@@ -1,11 +1,11 @@
-"""Documents to training samples: one endless row of tokens, cut into samples, in an order that the seed fixes.
+"""Training samples: the documents as one endless row of tokens, in an order that the seed fixes, cut into samples.
 
-Documents are shuffled by the seed and joined; sample k is tokens k·L to k·L + L of that row (L the sequence length; the
-last one is only a label). When the documents end a new epoch begins, in another order, and the row goes on: each epoch
+Documents are shuffled and joined. Sample k is tokens k·L to k·L + L of that row (L is the sequence length; the last
+token is only a label). After the last document, a new epoch continues the row in another order, so that each epoch
 shows every token once. Blocks of documents (row groups of Parquet) are shuffled, and the documents within each.
 
-Only the document being read is held. Megatron also shuffles the samples, which needs the lengths of all documents
-beforehand, and so everything tokenized.
+Only the current document is in memory. Megatron also shuffles the samples, but that needs the lengths of all documents
+in advance, and so tokenizes everything first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from binade.collector.datasets.loading import Dataset, Documents
 from binade.collector.errors import ConfigError, DataError
 from binade.collector.training.config import RunConfig
 
-CHUNK = 1 << 20  # tokens looked at together
+CHUNK = 1 << 20  # tokens checked at once
 
 
 def open_stream(config: RunConfig, dataset: Dataset, rank: int = 0, ranks: int = 1) -> SampleStream:
-    """The samples of a run, once the tokens that it will read are known to be the model's. Raises ConfigError."""
+    """The samples of a run. Raises ConfigError if the run would read a token that the model does not have."""
     try:
         stream = SampleStream(dataset.documents, config.sequence_length, config.seed, rank, ranks)
         if isinstance(dataset.documents, IndexedDocuments):
@@ -58,7 +58,7 @@ def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) ->
 
 def shuffled(bounds: np.ndarray, seed: int, epoch: int) -> Iterator[int]:
     """Every document once: blocks in random order, and those of a block in random order."""
-    # RandomState: NumPy promises that what it draws never changes (NEP 19).
+    # RandomState: NumPy guarantees that its numbers never change (NEP 19).
     random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch])))
     for block in random.permutation(len(bounds) - 1):
         first, end = bounds[block : block + 2].tolist()
@@ -71,7 +71,7 @@ class TokenRow:
 
     def __init__(self, documents: Documents, seed: int) -> None:
         self._documents = self._endless(documents, seed)
-        self._left = np.empty(0, dtype=np.int64)  # of the document being read
+        self._left = np.empty(0, dtype=np.int64)  # of the current document
 
     def take(self, length: int) -> np.ndarray:
         """The next tokens, int64 [length]. Raises DataError if the documents have none."""
@@ -104,31 +104,31 @@ class TokenRow:
                     empty = False
                     yield tokens
             if empty:
-                raise DataError(f"dataset {documents.name} gives no token: all its documents are empty")
+                raise DataError(f"dataset {documents.name} holds no token: all its documents are empty")
 
 
 class SampleStream:
     """Endless batches in a fixed order: the same seed gives the same batches to every recipe.
 
-    Of `ranks` readers each gets other batches: rank r gets batches r, r + ranks, r + 2·ranks, ... of a single reader.
-    All must ask for batches of the same size.
+    With several ranks, rank r gets batches r, r + ranks, r + 2·ranks, ... of a single reader. All ranks must use the
+    same batch size.
     """
 
     def __init__(self, documents: Documents, sequence_length: int, seed: int, rank: int = 0, ranks: int = 1) -> None:
         self._row = TokenRow(documents, seed)
-        self._next = self._row.take(1)  # the last label is the next sample's first token
+        self._next = self._row.take(1)  # the last label is the first token of the next sample
         self._length = sequence_length
         self._ranks = ranks
-        self._behind = rank  # batches of other ranks before the next of ours
+        self._skipped = rank  # batches of other ranks before our next one
         self._sha = hashlib.sha256()
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """(tokens, labels), each int64 [size, sequence_length]; labels are the tokens one further on. Raises DataError,
-        or OSError, if the data can no longer be read."""
-        for _ in range(self._behind):
+        """(tokens, labels), each int64 [size, sequence_length]; labels are the tokens shifted by one. Raises DataError
+        or OSError if the data can no longer be read."""
+        for _ in range(self._skipped):
             self._row.skip(size * self._length - 1)
             self._next = self._row.take(1)
-        self._behind = self._ranks - 1
+        self._skipped = self._ranks - 1
         row = np.concatenate([self._next, self._row.take(size * self._length)])
         self._next = row[-1:]
         tokens, labels = row[:-1].reshape(size, -1), row[1:].reshape(size, -1)
@@ -137,5 +137,5 @@ class SampleStream:
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     def digest(self) -> str:
-        """SHA-256 of the ids handed out so far: of each batch its tokens, then its labels, as little-endian int64."""
+        """SHA-256 of all ids returned so far: the tokens, then the labels of each batch, as little-endian int64."""
         return self._sha.hexdigest()

@@ -1,9 +1,9 @@
-"""Documents as text: JSON lines, Parquet, or a list; each found good as a whole, then read one at a time.
+"""Documents as text, from JSON lines, Parquet or a list.
 
-Opening a file reads it once from end to end: what is broken is refused before anything is trained, and the SHA-256 of
-all texts, joined by NUL, says which data this is, whatever file they came in. After that memory holds where each
-document begins (8 bytes a document; of Parquet, one row group), not the texts. A .jsonl.gz is unpacked into a nameless
-temporary file (in $TMPDIR), because gzip cannot be read from the middle. A process scans an unchanged file only once.
+Opening a file reads all of it once: damage is found before training starts, and the SHA-256 of all texts, joined by
+NUL, identifies the data whatever file it came in. After that, memory holds the position of each document (8 bytes a
+document; for Parquet, one row group) rather than the texts. A .jsonl.gz is unpacked into an anonymous temporary file in
+$TMPDIR, because gzip has no random access. A process scans an unchanged file only once.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from binade.collector.datasets.inputs import Source
 from binade.collector.errors import ConfigError, DataError
 
 COLUMN = "text"
-SETTLED = 10**9  # ns; of a file changed within its clock's resolution, the time does not tell versions apart
+SETTLED = 10**9  # ns; within the resolution of its clock, a file may change again without a new time stamp
 
 
 class Texts(Protocol):
-    """Documents by number. bounds, int64 [blocks + 1], are the first document of each block and their count: documents
-    of a block are best read together. digest is the SHA-256 of all texts in order, joined by NUL."""
+    """Documents by number. bounds are as in `loading.Documents`. digest is the SHA-256 of all texts in order, joined by
+    NUL."""
 
     bounds: np.ndarray
     digest: str
@@ -57,17 +57,17 @@ def open_texts(source: Source) -> Texts:
             return _scan(source)
         return _scanned(source, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
     except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
             raise ConfigError(
                 f"dataset {source.name} cannot be unpacked in {tempfile.gettempdir()}: {error.strerror}; "
-                "name a directory with more room in TMPDIR"
+                "set TMPDIR to a directory with more room"
             ) from error
         raise ConfigError(f"dataset {source.name} cannot be read: {error}") from error
 
 
 @lru_cache(maxsize=1)
 def _scanned(source: Source, state: tuple[int, ...]) -> Texts:
-    """state tells versions of a file apart."""
+    """state identifies the version of the file in the cache."""
     return _scan(source)
 
 
@@ -80,7 +80,7 @@ def _scan(source: Source) -> Texts:
 
 
 class _Digest:
-    """SHA-256 over texts as they come, joined by NUL."""
+    """SHA-256 of texts joined by NUL."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256()
@@ -111,11 +111,12 @@ class ListedTexts:
 
 
 class JsonLines:
-    """A file of JSON objects, one a line, each with a "text"; blank lines are passed over. One block."""
+    """A file with a JSON object with a "text" on each line. Blank lines are ignored. One block."""
 
     def __init__(self, source: Source) -> None:
         self._name = source.name
-        self._file = _unpacked(source.paths[0]) if source.format == "jsonl.gz" else open(source.paths[0], "rb")
+        (path,) = source.paths
+        self._file = _unpacked(path) if source.format == "jsonl.gz" else open(path, "rb")  # noqa: SIM115  (see below)
         weakref.finalize(self, self._file.close)
         digest, starts, position = _Digest(), array("q"), 0
         for number, line in enumerate(self._file, 1):
@@ -128,17 +129,17 @@ class JsonLines:
         self.digest = digest.hexdigest()
 
     def text(self, index: int) -> str:
-        """Raises DataError if the file is no longer what it was."""
+        """Raises DataError if the file has changed."""
         start = int(self._starts[index])
         self._file.seek(start)
         try:
             return _text(self._file.readline(), f"dataset {self._name}, byte {start}")
         except ConfigError as error:
-            raise DataError(f"{error}; the file was changed while it was in use") from error
+            raise DataError(f"{error}; the file changed while it was in use") from error
 
 
 def _unpacked(path: Path) -> BinaryIO:
-    file = tempfile.TemporaryFile()  # lives as long as the texts do
+    file = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the texts)
     try:
         with gzip.open(path, "rb") as packed:
             shutil.copyfileobj(packed, file, 1 << 20)
@@ -150,24 +151,25 @@ def _unpacked(path: Path) -> BinaryIO:
 
 
 def _text(line: bytes, where: str) -> str:
-    """The document on a line of JSON. Raises ConfigError, beginning with `where`."""
+    """The document on a line of JSON. `where` is the start of the message of ConfigError."""
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where} is not UTF-8: {error.reason}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from error
-    if not isinstance(record, dict) or not isinstance(record.get(COLUMN), str):
+    text = record.get(COLUMN) if isinstance(record, dict) else None
+    if not isinstance(text, str):
         raise ConfigError(f'{where}: an object with the key "{COLUMN}" was expected')
     try:
-        record[COLUMN].encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"{where}: its text holds half a surrogate pair, which is no character") from error
-    return record[COLUMN]
+    return text
 
 
 class ParquetTexts:
-    """The column "text" of a Parquet file. A row group is a block, and one at a time is in memory."""
+    """The column "text" of a Parquet file. A row group is a block; one at a time is in memory."""
 
     def __init__(self, source: Source) -> None:
         self._name = source.name
@@ -191,18 +193,18 @@ class ParquetTexts:
         self.digest = digest.hexdigest()
 
     def text(self, index: int) -> str:
-        """Raises DataError if the file is no longer what it was."""
+        """Raises DataError if the file has changed."""
         try:
             return self._read(index)
         except (ConfigError, OSError, pa.ArrowException) as error:
-            raise DataError(f"dataset {self._name}: {error}; the file was changed while it was in use") from error
+            raise DataError(f"dataset {self._name}: {error}; the file changed while it was in use") from error
 
     def _read(self, index: int) -> str:
-        """Raises ConfigError for a row without text, OSError or ArrowException for what cannot be decoded."""
+        """Raises ConfigError for a row without text, OSError or ArrowException for data that cannot be decoded."""
         group = int(np.searchsorted(self.bounds, index, side="right")) - 1
         first, end = self.bounds[group : group + 2].tolist()
         if self._group != group:
-            self._column = pa.chunked_array([], pa.string())  # let go of one before the next is read
+            self._column = pa.chunked_array([], pa.string())  # frees one before the next is read
             self._column = self._file.read_row_group(group, columns=[COLUMN]).column(COLUMN)
             self._group = group
             if len(self._column) != end - first:
@@ -211,7 +213,7 @@ class ParquetTexts:
                 )
         where = f"dataset {self._name}, row {index + 1}"
         try:
-            text = self._column[index - first].as_py()
+            text: str | None = self._column[index - first].as_py()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where} is not UTF-8: {error.reason}") from error
         if text is None:
@@ -222,4 +224,4 @@ class ParquetTexts:
 def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return any((pa.types.is_string(kind), pa.types.is_large_string(kind), pa.types.is_string_view(kind)))

@@ -1,7 +1,7 @@
 """Text to token ids: bytes, or a tokenizer.json of Hugging Face.
 
-The token that ends a document is 256 for bytes. A tokenizer.json does not say which it is: it is the `eos_token` of the
-tokenizer_config.json beside it, else the first of END_TOKENS in the vocabulary, else there is none.
+The token that ends a document is 256 for bytes. A tokenizer.json does not name it. It is the `eos_token` of the
+tokenizer_config.json in the same directory, or else the first of END_TOKENS in the vocabulary, or else there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer(Protocol):
-    """size is the largest id + 1, end the id that follows each document, sha256 that of the tokenizer's file."""
+    """size is the largest id + 1, end the id that follows each document, sha256 the digest of the tokenizer's file."""
 
     name: str
     size: int
@@ -37,15 +37,15 @@ class ByteTokenizer:
 
     name = BYTE
     size = END_OF_DOCUMENT + 1
-    end = END_OF_DOCUMENT
-    sha256 = None
+    end: int | None = END_OF_DOCUMENT
+    sha256: str | None = None
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
 class FileTokenizer:
-    """A tokenizer.json. Texts are encoded whole and as they are: nothing put around them, cut off or padded."""
+    """A tokenizer.json. Texts are encoded as they are, without special tokens, truncation or padding."""
 
     def __init__(self, path: Path) -> None:
         import tokenizers  # an extra: bytes need no library
@@ -57,8 +57,8 @@ class FileTokenizer:
             raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # it raises no narrower class
-            raise ConfigError(f"tokenizer {path} is no tokenizer.json of Hugging Face: {error}") from error
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ConfigError(f"tokenizer {path} is not a tokenizer.json of Hugging Face: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -66,19 +66,19 @@ class FileTokenizer:
             raise ConfigError(f"tokenizer {path} has an empty vocabulary: train it first")
         self.size = max(vocabulary.values()) + 1
         self.end = _end_token(vocabulary, path.parent / CONFIG_FILE)
-        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.sha256: str | None = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:
         """Raises DataError for a text that the vocabulary cannot spell."""
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # it raises no narrower class
+        except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from error
         return np.array(ids, dtype=np.int64)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of that name or path. Raises ConfigError."""
+    """The tokenizer with this name or path. Raises ConfigError."""
     path = find_tokenizer(name)
     return ByteTokenizer() if path is None else FileTokenizer(path)
 
@@ -93,7 +93,7 @@ def _end_token(vocabulary: dict[str, int], config: Path) -> int | None:
 
 
 def _named_end(config: Path) -> str | None:
-    """The eos_token of a tokenizer_config.json, written as a string or as an object with its "content"."""
+    """The eos_token of a tokenizer_config.json: a string, or an object with a "content"."""
     if not config.is_file():
         return None
     try:

@@ -6,18 +6,19 @@
     FA_linear_<format>  both
     <format>            everything: linear layers, QKᵀ and PV, forward and backward
 
-Gradients take `mxfp8_e5m2` under `mxfp8`. The LM head and the embedding stay in bf16, and the router in its own float32
-unless it is given a format by name.
+Gradients take `mxfp8_e5m2` under `mxfp8`. The LM head and the embedding stay in bf16. The router stays in float32
+unless it is given a format.
 
-What is more exact wins: a part's format (linear, qk, pv, router) replaces the recipe's, that of one of the linear
-layers' GEMMs (forward, dgrad, wgrad) the part's, that of an operand (OPERANDS) the GEMM's. "bf16" turns each off. Only
-an operand's is taken literally: there `mxfp8` is E4M3 for a gradient too.
+The most specific format wins: that of a part (linear, qk, pv, router) replaces the recipe's, that of one GEMM of the
+linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's. "bf16"
+turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from binade.quant.formats import FORMATS, GemmFormats
 
@@ -25,16 +26,28 @@ BF16 = "bf16"
 NAMED_FORMATS = ("mxfp8", "mxfp4", "hifp8")
 TEN_RECIPES = (BF16, *(f"{part}_{name}" for part in ("FA", "linear", "FA_linear") for name in NAMED_FORMATS))
 
-# What gradients are rounded to where it differs from the format asked for: they need range more than precision.
+# The format of gradients, where it differs from the requested one: they need range more than precision.
 GRADIENT_FORMAT = {"mxfp8": "mxfp8_e5m2"}
 
 
 class RecipeError(ValueError):
-    """The recipe's name cannot be understood. The message lists what can."""
+    """The recipe is unknown or contradicts itself. The message lists what is known."""
 
 
-# (field of GemmFormats, GEMM, operand, contracted axis)
-LINEAR_OPERANDS = (
+class Operand(NamedTuple):
+    """An operand of a part's GEMM, quantized along the axis that the GEMM contracts."""
+
+    field: str  # of GemmFormats
+    gemm: str
+    name: str
+    axis: str
+
+
+def _operands(*rows: tuple[str, str, str, str]) -> tuple[Operand, ...]:
+    return tuple(Operand(*row) for row in rows)
+
+
+LINEAR_OPERANDS = _operands(
     ("forward_a", "forward", "input", "input size"),
     ("forward_b", "forward", "weight", "input size"),
     ("dgrad_grad", "dgrad", "grad_output", "output size"),
@@ -42,7 +55,7 @@ LINEAR_OPERANDS = (
     ("wgrad_grad", "wgrad", "grad_output", "tokens"),
     ("wgrad_a", "wgrad", "input", "tokens"),
 )
-QK_OPERANDS = (
+QK_OPERANDS = _operands(
     ("forward_a", "forward", "query", "head size"),
     ("forward_b", "forward", "key", "head size"),
     ("dgrad_grad", "dquery", "grad_scores", "keys"),
@@ -50,7 +63,7 @@ QK_OPERANDS = (
     ("wgrad_grad", "dkey", "grad_scores", "queries"),
     ("wgrad_a", "dkey", "query", "queries"),
 )
-PV_OPERANDS = (
+PV_OPERANDS = _operands(
     ("forward_a", "forward", "attention_probs", "keys"),
     ("forward_b", "forward", "value", "keys"),
     ("dgrad_grad", "dprobs", "grad_output", "head size"),
@@ -61,71 +74,71 @@ PV_OPERANDS = (
 PARTS = {"linear": LINEAR_OPERANDS, "qk": QK_OPERANDS, "pv": PV_OPERANDS, "router": LINEAR_OPERANDS}
 
 # Every operand by its name: linear.dgrad.grad_output -> (linear, dgrad_grad)
-OPERANDS = {
-    f"{part}.{gemm}.{operand}": (part, field)
-    for part, operands in PARTS.items()
-    for field, gemm, operand, _ in operands
-}
+OPERANDS = {f"{part}.{o.gemm}.{o.name}": (part, o.field) for part, operands in PARTS.items() for o in operands}
 
 
 @dataclass(frozen=True)
 class Part:
     """The quantization of one kind of product.
 
-    quant_type  the format asked for, by its name for people
-    formats     what its six operands are rounded to
-    apart       (field of GemmFormats, format asked for) of the operands that were given one of their own, alone or with
-                their GEMM
+    quant_type  the requested format
+    formats     the formats that its six operands are rounded to
+    overrides   (field of GemmFormats, requested format) of the operands that differ, set alone or with their GEMM
     """
 
     quant_type: str = BF16
-    formats: GemmFormats = GemmFormats()
-    apart: tuple[tuple[str, str], ...] = ()
+    formats: GemmFormats = field(default_factory=GemmFormats)
+    overrides: tuple[tuple[str, str], ...] = ()
 
-    def asked(self, field: str) -> str:
-        """The format asked for an operand, "mxfp8" also where that makes a gradient mxfp8_e5m2. It is the quant_type of
-        what is recorded there; a GEMM's result has that of its first operand."""
-        return dict(self.apart).get(field, self.quant_type)
+    def quant_type_of(self, field: str) -> str:
+        """The format requested for an operand: "mxfp8" also where that rounds a gradient to mxfp8_e5m2. It is recorded
+        as the tensor's quant_type. The result of a GEMM has that of its first operand."""
+        return dict(self.overrides).get(field, self.quant_type)
+
+    def rounded_to(self, field: str) -> str:
+        """The format that an operand is rounded to."""
+        name: str | None = getattr(self.formats, field)
+        return name or BF16
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is quantized to what. `linear` covers every linear layer but the routers, `qk` and `pv` the attention core's
-    products, `router` the linear layer that chooses the experts."""
+    """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core, and
+    `router` covers the linear layer that chooses the experts."""
 
     name: str
-    linear: Part = Part()
-    qk: Part = Part()
-    pv: Part = Part()
-    router: Part = Part()
+    linear: Part = field(default_factory=Part)
+    qk: Part = field(default_factory=Part)
+    pv: Part = field(default_factory=Part)
+    router: Part = field(default_factory=Part)
 
     def lines(self) -> list[str]:
-        """One line an operand, "linear.dgrad.grad_output    output size  mxfp8_e5m2"; of the router only if it is
-        quantized."""
+        """One line per operand: "linear.dgrad.grad_output    output size  mxfp8_e5m2"."""
         return [
-            f"{f'{name}.{gemm}.{operand}':<27} {axis:<12} {getattr(part.formats, field) or BF16}"
-            for name, part in self.parts()
-            for field, gemm, operand, axis in PARTS[name]
+            f"{f'{name}.{operand.gemm}.{operand.name}':<27} {operand.axis:<12} {part.rounded_to(operand.field)}"
+            for name, part in self.parts().items()
+            for operand in PARTS[name]
         ]
 
-    def parts(self) -> list[tuple[str, Part]]:
-        """The parts by name; the router only if it is quantized."""
-        return [(name, getattr(self, name)) for name in PARTS if name != "router" or self.router != Part()]
+    def parts(self) -> dict[str, Part]:
+        """The parts by name, without the router if it is not quantized."""
+        parts = {"linear": self.linear, "qk": self.qk, "pv": self.pv}
+        return parts if self.router == Part() else parts | {"router": self.router}
 
     def describe(self) -> str:
-        """linear mxfp8, qk bf16, pv bf16; of a part with operands of their own, linear (forward mxfp8 x mxfp4, ...)"""
-        said = []
-        for name, part in self.parts():
+        """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""
+        described = []
+        for name, part in self.parts().items():
             gemms: dict[str, dict[str, None]] = {}
-            for field, gemm, *_ in PARTS[name]:
-                gemms.setdefault(gemm, {})[getattr(part.formats, field) or BF16] = None
+            for operand in PARTS[name]:
+                gemms.setdefault(operand.gemm, {})[part.rounded_to(operand.field)] = None
             mixed = ", ".join(f"{gemm} {' x '.join(formats)}" for gemm, formats in gemms.items())
-            said.append(f"{name} ({mixed})" if part.apart else f"{name} {part.quant_type}")
-        return ", ".join(said)
+            described.append(f"{name} ({mixed})" if part.overrides else f"{name} {part.quant_type}")
+        return ", ".join(described)
 
 
-def _part(asked: str, *, backward: bool = True) -> Part:
-    name = FORMATS[asked].name
+def _part(requested: str, *, backward: bool = True) -> Part:
+    name = FORMATS[requested].name
     if name == BF16:
         return Part()
     if not backward:
@@ -134,29 +147,22 @@ def _part(asked: str, *, backward: bool = True) -> Part:
     return Part(name, GemmFormats(name, name, gradient, name, gradient, name))
 
 
-def _with_gemm(part: Part, gemm: str, asked: str) -> Part:
-    """A part with the format of one of its GEMMs, "forward", "dgrad" or "wgrad", replaced."""
-    whole = _part(asked)
-    fields = [field for field, *_ in LINEAR_OPERANDS if field.startswith(gemm)]
-    return _with(part, {field: getattr(whole.formats, field) for field in fields}, whole.quant_type)
-
-
-def _with(part: Part, formats: dict[str, str | None], asked: str) -> Part:
-    apart = dict(part.apart) | dict.fromkeys(formats, asked)
-    kept = tuple(sorted((field, name) for field, name in apart.items() if name != part.quant_type))
-    return replace(part, formats=replace(part.formats, **formats), apart=kept)
+def _override(part: Part, formats: dict[str, str | None], requested: str) -> Part:
+    overrides = dict(part.overrides) | dict.fromkeys(formats, requested)
+    different = tuple(sorted((field, name) for field, name in overrides.items() if name != part.quant_type))
+    return replace(part, formats=replace(part.formats, **formats), overrides=different)
 
 
 def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
     """{"linear.dgrad.grad_output": "mxfp6_e3m2"} of "linear.dgrad.grad_output=mxfp6_e3m2"."""
     formats: dict[str, str] = {}
     for text in assignments:
-        operand, equals, asked = (word.strip() for word in text.partition("="))
+        operand, equals, requested = (word.strip() for word in text.partition("="))
         if not equals:
             raise RecipeError(f"{text!r} sets no operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8")
         if operand not in OPERANDS:
             raise RecipeError(f"operand {operand!r} is unknown: {', '.join(OPERANDS)}")
-        name = FORMATS[asked].name
+        name = FORMATS[requested].name
         if formats.setdefault(operand, name) != name:
             raise RecipeError(f"operand {operand} is given two formats, {formats[operand]} and {name}: give one")
     return formats
@@ -189,26 +195,22 @@ def parse_recipe(
             f"recipe {name!r} is unknown: bf16, FA_<format>, linear_<format>, FA_linear_<format> or <format>, "
             f"with a format of {', '.join([*FORMATS, *FORMATS.aliases])}"
         )
-    recipe = Recipe(name)
-    if "linear_" in prefix or not prefix:
-        recipe = replace(recipe, linear=_part(fmt))
-    if prefix.startswith("FA_"):
-        recipe = replace(recipe, qk=_part(fmt, backward=False))
+    parts = dict.fromkeys(PARTS, Part())
+    if not prefix or "linear_" in prefix:
+        parts["linear"] = _part(fmt)
+    if not prefix or "FA_" in prefix:
+        parts["qk"] = _part(fmt, backward=not prefix)
     if not prefix:
-        recipe = replace(recipe, qk=_part(fmt), pv=_part(fmt))
-    if linear is not None:
-        recipe = replace(recipe, linear=_part(linear))
-    if qk is not None:
-        recipe = replace(recipe, qk=_part(qk, backward=False))
-    if pv is not None:
-        recipe = replace(recipe, pv=_part(pv, backward=False))
-    if router is not None:
-        recipe = replace(recipe, router=_part(router))
-    for gemm, asked in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
-        if asked is not None:
-            recipe = replace(recipe, linear=_with_gemm(recipe.linear, gemm, asked))
-    for operand, asked in _operand_formats(operands).items():
-        part, field = OPERANDS[operand]
-        changed = _with(getattr(recipe, part), {field: None if asked == BF16 else asked}, asked)
-        recipe = replace(recipe, **{part: changed})
-    return recipe
+        parts["pv"] = _part(fmt)
+    for part, requested in (("linear", linear), ("qk", qk), ("pv", pv), ("router", router)):
+        if requested is not None:
+            parts[part] = _part(requested, backward=part not in ("qk", "pv"))
+    for gemm, requested in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
+        if requested is not None:
+            whole = _part(requested)
+            formats = {o.field: getattr(whole.formats, o.field) for o in LINEAR_OPERANDS if o.gemm == gemm}
+            parts["linear"] = _override(parts["linear"], formats, whole.quant_type)
+    for operand, requested in _operand_formats(operands).items():
+        part, changed = OPERANDS[operand]
+        parts[part] = _override(parts[part], {changed: None if requested == BF16 else requested}, requested)
+    return Recipe(name, **parts)

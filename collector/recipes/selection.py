@@ -1,14 +1,13 @@
-"""Which sites of a model are meant: by layer, by name and by module. No torch.
+"""Selects sites of a model by layer, name and module. No torch.
 
-A list of layers holds, separated by commas,
+A list of layers is separated by commas:
 
     first, last        the first or the last layer
     3, 2-4             a layer by its number, from 1, or several
-    anything else      a regular expression, searched in the names of the sites: layer1.qkv, layer1.core, layer2.router,
-                       layer2.expert3.fc1. It is Python's, found anywhere in the name: layer1 is in layer12 too,
-                       `layer1\\.` and `^layer1[.]core$` are not.
+    anything else      a Python regular expression, searched anywhere in the names of the sites: layer1.qkv,
+                       layer1.core, layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not.
 
-A comma separates unless it stands in braces, as in `expert[0-9]{1,2}`; no name holds one.
+A comma in braces does not separate, as in `expert[0-9]{1,2}`. No name contains one.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 class SelectionError(ValueError):
-    """The selection cannot be understood, or the model has nothing of it. The message says what it has."""
+    """The selection cannot be parsed, or selects nothing. The message lists what the model has."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One item of a list of layers: the layers from the first to the second number, or a pattern for names."""
+    """One item of a list of layers: a pattern for names, or without one the layers from the first number to the
+    second."""
 
     text: str
-    layers: tuple[int, int] | None = None
+    layers: tuple[int, int] = (1, LAST)
     pattern: re.Pattern[str] | None = None
 
     @classmethod
@@ -48,7 +48,7 @@ class Term:
                 raise SelectionError(f"{text} runs backwards: write {high}-{low}")
             return cls(text, (low, high))
         try:
-            with warnings.catch_warnings(action="ignore"):  # of what Python may read otherwise one day
+            with warnings.catch_warnings(action="ignore"):  # about syntax that a future Python may change
                 return cls(text, pattern=re.compile(text))
         except (re.error, OverflowError, RecursionError) as error:
             raise SelectionError(f"{text!r} is neither a layer nor a regular expression: {error}") from None
@@ -68,29 +68,29 @@ class Term:
 
 @dataclass(frozen=True)
 class Selection:
-    """Sites that one of the terms means (any, if there are none) and whose module is listed (any, if none is)."""
+    """The sites that match one of the terms (all, if there are none) and whose module is listed (all, if none is)."""
 
     terms: tuple[Term, ...] = ()
     modules: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, layers: str = "", modules: Iterable[str] = ()) -> Selection:
-        """layers as this module's text says, "" for all. Raises SelectionError for a bad regular expression, and for a
-        list of nothing."""
+        """layers is a list as described at the top of this module, "" for all. Raises SelectionError for a bad regular
+        expression or an empty list."""
         items = [item for item in map(str.strip, SEPARATOR.split(layers)) if item]
         if layers and not items:
             raise SelectionError(f"{layers!r} names no layer")
         return cls(tuple(map(Term.parse, items)), tuple(modules))
 
     def of(self, sites: Sequence[Site]) -> frozenset[Site]:
-        """The chosen ones of a model's sites. Raises SelectionError for a term or module that none of them has, and if
-        none is left."""
+        """The selected ones of a model's sites. Raises SelectionError for a term or module that none of them has, and
+        if nothing is selected."""
         known = dict.fromkeys(site.module for site in sites)
         for module in self.modules:
             if module not in known:
                 raise SelectionError(f"module {module!r} is unknown: the model has {', '.join(known)}")
-        meant = set().union(*(term.of(sites) for term in self.terms)) if self.terms else set(sites)
-        chosen = frozenset(site for site in meant if not self.modules or site.module in self.modules)
+        found = {site for term in self.terms for site in term.of(sites)} if self.terms else set(sites)
+        chosen = frozenset(site for site in found if not self.modules or site.module in self.modules)
         if not chosen:
             raise SelectionError(
                 f"{', '.join(term.text for term in self.terms)} has no {', '.join(self.modules)}: "
@@ -100,19 +100,20 @@ class Selection:
 
 
 def by_layer(sites: Sequence[Site], chosen: Collection[Site], word: str, others: str) -> list[str]:
-    """What holds for which layers, in a few lines: "layers 1, 16: bf16", "layers 2-15: as below"."""
+    """Which layers are chosen, as a few lines: "layers 1, 16: bf16", "layers 2-15: as below". word describes the chosen
+    sites, others the rest."""
     layers: dict[str, list[int]] = {}
     for index in dict.fromkeys(site.layer_index for site in sites):
         here = [site for site in sites if site.layer_index == index]
         inside = [site for site in here if site in chosen]
         if not inside:
-            said = others
+            text = others
         elif len(inside) == len(here):
-            said = word
+            text = word
         else:
-            said = f"{_modules(inside)} {word}, the rest {others}"
-        layers.setdefault(said, []).append(index)
-    return [f"layer{'s' if len(found) > 1 else ''} {_spans(found)}: {said}" for said, found in layers.items()]
+            text = f"{_modules(inside)} {word}, the rest {others}"
+        layers.setdefault(text, []).append(index)
+    return [f"layer{'s' if len(found) > 1 else ''} {_spans(found)}: {text}" for text, found in layers.items()]
 
 
 def _modules(sites: Iterable[Site]) -> str:
@@ -135,7 +136,7 @@ def _spans(numbers: Iterable[int]) -> str:
 
 
 def _existing(sites: Sequence[Site]) -> str:
-    """What there is to choose from, on one line."""
+    """What a model has, on one line."""
     named = {site.module: site.name for site in sites}
     last = max(site.layer_index for site in sites)
     return f"layers 1 to {last} and sites such as {', '.join(named.values())}"

@@ -180,7 +180,10 @@ REFUSED = {
     "a missing parquet": (lambda p: ("--dataset", str(p / "x.parquet")), "x.parquet does not exist: give the path"),
     "a missing bin": (lambda p: ("--dataset", str(p / "x.bin")), "x.bin does not exist: give the path"),
     "half a pair": (lambda p: ("--dataset", str(pair(p)), (p / "x.bin").unlink())[:2], "x lacks "),
-    "a corrupt idx": (lambda p: ("--dataset", str(corrupt(pair(p).with_suffix(".idx"), 0, b"X"))), "is no index of"),
+    "a corrupt idx": (
+        lambda p: ("--dataset", str(corrupt(pair(p).with_suffix(".idx"), 0, b"X"))),
+        "is not an index of",
+    ),
     "an empty pair": (lambda p: ("--dataset", str(write_pair(p / "x", []))), "x holds no document"),
     "no column text": (lambda p: ("--dataset", str(parquet(p, body=["a"]))), "needs one column 'text'"),
     "a damaged parquet": (lambda p: ("--dataset", str(corrupt(parquet(p, text=["a"]), 0, b"X" * 99))), "x.parquet"),
@@ -189,7 +192,7 @@ REFUSED = {
         "x holds tokens, not text: leave out --tokenizer byte",
     ),
     "a missing tokenizer": (lambda p: ("--tokenizer", str(p)), "tokenizer.json does not exist: give byte, a tokenizer"),
-    "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is no tokenizer.json of Hugging Face"),
+    "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is not a tokenizer.json"),
     "a large tokenizer": (
         lambda p: ("--tokenizer", str(trained(p))),
         " tokens, the model's vocabulary 384: use --vocab-size ",

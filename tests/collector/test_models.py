@@ -634,7 +634,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_clear_line(what, saved, tmp_path)
 def test_a_checkpoint_of_another_architecture_is_refused(saved, tmp_path):
     with pytest.raises(ConfigError, match="is a DeepSeek-V2, the model is a Llama"):
         open_checkpoint(saved["deepseek2_lite"], TINY["llama32-1b"])
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         open_checkpoint(tmp_path / "nowhere", TINY["llama32-1b"])
 
 

@@ -8,6 +8,7 @@ import random
 import string
 from collections import Counter
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +42,7 @@ def epochs(tokens: list[int], documents: int) -> list[list[str]]:
 
 
 class TestOrder:
-    TEXTS = [f"{letter}{i}" * (i % 7) for i, letter in enumerate(string.ascii_letters)]
+    TEXTS: ClassVar = [f"{letter}{i}" * (i % 7) for i, letter in enumerate(string.ascii_letters)]
 
     def test_the_same_seed_gives_the_same_batches(self):
         documents = open_dataset("wikipedia", None, 384).documents
@@ -103,9 +104,9 @@ class TestOrder:
         (tmp_path / "x.jsonl").write_text('{"text": ""}\n' * 3)
         config = RunConfig(dataset=str(tmp_path / "x.jsonl"), tokenizer=str(tmp_path))
         dataset = open_dataset(config.dataset, config.tokenizer, 384)
-        with pytest.raises(DataError, match="gives no token"):
+        with pytest.raises(DataError, match="holds no token"):
             SampleStream(dataset.documents, 8, 0)
-        with pytest.raises(ConfigError, match="gives no token"):
+        with pytest.raises(ConfigError, match="holds no token"):
             open_stream(config, dataset)
 
 

@@ -125,13 +125,13 @@ NO_TOKENIZER = {
 @pytest.mark.parametrize("name", NO_TOKENIZER)
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(NO_TOKENIZER[name])
-    with pytest.raises(ConfigError, match="tokenizer.json is no tokenizer.json of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer\.json"):
         open_tokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "gone", tmp_path / "gone.json"):
-        with pytest.raises(ConfigError, match="does not exist: give byte, a tokenizer.json"):
+        with pytest.raises(ConfigError, match=r"does not exist: give byte, a tokenizer\.json"):
             open_tokenizer(str(path))
 
 
@@ -147,5 +147,5 @@ def test_a_text_that_cannot_be_spelled(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     found = open_tokenizer(str(tmp_path))
     assert found.encode("a a").tolist() == [0, 0]
-    with pytest.raises(DataError, match="tokenizer .* cannot encode 'a b'"):
+    with pytest.raises(DataError, match=r"tokenizer .* cannot encode 'a b'"):
         found.encode("a b")
