@@ -6,6 +6,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 BINADE := $(VENV)/bin/binade
+# Whole files to each worker: what a file's tests share is made once.
+WORKERS ?= logical
+PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
@@ -15,7 +18,7 @@ FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warm
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test install install-tests lint format bench report clean
+.PHONY: help run test check install install-tests lint format bench report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,9 +28,12 @@ run: install ## set up, collect a small batch of runs if there are none, open th
 		{ $(BINADE) batch $(FIRST_RUNS) && $(BINADE) run $(FIRST_PV); }
 	@exec $(BINADE) serve --port "$(PORT)"
 
-test: install-tests ## set up, run every test, the browser's included
+test: install-tests ## set up, run every test, the browser's included (WORKERS=, ARGS=)
 	@$(PY) -m tests.browser.chromium
-	@$(PY) -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
+
+check: lint ## lint, types and the fast tests, in two minutes
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 
@@ -51,9 +57,10 @@ $(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
 	@$(PIP) -r requirements.txt -r tests/requirements.txt
 	@touch $@
 
-lint: install-tests ## check the style
+lint: install-tests ## check style and types
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
 
 format: install-tests ## put the style right
 	@$(PY) -m ruff check --fix .
@@ -72,5 +79,5 @@ report: install ## draw every chart of the runs into a folder, with one HTML of 
 	@$(BINADE) report --output "$(OUTPUT)" $(ARGS)
 
 clean: ## remove .venv and caches; runs are kept
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

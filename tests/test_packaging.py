@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 
 from tests.browser.driver import free_port, wait_for_health
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).parents[1]
 DECLARED = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
 CORE = [Requirement(line) for line in DECLARED["dependencies"]]

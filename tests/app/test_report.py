@@ -40,6 +40,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.data.builder import make_run
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).parents[2]
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")

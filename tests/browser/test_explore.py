@@ -17,7 +17,7 @@ from tests.app import roots
 from tests.browser.driver import serving, settle
 from tests.conftest import RECIPES, run_collector
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 WHERE = Filter(quant_type=["mxfp8"], layer_index=[1], operation=["forward"])
 QUERY = "/explore?quant_type=mxfp8&layer_index=1&operation=forward"

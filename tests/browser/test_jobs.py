@@ -13,7 +13,7 @@ from binade.collector.jobs import processes
 from tests.browser.driver import serving, settle
 from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch, until
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 PATIENCE = 90_000  # milliseconds
 CALM = (*ENDLESS, "--capture-every", "100")  # records little of its iterations

@@ -31,7 +31,7 @@ from tests.browser.driver import PROJECT, serving, settle
 from tests.browser.test_explore import number
 from tests.conftest import run_collector
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MOST_CLICKS = 5
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 

@@ -20,6 +20,8 @@ from tests.app import roots
 from tests.browser.driver import PROJECT, serving
 from tests.browser.test_sessions import turn_to
 
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
+
 CHART = "binade-distributions-histogram-layer-index"
 ENTRY = "distributions/histogram_layer_index.csv"
 SHARES = (  # the rows that a histogram is drawn from

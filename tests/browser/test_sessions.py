@@ -14,7 +14,7 @@ from tests.app import roots
 from tests.browser.driver import serving, settle
 from tests.browser.test_explore import choose, marks
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 
 

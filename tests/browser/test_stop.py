@@ -13,7 +13,7 @@ from binade.quant.formats import FORMATS
 from tests.app.roots import record
 from tests.browser.driver import serving, settle
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 
 def test_rounding_of_a_selection(visit: Callable[..., Page], tmp_path: Path):

@@ -22,6 +22,8 @@ from binade.data.runs import list_runs, read_losses
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
 from tests.conftest import run_collector
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"Text {i} has the length of {i % 13 * 'some '}words.\n" for i in range(40)]
 FAST = ("--tensors", "query", "--no-raw")
 

@@ -17,6 +17,8 @@ from binade.data.catalog import Catalog
 from binade.data.runs import RunInfo, list_runs
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow
+
 # One layer and 64 tokens, without end: 34 tensors an iteration.
 ENDLESS = (
     "run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "",

@@ -31,6 +31,8 @@ from binade.quant import score, summarize
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
 from tests.conftest import PROJECT, run_collector
 
+pytestmark = pytest.mark.slow
+
 FORMATS = ("mxfp8", "hifp8")
 Command = Callable[..., int]
 

@@ -28,6 +28,8 @@ from binade.data.runs import list_runs
 from tests.collector.test_failures import check_rows
 from tests.conftest import PROJECT, run_collector
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
 SHORT = ("run", *SMALL, "--quantization", "mxfp8")
 ENDLESS = (*SHORT, "--control-iter", "1000000")

@@ -56,6 +56,8 @@ from tests.collector.megatron_cpu import (
     tensor_parallel_losses,
 )
 
+pytestmark = pytest.mark.slow
+
 # The two sum the same float32 products in another order: each result is off by a few roundings (2^-24 = 6e-8), which
 # the layers pass on. Measured at most 1.9e-6 of a gradient's norm, 8.8e-7 of the logits'; a setting that is wrong moves
 # the logits by more than 5e-4 (test_a_wrong_setting_shows).

@@ -23,6 +23,8 @@ from binade.data.runs import list_runs, process_start, rank_statuses, read_losse
 from tests.collector.ranks_worker import CASES, Case
 from tests.conftest import PROJECT, run_collector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

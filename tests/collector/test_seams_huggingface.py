@@ -24,6 +24,8 @@ from tests.collector.instrumented import (
     value,
 )
 
+pytestmark = pytest.mark.slow
+
 LAYERS, LENGTH, VOCAB, HEAD_DIM = 2, 12, 64, 16
 MODULES = ("q", "k", "v", "proj", "gate", "up", "fc2")
 EXPECTED = {

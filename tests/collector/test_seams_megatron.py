@@ -52,6 +52,7 @@ from tests.collector.instrumented import (
 )
 from tests.collector.megatron_cpu import build, inputs, load, megatron_on_cpu
 
+pytestmark = pytest.mark.slow
 LAYERS, LENGTH, VOCAB = 2, 16, 257
 LLAMA = replace(
     MODELS["llama32-1b"]["tiny"], hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, layers=LAYERS, rope_scaling=None

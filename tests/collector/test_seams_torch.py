@@ -30,6 +30,8 @@ from tests.collector.instrumented import (
     value,
 )
 
+pytestmark = pytest.mark.slow
+
 HIDDEN, HEADS, LENGTH, LAYERS = 32, 2, 8, 2
 
 

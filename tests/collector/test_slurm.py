@@ -19,6 +19,8 @@ from binade.collector.cli.options import job_arguments
 from binade.data.runs import list_runs
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow
+
 SLURM = ("run", "--launcher", "slurm", "--tp", "2")
 # What a shell would obey, and what Slurm's own quoting could trip over.
 HOSTILE = """a b; touch x $(touch y) `touch z` 'q' "d" & #"""

@@ -13,6 +13,8 @@ from binade.data.filter import Filter
 from binade.data.runs import RunInfo, list_runs, read_losses
 from tests.conftest import RECIPES, run_collector
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory):

@@ -25,6 +25,8 @@ from binade.quant.summary import summarize
 from tests.collector.test_capture import batch, build
 from tests.interrupts import interrupted
 
+pytestmark = pytest.mark.slow
+
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 

@@ -31,6 +31,8 @@ from binade.data.filter import Filter
 from binade.data.runs import RUNNING, fingerprint, process_start, sound_losses
 from tests.data.builder import assorted, make_run, with_column
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

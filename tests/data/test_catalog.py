@@ -28,6 +28,8 @@ from binade.data.store import TensorFileError
 from tests.conftest import PROJECT
 from tests.data.builder import add_segment, assorted, make_run
 
+pytestmark = pytest.mark.slow
+
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 KEYS = {"tensor": ["tensor_id"], "sketch": ["tensor_id", "bin"], "score": ["tensor_id", "format"]}
 

@@ -36,6 +36,8 @@ from binade.quant.summary import summarize
 from tests.conftest import PROJECT
 from tests.data.builder import CONFIG, assorted, make_run, row, with_column
 
+pytestmark = pytest.mark.slow
+
 STEMS = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 
 # Dies by SIGKILL at the n-th call of os.fsync or os.rename: the moments between which a segment comes to be.

@@ -18,6 +18,8 @@ from binade.data.filter import Filter
 from binade.data.runs import process_start
 from binade.data.sandbox import QueryError, Sandbox
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def catalog(collected: Path):

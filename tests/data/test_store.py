@@ -19,6 +19,8 @@ import torch
 from binade.data.store import TensorFileError, encode, load, save, write_atomic
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -17,6 +17,8 @@ from binade.quant.quantizer import apply, plan, tensor_absmax
 from tests.conftest import PROJECT
 from tests.quant.helpers import RULES, assert_same_bits, awkward, by_reference, devices, formats
 
+pytestmark = pytest.mark.slow
+
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -9,7 +9,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import PROJECT
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import re

@@ -16,6 +16,8 @@ from binade.quant.quantizer import apply, plan, tensor_absmax
 from tests.interrupts import interrupted
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = cpu.Kind("float", 1, 0, 0)
 
 
