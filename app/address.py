@@ -104,11 +104,6 @@ def _address() -> dict[str, list[str]]:
     return {name: st.query_params.get_all(name) for name in st.query_params}
 
 
-def one_line(text: str, longest: int = 400) -> str:
-    """A message without line breaks, terminal colours and what follows the first few sentences."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())[:longest]
-
-
 def plain(text: str) -> str:
     """A text that Markdown leaves as it is."""
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:-])", r"\\\1", text)

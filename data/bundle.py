@@ -35,6 +35,8 @@ from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from binade.data.store import staged_file
+from binade.data.text import describe
 
 VERSION = 1
 LIST = "bundle.json"
@@ -110,10 +112,13 @@ def write(
     """
     runs = [_bundled(root, run_id) for run_id in dict.fromkeys(run_ids)]
     wanted = None if tensor_ids is None else set(tensor_ids)
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(aside, "w", zipfile.ZIP_STORED) as archive:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            staged_file(target) as file,
+            zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
+        ):
             writer = _Writer(archive, Path(folder))
             plans = [writer.plan(run, wanted) for run in runs]
             files = [file for plan in plans for file in plan.files]
@@ -129,15 +134,13 @@ def write(
                 "files": writer.listed,
             }
             archive.writestr(_entry(LIST), json.dumps(listed, indent=1), zipfile.ZIP_DEFLATED)
-        os.replace(aside, target)
     except (RunError, OSError, pa.ArrowException) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or describe(error)
         raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
-    finally:
-        with suppress(OSError):
-            aside.unlink()
-    counts = [sum(getattr(plan, name) for plan in plans) for name in ("tensors", "with_values", "left_out")]
-    return Written(len(runs), *counts, target.stat().st_size)
+    tensors, with_values, left_out = (
+        sum(getattr(plan, name) for plan in plans) for name in ("tensors", "with_values", "left_out")
+    )
+    return Written(len(runs), tensors, with_values, left_out, target.stat().st_size)
 
 
 def _bundled(root: Path, run_id: str) -> RunInfo:
@@ -440,7 +443,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
         except (RunError, OSError, ValueError, pa.ArrowException) as error:
             if isinstance(error, BundleError):
                 raise
-            _refuse(f"the run {run_id} cannot be read: {str(error).splitlines()[0][:200]}")
+            _refuse(f"the run {run_id} cannot be read: {describe(error)[:200]}")
         if state == RUNNING:
             _refuse(f"the run {run_id} says that it is still running")
         if found != wanted:

@@ -26,6 +26,7 @@ from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
 from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
+from binade.data.text import describe
 from binade.quant.formats import FORMATS
 from binade.quant.sketch import bin_edges
 
@@ -124,7 +125,7 @@ class Catalog:
         with self._cursor() as cursor:
             return cursor.execute(sql, parameters or []).df()
 
-    def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple]:
+    def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple[Any, ...]]:
         with self._cursor() as cursor:
             return cursor.execute(sql, parameters or []).fetchall()
 
@@ -160,7 +161,7 @@ class Catalog:
                 try:
                     added += self._take_in(cursor, run, taken)
                 except (duckdb.ConversionException, duckdb.InvalidInputException, ValueError, TypeError) as error:
-                    self.refused.append(f"{run.run_id!a} cannot be indexed: {str(error).splitlines()[0]}")
+                    self.refused.append(f"{run.run_id!a} cannot be indexed: {describe(error)}")
                 except FileNotFoundError:
                     pass  # deleted meanwhile
                 else:
@@ -210,7 +211,7 @@ class Catalog:
         except duckdb.Error as error:
             if not self.in_memory and any(reason in str(error) for reason in UNAVAILABLE):
                 raise  # it is the index that failed
-            self.refused.append(f"segment {run.run_id}/{name} cannot be read: {str(error).splitlines()[0]}")
+            self.refused.append(f"segment {run.run_id}/{name} cannot be read: {describe(error)}")
             return 0
 
     # Questions
@@ -246,7 +247,7 @@ class Catalog:
         )[0]
         return Totals(*row)
 
-    def facets(self, where: Filter | None = None) -> dict[str, list]:
+    def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
         """For each field the values that occur among the tensors which every *other* field of the filter allows:
         what can be chosen there without ending up with nothing. Sorted; fields with no value at all are left out."""
         where = where or Filter()

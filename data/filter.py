@@ -5,9 +5,9 @@ A field that is empty does not restrict. Values of one field are alternatives, f
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from typing import Any
 
 INTEGER_FIELDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
@@ -60,7 +60,8 @@ class Filter:
 
     def sql(self) -> tuple[str, list[Any]]:
         """A condition over the table `tensor` and its parameters; "true" where nothing is restricted."""
-        parts, parameters = [], []
+        parts: list[str] = []
+        parameters: list[str | int] = []
         for name, values in self.items():
             parts.append(f"tensor.{name} IN ({', '.join('?' * len(values))})")
             parameters += values
@@ -77,11 +78,11 @@ class Filter:
             parts.append(f"{LABELS.get(name, name)} {listed}")
         return ", ".join(parts) or "all tensors"
 
-    def items(self) -> list[tuple[str, tuple]]:
+    def items(self) -> list[tuple[str, tuple[str | int, ...]]]:
         """The fields that restrict, with their values."""
         return [(name, getattr(self, name)) for name in FIELDS if getattr(self, name)]
 
-    def to_dict(self) -> dict[str, list]:
+    def to_dict(self) -> dict[str, list[str | int]]:
         return {name: list(values) for name, values in self.items()}
 
     @classmethod
@@ -102,7 +103,7 @@ class Filter:
     def from_query(cls, query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
         """A filter from URL parameters, and a sentence for each value that makes no sense and was left out.
         Parameters that are no filter fields are not looked at."""
-        kept: dict[str, list] = {}
+        kept: dict[str, Any] = {}
         problems = []
         for name in FIELDS:
             wanted = "number" if name in INTEGER_FIELDS else "text"
@@ -116,20 +117,26 @@ class Filter:
 
     def without(self, name: str) -> Filter:
         """The same filter with one field free."""
-        return Filter(**{key: values for key, values in self.items() if key != name})
+        kept: dict[str, Any] = {key: values for key, values in self.items() if key != name}
+        return Filter(**kept)
 
 
 FIELDS = tuple(f.name for f in fields(Filter))
 
 
 def _checked(name: str, value: Any) -> str | int:
-    wanted = Integral if name in INTEGER_FIELDS else str  # NumPy's and pandas' integers are welcome
-    if not isinstance(value, wanted) or isinstance(value, bool):
-        raise FilterError(f"filter {name}: {value!r} is not {'a text' if wanted is str else 'an integer'}")
-    if wanted is str:
+    if name not in INTEGER_FIELDS:
+        if not isinstance(value, str):
+            raise FilterError(f"filter {name}: {value!r} is not a text")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise FilterError(f"filter {name}: {value!r} is not valid Unicode")
         return value
-    if not -(2**31) <= value < 2**31:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # NumPy's and pandas' integers are welcome
+    except TypeError:
+        raise FilterError(f"filter {name}: {value!r} is not an integer") from None
+    if not -(2**31) <= number < 2**31:
         raise FilterError(f"filter {name}: an integer lies beyond 32 bits")
-    return int(value)
+    return number

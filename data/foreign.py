@@ -172,7 +172,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         raise TensorFileError("it is in neither of torch's formats")
     metadata = None
     if isinstance(content, dict):
-        content, metadata = content.get("tensor"), content.get("metadata")
+        metadata, content = content.get("metadata"), content.get("tensor")
     if not isinstance(content, Tensor):
         raise TensorFileError("it holds no tensor: a tensor, or a dict with the key 'tensor', is expected")
     yield _usable(None, metadata, content, size, room)

@@ -35,7 +35,8 @@ def parse_json(kind: type[T], content: bytes) -> T:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        found = json.dumps(first["input"], default=str)[:40]
+        raise ValueError(f"{where} is {found}: {first['msg']}" if where else first["msg"]) from None
 
 
 def read_json(kind: type[T], path: Path) -> T:
@@ -50,6 +51,8 @@ def write_json(path: Path, record: DataclassInstance) -> None:
     try:
         write_atomic(path, content)
     except OSError:
+        if not path.exists():
+            raise
         with open(path, "r+b") as file:
             file.write(content)
             file.truncate()

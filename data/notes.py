@@ -47,5 +47,5 @@ def notes(row: Mapping[str, Any]) -> list[str]:
     return sentences
 
 
-def _there(cell: object) -> bool:
+def _there(cell: Any) -> bool:
     return not pd.isna(cell)

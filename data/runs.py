@@ -24,18 +24,36 @@ import socket
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from binade.data.access import check_writable
+from binade.data.json_files import STRICT, parse_json, read_json, write_json
 from binade.data.segment import segment_digest, segment_names
-from binade.data.store import remove_directory, write_atomic
+from binade.data.store import remove_directory, staged_directory, write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")
-RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = "running", "done", "failed", "cancelled", "crashed"
+
+
+class RunState(StrEnum):
+    """How a run is doing."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"  # and its status says why
+    CANCELLED = "cancelled"
+    CRASHED = "crashed"  # never written down: the status says running, but the process is gone
+
+
+RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
 
 
 class RunError(ValueError):
@@ -44,12 +62,12 @@ class RunError(ValueError):
     exit_status = 1
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Status:
-    """What status.json holds. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; pid
-    is the process on `host` whose life is the run's."""
+    """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run lives
+    as long as the process `pid` on `host`."""
 
-    state: str
+    state: RunState
     pid: int
     pid_started: float
     iteration: int = -1
@@ -64,9 +82,9 @@ class Status:
     host: str = ""
 
 
-@dataclass(frozen=True)
+@pydantic_dataclass(frozen=True, config=STRICT)
 class RankStatus:
-    """What ranks/rank00.json holds: the rank's process and its share of the run's counts."""
+    """ranks/rank00.json: the rank's process and its share of the run's counts."""
 
     pid: int
     pid_started: float
@@ -74,6 +92,48 @@ class RankStatus:
     tensors: int = 0
     tensors_without_raw: int = 0
     bytes: int = 0
+
+
+Text = str | None
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
+WholeOrNone = Whole | None
+
+
+class RunFile(TypedDict, total=False):
+    """What is read of run.json, beyond showing it. Each field may be missing or null."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic reads it here
+
+    run_id: Text
+    started: Text
+    kind: Text
+    command: Text
+    model: Text
+    size: Text
+    dataset: Text
+    recipe: Text
+    device: Text
+    backend: Text
+    train_iters: WholeOrNone
+    control_iter: WholeOrNone
+    capture_every: WholeOrNone
+    warmup_iterations: WholeOrNone
+    micro_batches: WholeOrNone
+    collect_micro_batches: WholeOrNone
+    micro_batch_size: WholeOrNone
+    sequence_length: WholeOrNone
+    layers: WholeOrNone
+    vocab_size: WholeOrNone
+    max_bytes: WholeOrNone
+    tp: WholeOrNone
+    dp: WholeOrNone
+    ranks: list[Whole] | None
+    operands: list[str] | None
+    tensors: list[str] | None
+    modules: list[str] | None
+    scores: list[str] | None
+    raw: bool | None
+    save_tensors: bool | None
 
 
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
@@ -89,7 +149,7 @@ class RunInfo:
 
     run_id: str
     directory: Path
-    config: dict[str, Any]
+    config: RunFile
     status: Status
 
     @property
@@ -97,7 +157,7 @@ class RunInfo:
         return segment_names(self.directory)
 
 
-def resolve_root(given: str | os.PathLike | None = None) -> Path:
+def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
     cannot be written down."""
     named = Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT)
@@ -160,28 +220,27 @@ class RunWriter:
         RunError if the root cannot be written or a word of the configuration is not what `read_run` takes, and then
         leaves nothing there; ReadOnlyError."""
         check_writable("recording a run")
-        _check_config(json.loads(json.dumps(config)))  # as it will be read
+        try:
+            parse_json(RunFile, json.dumps(config).encode())
+        except ValueError as error:
+            raise RunError(f"run.json: {error}") from None
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
-        aside = root / f".{run_id}.part"
         pid = owner or os.getpid()
         status = Status(RUNNING, pid, process_start(pid) or 0.0, host=socket.gethostname())
-        writer = cls(run_id, aside, status, ranks=ranks)
         try:
-            (aside / "segments").mkdir(parents=True)
-            (aside / "tensors").mkdir()
-            if ranks > 1:
-                (aside / "ranks").mkdir()
-            started = {"run_id": run_id, "started": now()}
-            write_atomic(aside / "run.json", json.dumps(started | config, indent=1).encode())
-            writer.update()
-            writer.directory = aside.rename(root / run_id)
+            with staged_directory(root / run_id) as part:
+                for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
+                    (part / name).mkdir()
+                started = {"run_id": run_id, "started": now()}
+                write_atomic(part / "run.json", json.dumps(started | config, indent=1).encode())
+                writer = cls(run_id, part, status, ranks=ranks)
+                writer.update()
         except OSError as error:
             raise RunError(
                 f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+        writer.directory = root / run_id
         return writer
 
     @classmethod
@@ -191,7 +250,7 @@ class RunWriter:
         check_writable("recording a run")
         try:
             before = read_status(directory)
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
         for left in [*directory.glob("segments/.*.part"), *directory.glob("segments/.*.old")]:  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
@@ -222,26 +281,20 @@ class RunWriter:
                 changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
             self.status = replace(self.status, **changes, heartbeat=now())
             if self.rank == 0:
-                write_atomic(self.directory / "status.json", json.dumps(asdict(self.status)).encode())
+                write_json(self.directory / "status.json", self.status)
 
     def _count(self, own: dict[str, int]) -> dict[str, int]:
         """Write this rank's counts down, if there are new ones; what all ranks have written so far."""
         if own:
             mine = RankStatus(os.getpid(), process_start(os.getpid()) or 0.0, socket.gethostname(), **own)
             path = self.directory / "ranks" / f"rank{self.rank:02d}.json"
-            write_atomic(path, json.dumps(asdict(mine)).encode())
+            write_json(path, mine)
         return total_counts(self.directory)
 
-    def finish(self, state: str, reason: str | None = None) -> None:
-        """Say how the run ended, on a full disk too."""
-        if self.rank:
-            return
-        try:
+    def finish(self, state: RunState, reason: str | None = None) -> None:
+        """Write down how the run ended."""
+        if self.rank == 0:
             self.update(state=state, reason=reason, finished=now())
-        except OSError:  # no room for a second status.json: the first one's own block will do
-            with open(self.directory / "status.json", "r+b") as file:
-                file.write(json.dumps(asdict(self.status)).encode())
-                file.truncate()
 
     def append_loss(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
@@ -254,16 +307,16 @@ class RunWriter:
 
 
 def read_status(directory: Path) -> Status:
-    """status.json as it stands. Raises OSError, and ValueError or TypeError if it is damaged."""
-    return Status(**json.loads((directory / "status.json").read_bytes()))
+    """status.json as it stands. Raises OSError, and ValueError if it is damaged."""
+    return read_json(Status, directory / "status.json")
 
 
 def rank_statuses(directory: Path) -> list[RankStatus]:
     """What the ranks of a run on several have written, in their order; a damaged file is left out."""
     found = []
     for path in sorted((directory / "ranks").glob("rank*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            found.append(RankStatus(**json.loads(path.read_bytes())))
+        with suppress(OSError, ValueError):
+            found.append(read_json(RankStatus, path))
     return found
 
 
@@ -272,7 +325,7 @@ def total_counts(directory: Path) -> dict[str, int]:
     return {name: sum(getattr(rank, name) for rank in ranks) for name in COUNTS}
 
 
-def settle(directory: Path, state: str, reason: str | None) -> None:
+def settle(directory: Path, state: RunState, reason: str | None) -> None:
     """Say how a run ended whose processes are gone: what rank 0 said of several was said without knowing why. What a
     killed one was writing aside is deleted."""
     for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
@@ -281,27 +334,20 @@ def settle(directory: Path, state: str, reason: str | None) -> None:
         else:
             part.unlink(missing_ok=True)
     status = read_status(directory)
-    changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **total_counts(directory))
-    write_atomic(directory / "status.json", json.dumps(asdict(changed)).encode())
+    counts: dict[str, Any] = total_counts(directory)
+    changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)
+    write_json(directory / "status.json", changed)
 
 
 def read_run(directory: Path) -> RunInfo:
     """A run's configuration and state. Raises RunError if the directory is no run or its files are damaged."""
     try:
-        config = json.loads((directory / "run.json").read_bytes())
+        config = read_json(RunFile, directory / "run.json")
         status = read_status(directory)
     except FileNotFoundError as error:
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise RunError(f"{directory.name} cannot be read: run.json is not an object")
-    try:
-        _check_config(config)
-    except RunError as error:
-        raise RunError(f"{directory.name} cannot be read: {error}") from None
-    if status.state not in STATES:
-        raise RunError(f"{directory.name} cannot be read: its state is {status.state!r}, not {', '.join(STATES)}")
     if status.state == RUNNING and _is_gone(status):
         status = replace(
             status,
@@ -410,35 +456,8 @@ def _loss_lines(directory: Path) -> list[bytes]:
 
 
 def _is_finite(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_whole(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**63
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-# What is read of run.json, beyond showing it: what each field must be, where it is there and not null.
-_TEXT_FIELDS = ("model", "size", "dataset", "recipe", "device", "backend", "command", "kind", "started")
-_WHOLE_FIELDS = (
-    *("train_iters", "control_iter", "capture_every", "warmup_iterations", "micro_batches", "collect_micro_batches"),
-    *("micro_batch_size", "sequence_length", "layers", "vocab_size", "max_bytes", "tp", "dp"),
-)
-_LIST_FIELDS = ("operands", "tensors", "modules", "scores")
-
-
-def _check_config(config: dict[str, Any]) -> None:
-    """Raise RunError for the first field that is not what the collector writes there."""
-    for names, what, fits in (
-        (_TEXT_FIELDS, "a text", _is_text),
-        (_WHOLE_FIELDS, "a whole number", _is_whole),
-        (_LIST_FIELDS, "a list of texts", lambda value: isinstance(value, list) and all(map(_is_text, value))),
-        (("ranks",), "a list of whole numbers", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
-        (("raw", "save_tensors"), "true or false", lambda value: isinstance(value, bool)),
-    ):
-        for name in names:
-            if config.get(name) is not None and not fits(config[name]):
-                raise RunError(f"run.json has {json.dumps(config[name])[:40]} as {name}, not {what}")
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -1,9 +1,9 @@
-"""A user's own SQL, read-only, over a copy of the index: the one place where SQL from outside is run.
+"""A user's own SQL, read-only, on a copy of the index: the only place that runs SQL from outside.
 
-The copy is a DuckDB file without a name, so that it is gone with the app however that ends. Each statement is run by a
-process of its own (`data.statement`) that opens the copy read-only and is shut before it looks at the statement: no
-files, no network, no extensions, no spilling to disk, a locked configuration, a limit on its memory. A statement must
-be a single SELECT; its process is killed after a time, and the rows are limited.
+The copy is a DuckDB file without a name, so it disappears with the app however that ends. Each statement runs in a
+process of its own (`data.statement`), which opens the copy read-only and closes every other way out before it looks at
+the statement: no files, network, extensions or spilling to disk, a locked configuration, limited memory. A statement
+must be a single SELECT; its process is killed after a time, and the rows are limited.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ import pyarrow as pa
 
 from binade.data import statement
 from binade.data.catalog import PUBLIC_TABLES, Catalog
+from binade.data.python import package_environment
 from binade.data.statement import MEMORY as MEMORY
+from binade.data.text import one_line
 
 SECONDS = 5.0
 ROWS = 1000
@@ -53,24 +55,23 @@ class Sandbox:
     the copy in the folder of temporary files."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._turn = threading.BoundedSemaphore(AT_ONCE)
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
         try:
             self._copy, self._columns = _copy(catalog)
         except (duckdb.IOException, OSError) as error:
-            reason = statement.one_line(error)
-            raise QueryError(f"the index cannot be copied into {tempfile.gettempdir()}: {reason}") from error
+            raise QueryError(f"the index cannot be copied into {tempfile.gettempdir()}: {one_line(error)}") from error
 
     def close(self) -> None:
         self._copy.close()
 
     def columns(self) -> pd.DataFrame:
-        """table, column, type: what can be asked for."""
+        """table, column, type: what a statement can use."""
         return self._columns.copy()
 
     def select(self, sql: str, limit: int = ROWS, seconds: float = SECONDS) -> Answer:
         """At most `limit` rows of a single SELECT. Raises QueryError."""
-        with self._turn, _Process(self._copy.fileno()) as process:
-            process.ask({"sql": sql, "limit": limit})
+        with self._slots, _Process(self._copy.fileno()) as process:
+            process.send({"sql": sql, "limit": limit})
             start = time.monotonic()
             rows = process.rows(seconds)
             took = time.monotonic() - start
@@ -96,12 +97,14 @@ def _copy(catalog: Catalog) -> tuple[BinaryIO, pd.DataFrame]:
 
 
 class _Process:
-    """The process of one statement; killed at the latest when this is left."""
+    """The process of one statement; leaving the block kills it."""
 
     def __init__(self, copy: int) -> None:
-        command = [sys.executable, "-P", statement.__file__, str(os.getpid()), str(copy)]
+        command = [sys.executable, "-P", "-m", statement.__name__, str(os.getpid()), str(copy)]
         pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, pass_fds=(copy,))
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=nowhere, pass_fds=(copy,), env=package_environment()
+        )
         assert self._process.stdin and self._process.stdout
         self._in, self._out = self._process.stdin, self._process.stdout
 
@@ -117,7 +120,7 @@ class _Process:
 
     @contextmanager
     def _limit(self, seconds: float) -> Iterator[threading.Event]:
-        """Kills the process if the block takes longer; what is given is then set."""
+        """Kill the process if the block takes longer, and set the event."""
         expired = threading.Event()
 
         def stop() -> None:
@@ -131,14 +134,14 @@ class _Process:
         finally:
             timer.cancel()
 
-    def ask(self, asked: dict[str, str | int]) -> None:
-        """Hand the statement over; returns when the process begins with it."""
+    def send(self, request: dict[str, str | int]) -> None:
+        """Returns when the process begins with the statement."""
         with self._limit(STARTUP):
-            with suppress(BrokenPipeError):  # it has ended: its silence tells
-                self._in.write(json.dumps(asked).encode())
+            with suppress(BrokenPipeError):  # it has ended: there will be no answer
+                self._in.write(json.dumps(request).encode())
                 self._in.close()
             if self._out.readline() != statement.READY:
-                raise QueryError("its process did not start: try again, and start the app anew if that does not help")
+                raise QueryError("its process did not start: try again, or restart the app")
 
     def rows(self, seconds: float) -> pa.Table:
         """The rows, within this time."""
@@ -152,5 +155,5 @@ class _Process:
         if status < 0:  # DuckDB may also abort where it cannot allocate
             raise QueryError(statement.TOO_MUCH)
         if kind != statement.ROWS or status:
-            raise QueryError("its process broke off without a word: write the statement in another way")
+            raise QueryError("its process ended without an answer: write the statement in another way")
         return pa.ipc.open_stream(content).read_all()

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from binade.data.store import write_atomic
+from binade.data.store import staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.metrics import Errors
@@ -171,7 +167,7 @@ SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", 
 SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *((name, _REAL) for name in ERROR_COLUMNS)])
 
 
-def _tensor_record(row: TensorRow) -> dict:
+def _tensor_record(row: TensorRow) -> dict[str, Any]:
     record = {
         "tensor_id": row.tensor_id,
         "run_id": row.run_id,
@@ -192,7 +188,7 @@ def _tensor_record(row: TensorRow) -> dict:
     return record | {name: getattr(row.summary, name) for name in (*_MOMENTS, *_COUNTS)}
 
 
-def _shard_record(shard: Shard | None) -> dict:
+def _shard_record(shard: Shard | None) -> dict[str, Any]:
     if shard is None:
         return dict.fromkeys(name for name, _ in _SHARD)
     return {
@@ -205,7 +201,7 @@ def _shard_record(shard: Shard | None) -> dict:
     }
 
 
-def _origin_record(origin: Origin) -> dict:
+def _origin_record(origin: Origin) -> dict[str, Any]:
     return {
         "source_version": origin.version,
         "original_quant_type": origin.quant_type,
@@ -216,10 +212,8 @@ def _origin_record(origin: Origin) -> dict:
 
 
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
-    """Publish rows as directory/name: filled aside, then renamed. files is kept beside them as files.jsonl.
-
-    Raises OSError, and then leaves nothing behind.
-    """
+    """Publish rows as directory/name; files goes with them as files.jsonl. Raises OSError, and then leaves nothing
+    behind."""
     sketch = pa.table(
         {
             "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
@@ -236,43 +230,28 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
     }
-    with _filled_aside(directory, name, tables, files) as aside:
-        os.rename(aside, directory / name)
+    with staged_directory(directory / name) as part:
+        _fill(part, tables, files)
 
 
 def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) -> None:
-    """Rewrite the segment directory/name without these tensors, its files.jsonl becoming `files`.
-
-    Between the old one's leaving and the new one's coming a crash leaves neither: the rows and the files that they are
-    of are forgotten together. Raises OSError, and then the old one stays.
-    """
+    """Rewrite the segment directory/name without these tensors, with `files` as its files.jsonl. After a crash in the
+    middle neither version is there: rows and the files that they are of are forgotten together. Raises OSError, and
+    then the old version stays."""
     tables = {}
     for stem in ("tensor", "sketch", "score"):
         table = pq.read_table(directory / name / f"{stem}.parquet", partitioning=None)
         tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
-    leaving = directory / f".{name}.{os.getpid()}.old"
-    with _filled_aside(directory, name, tables, files) as aside:
-        os.rename(directory / name, leaving)
-        os.rename(aside, directory / name)
-    shutil.rmtree(leaving, ignore_errors=True)
+    with staged_directory(directory / name, replace=True) as part:
+        _fill(part, tables, files)
 
 
-@contextmanager
-def _filled_aside(directory: Path, name: str, tables: dict[str, pa.Table], files: bytes | None) -> Iterator[Path]:
-    """A directory with these files, safe on the disk; what is left of it at the end is removed."""
-    aside = directory / f".{name}.{os.getpid()}.part"
-    try:
-        aside.mkdir(parents=True)
-        for stem, table in tables.items():
-            with open(aside / f"{stem}.parquet", "wb") as file:
-                pq.write_table(table, file)
-                file.flush()
-                os.fsync(file.fileno())
-        if files is not None:
-            write_atomic(aside / "files.jsonl", files)
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+def _fill(part: Path, tables: dict[str, pa.Table], files: bytes | None) -> None:
+    for stem, table in tables.items():
+        with staged_file(part / f"{stem}.parquet") as file:
+            pq.write_table(table, file)
+    if files is not None:
+        write_atomic(part / "files.jsonl", files)
 
 
 def segment_names(run_directory: Path) -> list[str]:

@@ -1,10 +1,10 @@
-"""One SQL statement of a user, in a process of its own: the child's side of `data.sandbox`. Run as a script.
+"""One SQL statement of a user, in a process of its own: the child of `data.sandbox`.
 
-One value of a gigabyte is neither counted by DuckDB's memory limit nor interrupted by its clock. So the limits that
-hold are the operating system's: of the address space here, and the parent kills at its timeout. It imports as little as
-it can, for a statement waits for that.
+DuckDB neither counts one value of a gigabyte in its memory limit nor interrupts it in time. So the operating system
+enforces the limits: of the address space here, and the parent kills the process at its timeout. Imports are few,
+because every statement waits for them.
 
-    python data/statement.py PARENT COPY    the parent's pid, and the open file of the index's copy
+    python -m binade.data.statement PARENT COPY    the parent's pid, and the open file of the index's copy
     stdin    {"sql": text, "limit": rows} as JSON
     stdout   READY when the clock may start, then ROWS and an Arrow stream, or ERROR and one line of text
 """
@@ -22,6 +22,8 @@ from typing import Any
 
 import duckdb
 import pyarrow as pa
+
+from binade.data.text import one_line
 
 MEMORY = "512 MB"
 MEMORY_BYTES = 512 * 10**6
@@ -105,10 +107,6 @@ def _without_semicolon(statement: str) -> str:
     return text[: ends[0]].decode() if ends else statement
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n\nLINE")[0].split())[:400]
-
-
 def _confine() -> None:
     """From here on: no more memory than ADDRESS_SPACE, no file written, no core dump."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -120,13 +118,13 @@ def _confine() -> None:
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before that
+    if os.getppid() != parent:  # the parent had ended before
         os._exit(1)
 
 
 def main() -> None:
     _die_with(int(sys.argv[1]))
-    asked: dict[str, Any] = json.load(sys.stdin)
+    request: dict[str, Any] = json.load(sys.stdin)
     connection = duckdb.connect(f"/proc/self/fd/{int(sys.argv[2])}", read_only=True)
     for statement in SHUT:
         connection.execute(statement)
@@ -135,7 +133,7 @@ def main() -> None:
     out.write(READY)
     out.flush()
     try:
-        rows = answer(connection, asked["sql"], asked["limit"])
+        rows = answer(connection, request["sql"], request["limit"])
     except RefusedError as error:
         out.write(ERROR + str(error).encode(errors="replace"))
     else:
@@ -143,7 +141,7 @@ def main() -> None:
         with pa.ipc.new_stream(out, rows.schema) as sink:
             sink.write_table(rows)
     out.flush()
-    os._exit(0)  # nothing is left to be put away
+    os._exit(0)  # there is nothing to clean up
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from binade.data.text import describe
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -103,8 +105,7 @@ def load(path: Path) -> Tensor:
     except FileNotFoundError:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
     except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise TensorFileError(f"{path} cannot be read as a tensor file: {reason}") from error
+        raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
     tensor: Tensor = content["tensor"]

@@ -1,12 +1,21 @@
-"""Text for people."""
+"""Messages in one line."""
 
 from __future__ import annotations
 
-LONGEST = 400
+import re
 
 
-def one_line(error: BaseException | str) -> str:
-    """An exception's message in one line, or its type if it has none."""
-    # DuckDB repeats the statement after a blank line, with a caret below the word that is wrong.
-    text = str(error).split("\n\nLINE")[0]
-    return " ".join(text.split())[:LONGEST] or type(error).__name__
+def one_line(message: object, longest: int = 400) -> str:
+    """A message without line breaks, terminal colours and the statement that DuckDB repeats after its own."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(message).split("\n\nLINE")[0])
+    return " ".join(text.split())[:longest]
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line for people: its first line, the system's words of an OSError, or its type."""
+    if isinstance(error, OSError) and error.strerror:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror.lower()}{where}"
+    if isinstance(error, MemoryError):
+        return "out of memory"
+    return (str(error) or type(error).__name__).splitlines()[0]

@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 from torch import Tensor
 
-from binade.app.address import follow, link, one_line, plain, write
+from binade.app.address import follow, link, plain, write
 from binade.app.filters import sidebar
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
@@ -26,6 +26,7 @@ from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.text import one_line
 from binade.quant.formats import FORMATS
 
 LARGE = 1 << 24  # values that take more than a moment to read

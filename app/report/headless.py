@@ -41,7 +41,7 @@ from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import THEMES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.store import write_atomic
+from binade.data.store import staged_file, write_atomic
 
 __all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "no_room", "run"]
 
@@ -96,12 +96,8 @@ def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
 def _place(made: Path, target: Path) -> None:
     """Move a file to its place, on another disk too: it appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)  # within the report
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        shutil.move(made, beside)
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    with open(made, "rb") as content, staged_file(target) as file:
+        shutil.copyfileobj(content, file)
 
 
 def _check(opened: Catalog, wanted: Wanted) -> None:

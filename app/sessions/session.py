@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from binade.app.sessions.pins import Pin, runs_of
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, fingerprint, now
+from binade.data.store import remove_directory
 
 VERSION = 1
 FOLDER = ".sessions"
@@ -390,11 +390,9 @@ def delete(root: Path, session_id: str) -> int:
     if not re.fullmatch(ID, session_id):
         raise SessionError(f"{session_id[:40]!a} is no session's id.")
     directory = folder(root) / session_id
-    going = directory.with_name(f".{session_id}.{secrets.token_hex(4)}.deleted")
     count = len(_numbers(directory))
     try:
-        os.rename(directory, going)
-        shutil.rmtree(going)
+        remove_directory(directory)
     except OSError as error:
         raise SessionError(f"The session {session_id!r} cannot be deleted: {error.strerror or error}.") from error
     return count

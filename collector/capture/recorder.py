@@ -32,6 +32,7 @@ from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
 from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase, Product, kind_of, tensor_names
+from binade.data.text import describe
 from binade.quant.backends.counts import counted
 from binade.quant.formats import FORMATS
 from binade.quant.gemm import Observed, Tap
@@ -489,13 +490,3 @@ def _check_record(
     if not -tensor.dim() <= axis < tensor.dim():
         raise ConfigError(f"dim={dim} of {name} is no axis of its shape {tuple(tensor.shape)}")
     return axis if axis < 0 else axis - tensor.dim()
-
-
-def describe(error: BaseException) -> str:
-    """An exception as one line for people."""
-    if isinstance(error, OSError) and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror.lower()}{where}"
-    if isinstance(error, MemoryError):
-        return "out of memory"
-    return (str(error) or type(error).__name__).splitlines()[0]

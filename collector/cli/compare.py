@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def compare(root: Path) -> Comparison:
     return Comparison(root, sections, tuple(refused))
 
 
-def _settings(config: dict[str, Any]) -> Settings:
+def _settings(config: Mapping[str, Any]) -> Settings:
     known = {f.name: _plain(config.get(f.name)) for f in fields(Settings)}
     shape = MODELS.get(known["model"], {}).get(known["size"])
     known["layers"] = known["layers"] or (shape.layers if shape else None)
@@ -254,7 +255,7 @@ def _plain(value: Any) -> Value:
     return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value)
 
 
-def _recipe(config: dict[str, Any]) -> str:
+def _recipe(config: Mapping[str, Any]) -> str:
     """The recipe with what overrides it: "linear_mxfp8, PV mxfp4"."""
     overrides = (
         *((part, f"{part}_quant") for part in ("linear", "qk", "pv", "router", "forward", "dgrad", "wgrad")),

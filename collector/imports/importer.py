@@ -17,7 +17,7 @@ import re
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
 from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
 from binade.data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
+from binade.data.text import describe
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
@@ -362,7 +363,7 @@ def _flock(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _same_import(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _same_import(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.get("kind") == IMPORT and one.get("source") == other["source"]
 
 
@@ -405,7 +406,7 @@ class _Import:
             if isinstance(error, KeyboardInterrupt):
                 self.writer.finish(CANCELLED)
             else:
-                self.writer.finish(FAILED, (str(error) or type(error).__name__).splitlines()[0])
+                self.writer.finish(FAILED, describe(error))
             raise
         nothing = not (self.added or self.known)
         self.writer.finish(FAILED if nothing else DONE, "every file was refused: refused.jsonl" if nothing else None)

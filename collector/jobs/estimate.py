@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -157,7 +157,7 @@ def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> lis
 class Former:
     """What a former run took: seconds of a warm-up, an unrecorded and a recorded iteration, None where it had none."""
 
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     warm_up: float | None
     plain: float | None
     recorded: float | None
@@ -204,7 +204,7 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[Former]) -> tuple[
     return STARTUP + median(_scaled(config, plan, run) for run in used), basis, True
 
 
-def _alike(config: RunConfig, other: dict[str, Any]) -> bool:
+def _alike(config: RunConfig, other: Mapping[str, Any]) -> bool:
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
     return (
@@ -242,7 +242,7 @@ def _recording(config: RunConfig, plan: Plan) -> float:
     return plan.values / max(1, len(config.recorded_iterations)) * (1 + len(config.scores))
 
 
-def _config_of(found: dict[str, Any]) -> RunConfig:
+def _config_of(found: Mapping[str, Any]) -> RunConfig:
     """What of a run.json says how large its iterations were."""
     names = (
         *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),

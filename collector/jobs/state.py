@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -261,7 +261,7 @@ def losses_of(run: RunInfo) -> list[dict[str, Any]]:
         return []
 
 
-def _seconds_left(config: dict[str, Any], losses: Sequence[dict[str, Any]]) -> float | None:
+def _seconds_left(config: Mapping[str, Any], losses: Sequence[dict[str, Any]]) -> float | None:
     timed = [record for record in losses if isinstance(record.get("seconds"), (int, float))]
     if not timed:
         return None
@@ -284,7 +284,7 @@ def _seconds_left(config: dict[str, Any], losses: Sequence[dict[str, Any]]) -> f
     return max(left - passed, 0.0)
 
 
-def _recorded_until(config: dict[str, Any], end: int) -> int:
+def _recorded_until(config: Mapping[str, Any], end: int) -> int:
     """How many of the iterations from 0 to before `end` are recorded."""
     count = -(-max(end, 0) // max(1, _whole(config.get("capture_every"))))
     return min(count, _whole(config.get("control_iter")) or count)

@@ -20,6 +20,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
+from binade.data.text import describe
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -170,8 +171,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
             sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
             dtypes = {name: found.get_dtype() for name, found in slices.items()}
     except (OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"checkpoint {path} is no readable safetensors file: {reason}") from error
+        raise ConfigError(f"checkpoint {path} is no readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
         if dtype not in DTYPES:
             raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")

@@ -1,8 +1,8 @@
 """Start the ranks of a run on this machine as torchrun does, wait for them, and say how the run ended.
 
-Each rank runs the same command line in a process of its own, told its place as torchrun tells it. The ranks meet at a
-file, so nothing listens but gloo or NCCL. When one fails torchrun's process manager ends the others; only then is it
-known who failed first, and the run's status says so.
+Each rank runs the same command line in a process of its own, with the environment variables that torchrun sets. The
+ranks meet at a file, so nothing listens but gloo or NCCL. When one fails, torchrun's process manager ends the others;
+only then is it known which failed first, and the run's status says so.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.training.ranks import LAUNCHER, STORE
-from binade.data.runs import CANCELLED, DONE, FAILED, list_runs, settle
+from binade.data.python import package_environment
+from binade.data.runs import CANCELLED, DONE, FAILED, RunState, list_runs, settle
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
-# How a rank ends because another did: told by the collective operation, or by the signal that it was sent.
+# How a rank ends because another did: by an error of the collective operation, or by the signal that it was sent.
 FOLLOWED = (PeerLostError.exit_status, 130, -signal.SIGTERM)
 
 
@@ -37,15 +38,15 @@ class RankFailedError(RuntimeError):
 
 def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
     """binade with these arguments on `ranks` ranks. Raises RankFailedError, KeyboardInterrupt, or ConfigError
-    where a rank refused what it was asked for."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it warns of is told here
+    if a rank refused its arguments."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the message below is enough
     with tempfile.TemporaryDirectory(prefix="binade-ranks-") as scratch:
-        # Rank 0 talks to the terminal, what the others say is kept aside.
+        # Rank 0 prints to the terminal; the output of the others goes to files.
         quiet = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
         processes = start_processes(
             name="rank",
             entrypoint=sys.executable,
-            args=dict.fromkeys(range(ranks), ("-m", "binade", *argv)),
+            args=dict.fromkeys(range(ranks), ("-P", "-m", "binade", *argv)),
             envs={rank: _environment(rank, ranks, Path(scratch, "store")) for rank in range(ranks)},
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(scratch, "logs")), redirects=quiet),
         )
@@ -55,29 +56,29 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
             processes.close(cancelled.sigval)
             _settle(root, CANCELLED, None)
             raise KeyboardInterrupt from None
-        if result.failures:
+        if result and result.failures:
             rank, failure = _first(result.failures)
             if failure.exitcode < 0:
-                said = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
+                message = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
             else:
-                said = f"rank {rank}: {_last_words(failure, result.stderrs[rank])}"
-            _settle(root, FAILED, said)
+                message = f"rank {rank}: {_last_line(failure, result.stderrs[rank])}"
+            _settle(root, FAILED, message)
             if failure.exitcode == REFUSED:
-                raise ConfigError(said.removeprefix(f"rank {rank}: "))
-            raise RankFailedError(f"the run failed: {said}")
+                raise ConfigError(message.removeprefix(f"rank {rank}: "))
+            raise RankFailedError(f"the run failed: {message}")
 
 
 def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
-    """What a rank is told. The machine's cores are shared out, and its ranks need not listen to any other machine."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    usual = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+    """A rank's variables. The ranks divide the machine's cores, and need not listen to any other machine."""
+    position = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    defaults = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     if "lo" in (name for _, name in socket.if_nameindex()):
-        usual["GLOO_SOCKET_IFNAME"] = "lo"
-    told = {name: str(value) for name, value in place.items()} | {LAUNCHER: str(os.getpid()), STORE: str(store)}
-    return usual | os.environ | told
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"
+    own = {name: str(value) for name, value in position.items()} | {LAUNCHER: str(os.getpid()), STORE: str(store)}
+    return defaults | package_environment() | own
 
 
-def _settle(root: Path, state: str, reason: str | None) -> None:
+def _settle(root: Path, state: RunState, reason: str | None) -> None:
     """Write the end of the run that this process owns and that did not finish."""
     for run in list_runs(root)[0]:
         if run.status.pid == os.getpid() and run.status.host == socket.gethostname() and run.status.state != DONE:
@@ -85,15 +86,15 @@ def _settle(root: Path, state: str, reason: str | None) -> None:
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that failed of itself."""
+    """The rank that did not fail because of another."""
     own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWED} or failures
     return min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
 
 
-def _last_words(failure: ProcessFailure, stderr: str) -> str:
-    """Why a rank ended, as it said. Words that are no message of ours are passed on whole."""
-    said = Path(stderr).read_text(errors="replace").strip()
-    last = said.splitlines()[-1] if said else f"exit status {failure.exitcode}"
+def _last_line(failure: ProcessFailure, stderr: str) -> str:
+    """The last line that a rank printed as it ended. If that is no message of ours, everything it printed is shown."""
+    printed = Path(stderr).read_text(errors="replace").strip()
+    last = printed.splitlines()[-1] if printed else f"exit status {failure.exitcode}"
     if not last.startswith(PREFIX):
-        print(said, file=sys.stderr)
+        print(printed, file=sys.stderr)
     return last.removeprefix(PREFIX).removeprefix("the run failed: ")

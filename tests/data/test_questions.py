@@ -120,5 +120,5 @@ def test_scored_formats(catalog):
     ],
 )
 def test_says_what_cannot_be_asked(catalog, ask):
-    with pytest.raises(CatalogError, match="column|by|statistic|table|ranked"):
+    with pytest.raises(CatalogError, match=r"column|by|statistic|table|ranked"):
         ask(catalog)

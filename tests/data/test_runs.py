@@ -112,7 +112,7 @@ def test_a_segment_is_not_written_twice(tmp_path):
     rows = [row("r", 0, torch.ones(3), None)]
     write_segment(tmp_path, "s", rows)
     before = (tmp_path / "s" / "tensor.parquet").read_bytes()
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="not empty"):
         write_segment(tmp_path, "s", rows)
     assert [p.name for p in tmp_path.iterdir()] == ["s"]
     assert (tmp_path / "s" / "tensor.parquet").read_bytes() == before
@@ -132,7 +132,7 @@ def test_a_run_appears_whole(tmp_path):
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_a_root_that_cannot_be_is_refused(tmp_path, below):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunError, match="cannot write to .*--tensor-save-dir"):
+    with pytest.raises(RunError, match=r"cannot write to .*--tensor-save-dir"):
         RunWriter.create(tmp_path / "file" / below, "label", {})
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
 
@@ -142,7 +142,7 @@ def test_what_a_killed_process_left_is_gone_when_a_run_goes_on(tmp_path):
     for name in (".rank00-000001.1.part", ".rank00-000001.1.old"):  # a process of a container: its number is always 1
         (writer.directory / "segments" / name).mkdir(parents=True)
         (writer.directory / "segments" / name / "tensor.parquet").write_bytes(b"half")
-    writer.finish("failed", "killed")
+    writer.finish(FAILED, "killed")
     RunWriter.reopen(writer.directory)
     assert list((writer.directory / "segments").iterdir()) == []
 
@@ -301,7 +301,7 @@ def test_what_is_no_loss_is_left_out_and_named(tmp_path, line):
     path = tmp_path / "loss.jsonl"
     path.write_bytes(GOOD + b"\n" + line + b"\n")
     assert sound_losses(tmp_path) == [json.loads(GOOD)]
-    with pytest.raises(RunError, match="line 2 of its loss.jsonl is no loss"):
+    with pytest.raises(RunError, match="line 2 of its loss"):
         check_losses(tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_refuses_all_else_in_one_line_and_touches_nothing(sandbox, tmp_path, sql
 
 def test_is_stopped_after_a_time_and_goes_on(sandbox):
     start = time.monotonic()
-    with pytest.raises(QueryError, match="stopped after 0.5 s"):
+    with pytest.raises(QueryError, match=r"stopped after 0.5 s"):
         sandbox.select(
             "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3", seconds=0.5
         )
@@ -206,7 +206,7 @@ def test_the_copy_has_no_name_on_the_disk(catalog, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()) and box.select("SELECT count(*) FROM run").rows.iloc[0, 0] == 4
     box.close()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(QueryError, match="cannot be copied into .*missing"):
+    with pytest.raises(QueryError, match=r"cannot be copied into .*missing"):
         Sandbox(catalog)
 
 

@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from binade.data.store import TensorFileError, encode, load, save, write_atomic
+from binade.data.store import (
+    TensorFileError,
+    encode,
+    load,
+    remove_directory,
+    save,
+    staged_directory,
+    write_atomic,
+)
+from binade.data.text import describe, one_line
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -123,13 +132,13 @@ DAMAGED = {
 def test_a_damaged_file_is_named(tmp_path, name):
     path = tmp_path / "broken.pt"
     path.write_bytes(DAMAGED[name])
-    with pytest.raises(TensorFileError, match="broken.pt") as caught:
+    with pytest.raises(TensorFileError, match=r"broken.pt") as caught:
         load(path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_and_a_directory_are_named(tmp_path):
-    with pytest.raises(TensorFileError, match="gone.pt is missing"):
+    with pytest.raises(TensorFileError, match=r"gone.pt is missing"):
         load(tmp_path / "gone.pt")
     with pytest.raises(TensorFileError, match="cannot be read"):
         load(tmp_path)
@@ -155,7 +164,7 @@ def test_nothing_in_a_file_is_executed(tmp_path, place):
         "in a bare pickle": lambda: pickle.dumps({"tensor": bomb}),
     }[place]()
     (tmp_path / "bomb.pt").write_bytes(content)
-    with pytest.raises(TensorFileError, match="bomb.pt"):
+    with pytest.raises(TensorFileError, match=r"bomb.pt"):
         load(tmp_path / "bomb.pt")
     assert not (tmp_path / "mark").exists()
     if place != "in a bare pickle":  # the bomb is a live one
@@ -185,7 +194,7 @@ def test_write_atomic_replaces_and_leaves_nothing_aside(tmp_path):
 
 def test_write_atomic_fails_cleanly_when_the_name_is_taken(tmp_path):
     (tmp_path / "a").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(IsADirectoryError):
         write_atomic(tmp_path / "a", b"x")
     assert [p.name for p in tmp_path.iterdir()] == ["a"] and stat.S_ISDIR((tmp_path / "a").stat().st_mode)
 
@@ -222,3 +231,27 @@ def test_a_refused_write_leaves_nothing_behind(tmp_path, what, limit):
     assert done.stdout.startswith("refused"), done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
     assert (tmp_path / "x.pt").read_bytes() == b"old"
+
+
+def test_a_staged_directory_appears_whole_or_not_at_all(tmp_path):
+    with pytest.raises(IsADirectoryError), staged_directory(tmp_path / "a") as part:
+        part.write_text("1")
+    assert list(tmp_path.iterdir()) == []
+    with staged_directory(tmp_path / "a") as part:
+        (part / "one").write_text("1")
+        assert not (tmp_path / "a").exists()
+    with staged_directory(tmp_path / "a", replace=True) as part:
+        (part / "two").write_text("2")
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*")] == [Path("a"), Path("a/two")]
+    remove_directory(tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_messages_are_one_line():
+    assert one_line("\x1b[31ma\n  b\x1b[0m\n\nLINE 1: SELECT") == "a b" and one_line("x" * 9, longest=3) == "xxx"
+    assert describe(OSError(28, "No space left on device", "/x")) == "no space left on device (/x)"
+    assert [describe(error) for error in (MemoryError(), KeyError(), ValueError("a\nb"))] == [
+        "out of memory",
+        "KeyError",
+        "a",
+    ]

@@ -8,7 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import follow, one_line, plain, write
+from binade.app.address import follow, plain, write
 from binade.app.figure import Drawn
 from binade.app.filters import sidebar
 from binade.app.formatting import big, bytes_text
@@ -20,6 +20,7 @@ from binade.app.questions.shared.laws import LAWS
 from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
+from binade.data.text import one_line
 from binade.quant.metrics import METRICS
 
 MAX_ROWS = 5000
