@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from binade.collector.cli.main import main
 from torch import nn
 from transformers import ArceeConfig, ArceeForCausalLM
 
+from binade.cli import main
 from binade.collector.jobs.estimate import estimate
 from binade.collector.models.checkpoint import open_checkpoint
 from binade.collector.models.model import GPTModel

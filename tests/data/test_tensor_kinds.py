@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from binade.app import style
-from binade.collector.cli.main import main
+from binade.cli import main
 from binade.collector.jobs.estimate import planned
 from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.data.catalog import Catalog
