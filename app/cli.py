@@ -61,7 +61,7 @@ def _serve(port: int) -> int:
 
 
 @click.pass_context
-def _report(context: click.Context, root: str | None, query: Filter | None, **given: Any) -> int:
+def _report(context: click.Context, /, root: str | None, query: Filter | None, **given: Any) -> int:
     """Write every chart into a folder, with one HTML of all of them."""
     where = options.filter_of(query, given, given["session"])
     from binade.app.report import headless
@@ -124,7 +124,7 @@ def _list(root: str | None) -> None:
         fail(problem)
 
 
-BUNDLE = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the bundle failed"}
+BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or imported", "failed": "the bundle failed"}
 serve = Command(
     "serve",
     params=[

@@ -50,10 +50,10 @@ class Command(click.Command):
         titles: dict[str, list[tuple[str, str]]] = {}
         about: dict[str, str] = {}
         for param in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
-            title = getattr(param, "title", "Options")
+            title: str = getattr(param, "title", "Options")
             if record := param.get_help_record(ctx):
                 titles.setdefault(title, []).append(record)
-                about[title] = about.get(title) or getattr(param, "about", "")
+                about.setdefault(title, getattr(param, "about", ""))
         for title, records in titles.items():
             with formatter.section(title):
                 if about[title]:
@@ -141,7 +141,7 @@ def discard_output() -> None:
 def escape_unknown() -> None:
     """Escape characters that the terminal cannot show, from here on."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper, as Python opens it
+        stream.reconfigure(errors="backslashreplace")
 
 
 def catch_signals() -> None:
@@ -160,15 +160,6 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 def names(text: str) -> tuple[str, ...]:
     """The items of a list that is separated by commas."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-class Names(click.ParamType):
-    """A list of names, separated by commas."""
-
-    name = "names"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        return value if isinstance(value, tuple) else names(value)
 
 
 def line_of(argv: Sequence[str]) -> str:

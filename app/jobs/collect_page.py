@@ -1,4 +1,4 @@
-"""Collect: choose what is to be recorded, see what it will take, and queue it."""
+"""Collect: choose what to record, see what it will take, and queue it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,13 @@ from binade.app.jobs import collecting
 from binade.app.jobs.collecting import duration_text, wrapped
 from binade.collector import jobs
 from binade.collector.jobs import JobError
-from binade.collector.training.config import (
-    BACKENDS,
-    DATASETS,
-    DEVICES,
-    MODELS,
-    SIZES,
-    ConfigError,
-    RunConfig,
-)
+from binade.collector.training.config import DATASETS, MODELS, ConfigError, RunConfig, declared
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
-from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
-MOST = {
-    **dict.fromkeys(("micro_batch_size", "micro_batches", "collect_micro_batches"), 4096),
-    **dict.fromkeys(("warmup_iterations", "control_iter", "capture_every", "train_iters"), 1_000_000),
-    **{"tp": 64, "dp": 64, "learning_rate": 10.0, "seed": 2**53 - 1, "budget": 1 << 30},
-}  # that a field takes
+OPTIONS = declared(RunConfig)
 COMMAND = 38  # letters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, OSError)
@@ -56,16 +43,16 @@ def page() -> None:
 def _begin() -> None:
     """Fill the fields: from the job that the address names, else as they were left, else from the quick preset."""
     state = st.session_state
-    asked = st.query_params.get("from")
-    if asked and state.get("collect_from") != asked:
-        state["collect_from"] = asked
+    number = st.query_params.get("from")
+    if number and state.get("collect_from") != number:
+        state["collect_from"] = number
         try:
-            if not (asked.isdecimal() and len(asked) < 10):
+            if not (number.isdecimal() and len(number) < 10):
                 raise JobError("a job's number was expected")
-            job = jobs.find(resolve_root(), int(asked))
+            job = jobs.find(resolve_root(), int(number))
             config = jobs.parse_runs(job.arguments)[0]
         except (*REFUSED, *FAILED) as error:
-            st.warning(plain(f"Job {asked[:20]} cannot be cloned: {error}."), icon=":material/warning:")
+            st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
             return
@@ -78,12 +65,13 @@ def _begin() -> None:
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: str = "") -> None:
-    """Set every field; beyond what the form takes, to the most that it does, and say so."""
+    """Set every field. A value above what the form takes is lowered to that, with a warning."""
     state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
-        if name in MOST and value is not None and value > MOST[name]:
-            beyond.append(f"{name.replace('_', ' ')} {value}: {MOST[name]} here")
-            value = MOST[name]
+        most = OPTIONS["max_bytes" if name == "budget" else name].option.form_maximum
+        if most is not None and value is not None and value > most:
+            beyond.append(f"{name.replace('_', ' ')} {value}: {most} here")
+            value = most
         state[f"{PREFIX}{name}"] = value
     if beyond:
         st.warning(
@@ -124,38 +112,21 @@ def _value(name: str) -> Any:
 
 
 def _fields() -> None:
+    shape = MODELS[_value("model")][_value("size")]
+    config = collecting.config_of({name: _value(name) for name in ("model", "size", "layers")}, RunConfig())
+    modules = jobs.modules_of(config)
+    st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):
         st.markdown("**What is trained**")
         a, b, c = st.columns([1.3, 1, 1.3])
-        a.selectbox("Model", list(MODELS), key=_key("model"))
-        b.selectbox(
-            "Size",
-            SIZES,
-            key=_key("size"),
-            help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions",
-        )
-        shape = MODELS[_value("model")][_value("size")]
-        c.selectbox(
-            "Dataset",
-            list(dict.fromkeys([*DATASETS, _value("dataset")])),
-            key=_key("dataset"),
-            accept_new_options=True,
-            help="One of these, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx",
-        )
-        _limit("layers", shape.layers)
-        a, b, c, d = st.columns(4)
-        every = f"all {shape.layers}"
-        a.number_input("Layers", 1, shape.layers, None, key=_key("layers"), placeholder=every, help="The first so many")
-        _limit("sequence_length", shape.max_sequence)
-        b.number_input("Sequence length", 1, shape.max_sequence, key=_key("sequence_length"), help="Tokens")
-        c.number_input(
-            "Micro-batch size",
-            1,
-            MOST["micro_batch_size"],
-            key=_key("micro_batch_size"),
-            help="Sequences in a micro-batch",
-        )
-        d.number_input("Micro-batches", 1, MOST["micro_batches"], key=_key("micro_batches"), help="Of an iteration")
+        _field(a, "model")
+        _field(b, "size")
+        _field(c, "dataset", options=list(dict.fromkeys([*DATASETS, _value("dataset")])), accept_new_options=True)
+        shown = st.columns(4)
+        _field(shown[0], "layers", maximum=shape.layers, placeholder=f"all {shape.layers}")
+        _field(shown[1], "sequence_length", maximum=shape.max_sequence)
+        _field(shown[2], "micro_batch_size")
+        _field(shown[3], "micro_batches")
     with st.container(border=True):
         st.markdown("**What is quantized**")
         st.multiselect(
@@ -164,98 +135,59 @@ def _fields() -> None:
             key=_key("recipes"),
             help="A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything",
         )
-        st.text_input(
-            "Keep in bf16",
-            key=_key("skip_layers"),
-            placeholder="nothing",
-            help="Layers: first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv",
-        )
+        _field(st, "skip_layers")
     with st.container(border=True):
         st.markdown("**How long**")
-        a, b, c, d = st.columns(4)
-        a.number_input(
-            "Warm-up iterations", 0, MOST["warmup_iterations"], key=_key("warmup_iterations"), help="In bf16, before"
-        )
-        b.number_input(
-            "Recorded iterations",
-            0,
-            MOST["control_iter"],
-            key=_key("control_iter"),
-            help="0: every one that is trained",
-        )
-        c.number_input(
-            "Record one in",
-            1,
-            MOST["capture_every"],
-            key=_key("capture_every"),
-            help="Iterations; the first is taken",
-        )
-        d.number_input(
-            "Iterations trained",
-            1,
-            MOST["train_iters"],
-            None,
-            key=_key("train_iters"),
-            placeholder="as needed",
-            help="Under the recipe; as needed: until the last one is recorded",
-        )
+        _row("warmup_iterations", "control_iter", "capture_every", "train_iters")
     with st.container(border=True):
         st.markdown("**What is recorded**")
-        config = collecting.config_of({name: _value(name) for name in ("model", "size", "layers")}, RunConfig())
-        modules = jobs.modules_of(config)
-        st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
         a, b, c = st.columns([1.2, 1.2, 1])
-        a.multiselect("Tensors", tensor_names(), key=_key("tensors"), placeholder="all")
-        b.multiselect("Modules", modules, key=_key("modules"), placeholder="all")
-        c.text_input(
-            "Of layers",
-            key=_key("capture_layers"),
-            placeholder="all",
-            help="first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv",
-        )
-        st.multiselect(
-            "Scored in",
-            list(FORMATS),
-            key=_key("scores"),
-            placeholder="no format",
-            help="What each of these formats would do to every operand; takes time, hardly any space",
-        )
+        _field(a, "tensors")
+        _field(b, "modules", options=modules)
+        _field(c, "capture_layers")
+        _field(st, "scores", options=list(FORMATS))
         a, b, c = st.columns([1, 1, 1.2], vertical_alignment="bottom")
-        a.number_input(
-            "Of micro-batches",
-            0,
-            MOST["collect_micro_batches"],
-            key=_key("collect_micro_batches"),
-            help="The first so many; 0: all",
-        )
-        raw = _value("raw")
-        b.number_input(
-            "Byte budget (MiB)", 1, MOST["budget"], key=_key("budget"), disabled=not raw, help="Of a run’s tensor files"
-        )
-        c.toggle("Keep values", key=_key("raw"), help="Else statistics, sketches and scores only")
+        _field(a, "collect_micro_batches")
+        _field(b, "max_bytes", key="budget", minimum=1, disabled=not _value("raw"))
+        _field(c, "raw")
     with st.expander("Device, ranks, optimizer"):
-        a, b, c, d = st.columns(4, vertical_alignment="bottom")
-        a.selectbox("Device", DEVICES, key=_key("device"))
-        b.selectbox(
-            "Quantized by",
-            BACKENDS,
-            key=_key("backend"),
-            help="On a CPU Triton’s kernels are interpreted: torch rounds to the same bits, sooner",
-        )
-        c.number_input("Tensor-parallel ranks", 1, MOST["tp"], key=_key("tp"))
-        d.number_input(
-            "Replicas", 1, MOST["dp"], key=_key("dp"), help="Data-parallel ranks, with micro-batches of their own"
-        )
+        _row("device", "backend", "tp", "dp", vertical_alignment="bottom")
         a, b, c = st.columns([1, 1, 2], vertical_alignment="bottom")
-        a.number_input("Learning rate", 0.0, MOST["learning_rate"], key=_key("learning_rate"), format="%g", step=1e-4)
-        b.number_input("Seed", 0, MOST["seed"], key=_key("seed"), help="Of weights and data")
-        c.toggle("Split sequences among tensor-parallel ranks", key=_key("sequence_parallel"))
+        _field(a, "learning_rate", format="%g", step=1e-4)
+        _field(b, "seed")
+        _field(c, "sequence_parallel")
 
 
-def _limit(name: str, most: int) -> None:
-    """A number that another choice has made too large."""
-    if (_value(name) or 0) > most:
-        st.session_state[_key(name)] = most
+def _row(*names: str, **settings: Any) -> None:
+    for column, name in zip(st.columns(len(names), **settings), names, strict=True):
+        _field(column, name)
+
+
+def _field(
+    place: Any, name: str, *, key: str = "", minimum: float | None = None, maximum: float | None = None, **settings: Any
+) -> None:
+    """The widget of an option, from its declaration. minimum and maximum replace the declared limits."""
+    each = OPTIONS[name]
+    option = each.option
+    help_text = option.help if option.form_help is None else option.form_help
+    settings = {"key": _key(key or name), "help": help_text or None} | settings
+    if option.placeholder:
+        settings.setdefault("placeholder", option.placeholder)
+    if each.kind is bool:
+        place.toggle(option.label, **settings)
+    elif each.kind in (int, float) and not each.is_list:
+        maximum = option.form_maximum if maximum is None else maximum
+        if maximum is not None and (_value(key or name) or 0) > maximum:  # after another choice of model
+            st.session_state[settings["key"]] = maximum
+        if each.default is None:
+            settings["value"] = None
+        limits = (option.minimum if minimum is None else minimum, maximum)
+        settings |= {"min_value": each.kind(limits[0] or 0), "max_value": maximum}
+        place.number_input(option.label, **settings)
+    elif options := settings.pop("options", None) or option.allowed:
+        (place.multiselect if each.is_list else place.selectbox)(option.label, list(options), **settings)
+    else:
+        place.text_input(option.label, **settings)
 
 
 def _summary() -> None:

@@ -1,7 +1,7 @@
-"""What the Collect page asks for: its fields, the presets, and the runs that they make. No Streamlit here.
+"""The Collect page without Streamlit: its fields, the presets, and the runs that they make.
 
-Every field is one of RunConfig's, so that what is chosen is what `binade run` would be told. What a job
-was told beyond the fields (an operand's own format, a checkpoint) is kept when it is cloned, and named.
+The fields are the options of RunConfig that have a label. Options without one (an operand's own format, a checkpoint)
+are kept when a job is cloned, and shown.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
-from binade.collector.training.config import ConfigError, RunConfig, fast
+from binade.collector.training.config import ConfigError, RunConfig, declared, defaults
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20
-# The fields of the page, by the names of RunConfig. recipes stands for one run each, budget is max_bytes in MiB.
-FIELDS = (
-    *("model", "size", "dataset", "layers", "skip_layers", "warmup_iterations", "control_iter", "capture_every"),
-    *("train_iters", "micro_batches", "collect_micro_batches", "micro_batch_size", "sequence_length", "learning_rate"),
-    *("seed", "tensors", "modules", "capture_layers", "scores", "raw", "device", "backend", "tp", "dp"),
-    "sequence_parallel",
-)
-_LISTS = ("tensors", "modules", "scores")
+OPTIONS = declared(RunConfig)
+# The fields of the page: the options with a label. "budget" stands for max_bytes, in MiB.
+FIELDS = tuple(name for name, each in OPTIONS.items() if each.option.label and name != "max_bytes")
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,7 @@ class Preset:
 
 def presets() -> dict[str, Preset]:
     """By name."""
-    quick = replace(fast(RunConfig()), warmup_iterations=2)
+    quick = defaults("quick")
     one = "^(?!layer1[.]fc1$)"  # a pattern that every other place of the model matches
     sweep = replace(
         quick,
@@ -79,14 +74,14 @@ def presets() -> dict[str, Preset]:
 def widgets_of(config: RunConfig) -> dict[str, Any]:
     """The values of the page's fields for a configuration."""
     values = {name: getattr(config, name) for name in FIELDS}
-    values |= {name: list(values[name]) for name in _LISTS}
+    values |= {name: list(value) for name, value in values.items() if OPTIONS[name].is_list}
     return values | {"budget": max(1, config.max_bytes // MEGABYTE)}
 
 
 def config_of(values: Mapping[str, Any], base: RunConfig) -> RunConfig:
     """A configuration from the page's fields; what the page has no field for is base's."""
     chosen = {name: values[name] for name in FIELDS if name in values}
-    chosen |= {name: tuple(chosen[name]) for name in _LISTS if name in chosen}
+    chosen |= {name: tuple(value) for name, value in chosen.items() if OPTIONS[name].is_list}
     texts = {name: text.strip() for name, text in chosen.items() if isinstance(text, str)}
     return replace(base, **chosen | texts, max_bytes=int(values.get("budget", base.max_bytes // MEGABYTE)) * MEGABYTE)
 

@@ -14,43 +14,34 @@ from binade.terminal import Option, names, root_option
 FILTER = ("Filter", "Separate several values by commas. The same filters as in the app's sidebar.")
 
 
-class Values(click.ParamType):
-    """The values of a filter: texts or whole numbers, separated by commas."""
-
-    name = "values"
-
-    def __init__(self, integer: bool) -> None:
-        self.integer = integer
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str] | list[int]:
-        texts = names(value)
-        if not texts:
-            self.fail("names are expected, separated by commas", param, ctx)
-        if not self.integer:
-            return list(texts)
-        for text in texts:
-            if not text.isdecimal() or len(text) > 9:
-                self.fail(f"{text!r} is not a number: expected whole numbers, separated by commas", param, ctx)
-        return [int(text) for text in texts]
+def texts(text: str) -> list[str]:
+    """The values of a filter, separated by commas."""
+    found = names(text)
+    if not found:
+        raise click.BadParameter("names are expected, separated by commas")
+    return list(found)
 
 
-class Query(click.ParamType):
+def numbers(text: str) -> list[int]:
+    for value in texts(text):
+        if not value.isdecimal() or len(value) > 9:
+            raise click.BadParameter(f"{value!r} is not a number: expected whole numbers, separated by commas")
+    return [int(value) for value in texts(text)]
+
+
+def query_filter(text: str) -> Filter:
     """The filter of an address of the app. Parameters that are not filters belong to the page and are ignored."""
-
-    name = "query"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Filter:
-        try:
-            query = urlsplit(value).query if "://" in value else value.lstrip("?")
-        except ValueError:  # unbalanced brackets
-            query = None
-        if query is None or ("=" not in query and "://" not in value):
-            example = "quant_type=mxfp8&layer_index=1"
-            self.fail(f"{value[:80]!r} is not a query: expected {example} or an address of the app", param, ctx)
-        found, problems = Filter.from_query(parse_qs(query))
-        if problems:
-            self.fail(problems[0], param, ctx)
-        return found
+    try:
+        query: str | None = urlsplit(text).query if "://" in text else text.lstrip("?")
+    except ValueError:  # unbalanced brackets
+        query = None
+    if query is None or ("=" not in query and "://" not in text):
+        example = "quant_type=mxfp8&layer_index=1"
+        raise click.BadParameter(f"{text[:80]!r} is not a query: expected {example} or an address of the app")
+    found, problems = Filter.from_query(parse_qs(query))
+    if problems:
+        raise click.BadParameter(problems[0])
+    return found
 
 
 def params() -> list[click.Parameter]:
@@ -69,11 +60,11 @@ def params() -> list[click.Parameter]:
         Option(
             ["--jobs"], type=click.IntRange(1, 256), metavar="N", help="Processes that draw  [default: one per core]"
         ),
-        Option(["--query"], type=Query(), metavar="URL", help="Use the filter of an address of the app"),
+        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter of an address of the app"),
         *(
             Option(
                 [f"--{name.replace('_', '-')}", name],
-                type=Values(name in INTEGER_FIELDS),
+                type=numbers if name in INTEGER_FIELDS else texts,
                 metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
                 help=f"Restrict to this {LABELS.get(name, name)}",
                 title=FILTER[0],

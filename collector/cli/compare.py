@@ -29,7 +29,7 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import MODELS
@@ -241,7 +241,7 @@ def compare(root: Path) -> Comparison:
 
 def _settings(config: Mapping[str, Any]) -> Settings:
     known = {f.name: _plain(config.get(f.name)) for f in fields(Settings)}
-    shape = MODELS.get(known["model"], {}).get(known["size"])
+    shape = MODELS.get(str(known["model"]), {}).get(str(known["size"]))
     known["layers"] = known["layers"] or (shape.layers if shape else None)
     known["device"] = str(known["device"] or "").partition(",")[0] or None  # "cpu, 2 threads"
     known |= {"tp": known["tp"] or 1, "dp": known["dp"] or 1, "sequence_parallel": bool(known["sequence_parallel"])}
@@ -300,7 +300,7 @@ def _loss(record: Any) -> _Loss | None:
     )
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -349,11 +349,11 @@ def _finished(catalog: Catalog, run: _Run) -> Filter | None:
 
     A run that is done has no other iterations, whether or not it counted them.
     """
-    whole = Filter(run_id=[run.info.run_id])
+    whole = Filter(run_id=(run.info.run_id,))
     if run.info.status.state == DONE:
         return whole
     iterations = [i for i in catalog.facets(whole).get("iteration", []) if i <= run.last]
-    return replace(whole, iteration=iterations) if iterations else None
+    return replace(whole, iteration=tuple(iterations)) if iterations else None
 
 
 def _gap(run: _Run, bf16: _Run) -> Gap | None:
@@ -407,4 +407,5 @@ def _storage(catalog: Catalog, finished: Filter, run_id: str, refused: list[str]
 
 
 def _bits(row: Any) -> float:
-    return FORMATS[row.format].bits_per_value * row.numel if isinstance(row.format, str) else row.nbytes * 8.0
+    bits = FORMATS[row.format].bits_per_value * row.numel if isinstance(row.format, str) else row.nbytes * 8
+    return float(bits)

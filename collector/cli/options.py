@@ -14,10 +14,10 @@ from click.shell_completion import CompletionItem
 
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.training.config import DEFAULT_SCORES, FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, fast
+from binade.collector.training.config import DEFAULT_SCORES, FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, defaults
 from binade.collector.training.option import Declared, Group, declared
 from binade.collector.training.slurm_options import SlurmOptions
-from binade.terminal import Command, Names, Option, names, root_option
+from binade.terminal import Command, Option, names, root_option
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 QUANTIZATION = {"run": "RECIPE", "batch": "A,B,...", "quick": "RECIPE"}
@@ -25,29 +25,21 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
-class Numbers(click.ParamType):
-    """A list of whole numbers, separated by commas."""
-
-    name = "numbers"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        try:
-            return tuple(int(name) for name in names(value))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers: write numbers from 0, such as 0,2", param, ctx)
+def numbers(text: str) -> tuple[int, ...]:
+    """The items of a list of whole numbers that is separated by commas."""
+    try:
+        return tuple(int(name) for name in names(text))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers: write numbers from 0, such as 0,2") from None
 
 
-class Size(click.ParamType):
+def size(text: str) -> int:
     """A number of bytes: 500M, 4G, 1073741824."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number, unit = (value[:-1], UNITS[value[-1].upper()]) if value[-1:].upper() in UNITS else (value, 1)
-        try:
-            return int(float(number) * unit)
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is not a size: write 500M, 4G or a number of bytes", param, ctx)
+    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in UNITS else (text, 1)
+    try:
+        return int(float(number) * unit)
+    except (ValueError, OverflowError):
+        raise click.BadParameter(f"{text!r} is not a size: write 500M, 4G or a number of bytes") from None
 
 
 def click_option(each: Declared, default: Any) -> Option:
@@ -57,9 +49,9 @@ def click_option(each: Declared, default: Any) -> Option:
     if each.kind is bool:
         settings = {"is_flag": True, "flag_value": not each.default, "type": bool}
     elif declaration.unit == "bytes":
-        settings = {"type": Size()}
+        settings = {"type": size}
     elif each.is_list:
-        settings = {"type": Numbers() if each.kind is int else Names(), "multiple": True}
+        settings = {"type": numbers if each.kind is int else names, "multiple": True}
     else:
         settings = {"type": each.kind}
     text, shown = declaration.help, declaration.default_help
@@ -113,9 +105,9 @@ def _recipe_options(command: str) -> Iterator[Option]:
     shown = {"run": "[default: bf16]", "batch": "[default: the ten of `binade list`]", "quick": ""}[command]
     what = "Recipes" if command == "batch" else "Recipe"
     text = f"{what}: see `binade list`  {shown}"
-    yield _option(FORMAT, "--quantization", type=Names(), metavar=QUANTIZATION[command], help=text)
+    yield _option(FORMAT, "--quantization", type=names, metavar=QUANTIZATION[command], help=text)
     old = "Old spelling of --quantization"
-    yield _option(FORMAT, "--quant-type", type=Names(), metavar=QUANTIZATION[command], help=old)
+    yield _option(FORMAT, "--quant-type", type=names, metavar=QUANTIZATION[command], help=old)
 
 
 def _length_options(command: str) -> Iterator[Option]:
@@ -136,7 +128,7 @@ def _option(group: Group, *names: str, **settings: Any) -> Option:
 def scores_option() -> Option:
     """--scores of `binade import`."""
     text = f"Formats to try on every tensor  [default: {','.join(DEFAULT_SCORES)}]"
-    return Option(["--scores"], type=Names(), metavar="A,B,...", default=DEFAULT_SCORES, help=text)
+    return Option(["--scores"], type=names, metavar="A,B,...", default=",".join(DEFAULT_SCORES), help=text)
 
 
 @dataclass(frozen=True)
@@ -172,12 +164,6 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     for config in runs:
         check(config)
     return Request(runs, start, given.get("root"))
-
-
-def defaults(command: str, training_config: str | None = None) -> RunConfig:
-    """The configuration of a command without options."""
-    config = replace(RunConfig(), warmup_iterations=2) if command == "quick" else RunConfig()
-    return fast(config) if training_config == "fast" or (training_config is None and command == "quick") else config
 
 
 def _check_recording(given: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ def _command(name: str) -> Command:
 
 
 @click.pass_context
-def _run(context: click.Context, **params: Any) -> None:
+def _run(context: click.Context, /, **params: Any) -> None:
     argv: list[str] = context.find_root().obj
     request = request_of(context.command.name or "", params)
     root, runs = resolve_root(request.root), request.runs

@@ -13,7 +13,7 @@ from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.recipes.recipe import Part, Recipe, RecipeError, parse_recipe
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.training.option import Group, check_options, option
+from binade.collector.training.option import Group, check_options, declared, option
 from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, UnknownFormatError
 
@@ -28,6 +28,8 @@ __all__ = [
     "ConfigError",
     "RunConfig",
     "check",
+    "declared",
+    "defaults",
     "fast",
 ]
 
@@ -56,7 +58,8 @@ class RunConfig:
     """One run. Each field declares its option; see collector.training.option."""
 
     # fmt: off
-    model: str = option("llama32-1b", group=MODEL, metavar="NAME", help="Model", choices=MODELS, label="Model")
+    model: str = option("llama32-1b", group=MODEL, metavar="NAME", help="Model", choices=MODELS, label="Model",
+        form_help="")
     size: str = option("tiny", group=MODEL, metavar="NAME", choices=SIZES, label="Size",
         help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
@@ -108,9 +111,9 @@ class RunConfig:
         help="Tokens per sequence", default_help="256; fast: 128")
     save_tensors: bool = option(True, group=RECORD, help="Record nothing: train, and keep the losses")
     tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, default_help="all",
-        help="Record only these tensors", label="Tensors", placeholder="all")
+        help="Record only these tensors", label="Tensors", form_help="", placeholder="all")
     modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
-        help="Record only these modules, such as qkv, core, fc1; see `binade list`", placeholder="all")
+        help="Record only these modules, such as qkv, core, fc1; see `binade list`", form_help="", placeholder="all")
     capture_layers: str = option("", group=RECORD, metavar="LAYERS", help="Record only these layers",
         default_help="all", label="Of layers", form_help=FORM_LAYERS, placeholder="all")
     ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
@@ -118,22 +121,25 @@ class RunConfig:
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. It takes time, hardly any space", placeholder="no format")
     raw: bool = option(True, group=RECORD, label="Keep values",
+        form_help="Otherwise statistics, sketches and scores only",
         help="Record statistics, sketches and scores, without the values")
     max_bytes: int = option(4 << 30, group=RECORD, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
         help="Limit of the tensor files of a run, such as 500M or 4G; the ranks share it", default_help="4G",
         label="Byte budget (MiB)", form_help="Of a run’s tensor files", form_maximum=1 << 30)
     learning_rate: float = option(1e-3, group=LENGTH, metavar="X", minimum=0, maximum=sys.float_info.max,
-        help="Learning rate of AdamW", label="Learning rate", form_maximum=10.0)
+        help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
         help="Seed of the weights and the data", label="Seed", form_maximum=(1 << 53) - 1)
-    device: str = option("cpu", group=WHERE, metavar="NAME", help="Device", choices=DEVICES, label="Device")
+    device: str = option("cpu", group=WHERE, metavar="NAME", help="Device", choices=DEVICES,
+        label="Device", form_help="")
     backend: str = option("triton", group=WHERE, metavar="NAME", choices=BACKENDS, label="Quantized by",
         help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits, sooner")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
-        label="Tensor-parallel ranks", form_maximum=64)
+        label="Tensor-parallel ranks", form_help="", form_maximum=64)
     dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,
         help="Data-parallel ranks, each with its own micro-batches")
-    sequence_parallel: bool = option(False, group=WHERE, label="Split sequences among tensor-parallel ranks",
+    sequence_parallel: bool = option(False, group=WHERE, form_help="",
+        label="Split sequences among tensor-parallel ranks",
         help="Split sequences among the tensor-parallel ranks between layers")
     # fmt: on
 
@@ -202,6 +208,12 @@ class RunConfig:
 def fast(config: RunConfig) -> RunConfig:
     """--training-config fast: a quarter of the tokens."""
     return replace(config, micro_batch_size=1, sequence_length=128)
+
+
+def defaults(command: str, training_config: str | None = None) -> RunConfig:
+    """The configuration of a command without options."""
+    config = replace(RunConfig(), warmup_iterations=2) if command == "quick" else RunConfig()
+    return fast(config) if training_config == "fast" or (training_config is None and command == "quick") else config
 
 
 def check(config: RunConfig) -> None:

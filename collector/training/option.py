@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from binade.collector.errors import ConfigError
 
@@ -35,7 +35,8 @@ class Option:
     unit           "bytes" for a size such as 500M
     default_help   describes the default where the value itself does not
     label          the name in the Collect form; "" for an option that the form does not have. form_maximum is the
-                   largest number that the form takes, placeholder what an empty field shows, form_help replaces help
+                   largest number that the form takes, placeholder what an empty field shows; form_help replaces help,
+                   "" for none
     flag           the spelling on the command line where it is not made from the field's name
     """
 
@@ -51,7 +52,7 @@ class Option:
     default_help: str = ""
     label: str = ""
     form_maximum: float | None = None
-    form_help: str = ""
+    form_help: str | None = None
     placeholder: str = ""
     flag: str = ""
 
@@ -83,7 +84,7 @@ class Declared:
 
 def option(default: T, **declaration: Any) -> T:
     """A dataclass field with its declaration: the keywords of Option."""
-    return cast(T, field(default=default, metadata={METADATA: Option(**declaration)}))
+    return field(default=default, metadata={METADATA: Option(**declaration)})
 
 
 def declared(owner: type) -> dict[str, Declared]:

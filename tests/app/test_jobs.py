@@ -221,7 +221,7 @@ class TestReadOnly:
         assert set(at.session_state["pages"]) == {
             "overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs",
         }  # fmt: skip
-        for module in ("jobs.collect_page", "pages.sql"):
+        for module in ("jobs.collect_page", "pages.sql_page"):
             alone = AppTest.from_string(f"from binade.app.{module} import page\npage()", default_timeout=60)
             alone.run()
             assert not alone.exception and "read-only" in words(alone) and not alone.button and not alone.code

@@ -1,0 +1,149 @@
+"""An option is declared once: --help, job arguments, validation and the Collect form read the same declaration."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import click
+import pytest
+
+from binade import cli
+from binade.app.jobs import collecting
+from binade.collector import jobs
+from binade.collector.cli.options import read
+from binade.collector.errors import ConfigError
+from binade.collector.training.config import RunConfig, check
+from binade.collector.training.option import Declared, check_options, declared
+from binade.collector.training.slurm_options import SlurmOptions
+from tests.conftest import PROJECT
+
+OPTIONS = declared(RunConfig)
+# Values that differ from the default where the default plus one would not do.
+OTHER = {
+    "dataset": "dolma",
+    "tokenizer": "byte",
+    "layers": 1,
+    "operand_quant": ("qk.forward.key=mxfp4", "qk.forward.query=bf16"),
+    "skip_layers": "first",
+    "capture_layers": "last",
+    "modules": ("qkv", "core"),
+    "ranks": (0,),
+    "scores": (),
+    "router_quant": "bf16",
+}
+TOGETHER = {
+    "router_quant": {"model": "deepseek2_lite"},
+    "collect_micro_batches": {"micro_batches": 2},
+    "sequence_parallel": {"tp": 2},
+}
+
+
+def other(each: Declared) -> object:
+    """A value that is not the default."""
+    if each.name in OTHER:
+        return OTHER[each.name]
+    if each.kind is bool:
+        return not each.default
+    if each.option.allowed is not None:
+        last = [*each.option.allowed][-1]
+        return (last,) if each.is_list else last
+    if each.kind is str:
+        return "mxfp4"
+    return (each.default or 1) * 2
+
+
+def commands(group: click.Group, path: str = "binade") -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group, info_name="binade")
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command
+        yield f"{path} {name}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
+
+
+COMMANDS = dict(commands(cli.build()))
+
+
+def test_every_field_declares_its_option():
+    assert set(OPTIONS) == {each.name for each in fields(RunConfig)}
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("load_hf", "recipe")])
+def test_a_field_alone_makes_an_option(name):
+    """load_hf needs a checkpoint; the recipe has three spellings, and tests of its own."""
+    each = OPTIONS[name]
+    config = replace(RunConfig(), **TOGETHER.get(name, {}), **{name: other(each)})
+    check(config)
+    line = jobs.arguments_of(config)
+    assert each.flag in line and jobs.parse_runs(line) == [config]
+
+
+@pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.option.minimum is not None])
+def test_limits_are_those_of_the_declaration(name):
+    each = OPTIONS[name]
+    for value in (each.option.minimum - 1, each.option.maximum * 2 + 1):
+        with pytest.raises(ConfigError, match=re.escape(f"{each.flag} is {value}")):
+            check_options(replace(RunConfig(), **{name: value}))
+
+
+@pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.option.allowed is not None])
+def test_choices_are_those_of_the_declaration(name):
+    each = OPTIONS[name]
+    with pytest.raises(ConfigError, match=f"{each.flag} 'nope' is unknown"):
+        check_options(replace(RunConfig(), **{name: ("nope",) if each.is_list else "nope"}))
+
+
+def test_the_form_has_the_options_with_a_label():
+    labelled = {name for name, each in OPTIONS.items() if each.option.label}
+    assert set(collecting.FIELDS) | {"max_bytes"} == labelled
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_help_names_every_option(path):
+    command = COMMANDS[path]
+    text = command.get_help(click.Context(command, info_name=path))
+    for param in command.params:
+        if isinstance(param, click.Option):
+            assert param.help and re.search(rf"(?<![\w-]){param.opts[0]}(?![\w-])", text), param.opts
+    assert command.help and max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("command", ["run", "batch", "quick"])
+def test_training_commands_have_every_declared_option(command):
+    flags = {flag for param in COMMANDS[f"binade {command}"].params for flag in param.opts}
+    assert {each.flag for kind in (RunConfig, SlurmOptions) for each in declared(kind).values()} <= flags
+
+
+def test_help_of_binade_fits_one_screen(capsys):
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and all(any(f"  {name} " in line for line in lines) for name in cli.PLACES)
+
+
+def test_options_are_not_abbreviated():
+    with pytest.raises(click.UsageError, match="--quantiz"):
+        read(["run", "--quantiz", "mxfp8"])
+
+
+def examples() -> list[str]:
+    """The commands in README.md, without comments, continued lines joined."""
+    text = (PROJECT / "README.md").read_text().replace("\\\n", " ")
+    lines = re.findall(r"^ {4}(binade .*)$|^(binade .*)$", text, re.M)
+    return [shlex.join(shlex.split(a or b, comments=True)) for a, b in lines]
+
+
+@pytest.mark.parametrize("line", examples())
+def test_the_readme_has_commands_that_parse(line):
+    _, *words = shlex.split(line)
+    group: click.Command = cli.build()
+    path = ["binade"]
+    while isinstance(group, click.Group) and words:
+        found = group.get_command(click.Context(group), words[0])
+        assert found, line
+        path.append(words.pop(0))
+        group = found
+    group.make_context(" ".join(path), words)
