@@ -4,39 +4,59 @@
     y = quant.fake_quantize(x, "mxfp8", dim=-1)
     quant.compare(x, y)["sqnr_db"]
 
-`formats` says what a format is, `reference` defines how a tensor is rounded to it, `kernels` (Triton) and `cpu`
-(C++) are its fast twins. Names are imported when first used, so that `quant.formats` alone needs no torch.
+`formats`, `elements` and `scaling` say what a format is. `reference` defines how a tensor is rounded to it. `backends`
+gives the same bits faster. Names are imported when they are first used, so that `quant.formats` needs no torch.
 """
 
-from importlib import import_module
-from typing import Any
+from __future__ import annotations
 
-_HOME = {
-    "Blocks": "blocks",
-    "look": "blocks",
-    "FORMATS": "formats",
-    "Format": "formats",
-    "UnknownFormatError": "formats",
-    "METRICS": "metrics",
-    "Errors": "metrics",
-    "Usage": "metrics",
-    "compare": "metrics",
-    "score": "metrics",
-    "sqnr_db": "metrics",
-    "usage": "metrics",
-    "hadamard_rotate": "rotation",
-    "Quantized": "quantizer",
-    "fake_quantize": "quantizer",
-    "quantize": "quantizer",
-    "Sketch": "sketch",
-    "Summary": "summary",
-    "summarize": "summary",
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from binade.quant.blocks import Blocks, look
+    from binade.quant.formats import FORMATS, Format, UnknownFormatError
+    from binade.quant.metrics import METRICS, Errors, Usage, compare, score, sqnr_db, usage
+    from binade.quant.quantizer import Quantized, fake_quantize, quantize
+    from binade.quant.rotation import hadamard_rotate
+    from binade.quant.sketch import Sketch
+    from binade.quant.summary import Summary, summarize
+
+_MODULES = {
+    "blocks": ("Blocks", "look"),
+    "formats": ("FORMATS", "Format", "UnknownFormatError"),
+    "metrics": ("METRICS", "Errors", "Usage", "compare", "score", "sqnr_db", "usage"),
+    "quantizer": ("Quantized", "fake_quantize", "quantize"),
+    "rotation": ("hadamard_rotate",),
+    "sketch": ("Sketch",),
+    "summary": ("Summary", "summarize"),
 }
 
-__all__ = [*_HOME]
+__all__ = [
+    "FORMATS",
+    "METRICS",
+    "Blocks",
+    "Errors",
+    "Format",
+    "Quantized",
+    "Sketch",
+    "Summary",
+    "UnknownFormatError",
+    "Usage",
+    "compare",
+    "fake_quantize",
+    "hadamard_rotate",
+    "look",
+    "quantize",
+    "score",
+    "sqnr_db",
+    "summarize",
+    "usage",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"binade.quant.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'quant' has no attribute {name!r}")
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"binade.quant.{module}"), name)
+    raise AttributeError(f"module 'binade.quant' has no attribute {name!r}")

@@ -1,8 +1,7 @@
-"""A tensor seen block by block: what each block's scale is, which codes its values take, and how well it survives.
+"""A tensor block by block: the scale of each block, the codes of its values, and its error.
 
-For a format without block scales the same view is cut into runs of GROUP values, which share nothing but their place.
-Everything is from `reference`, the definition of the formats, so it is for tensors of a few million values; `sample`
-takes whole blocks from a larger one.
+For a format without block scales, runs of GROUP values take the place of blocks. Everything is computed by `reference`,
+which suits tensors of a few million values; `sample` takes whole lines of a larger one.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Sums:
-    """Over the finite values: Σx², Σ(y-x)², how many become 0, are nonzero, are above the largest code, are there."""
+    """Over the finite values: Σx², Σ(y-x)², and how many become 0, are nonzero, are above the largest code, and are
+    finite."""
 
     signal: float
     noise: float
@@ -42,10 +42,10 @@ class Blocks:
     """All tensors are [groups, block], in the order of `reference.to_blocks`.
 
     x        the values, float32
-    values   what they are on the element's grid (x over the scale, rounded)
+    values   x over the scale, rounded to the element's grid
     y        the dequantized values, in x's own dtype's precision
-    scale    [groups, 1] float64: what an element is multiplied by, the tensor's scale included; NaN where NaN or Inf
-             took the block
+    scale    [groups, 1] float64: what an element is multiplied by, the tensor's scale included; NaN for a block that
+             holds NaN or Inf
     valid    False for the padding of short blocks
     """
 
@@ -58,20 +58,20 @@ class Blocks:
 
     @cached_property
     def sqnr_db(self) -> Tensor:
-        """[groups] float64: 10·log10(Σx² / Σ(y-x)²); +inf where nothing is lost, NaN of an all-zero block."""
+        """[groups] float64: 10·log10(Σx² / Σ(y-x)²); +inf where nothing is lost, NaN for an all-zero block."""
         x, error = self.x.double(), (self.y.double() - self.x.double())
         signal, noise_power = x.square().sum(-1), error.square().sum(-1)
         return torch.where(signal > 0, 10 * torch.log10(signal / noise_power), math.nan)
 
     @cached_property
     def flush_to_zero(self) -> Tensor:
-        """[groups]: of the nonzero values, the share that becomes 0; NaN of an all-zero block."""
+        """[groups]: of the nonzero values, the share that becomes 0; NaN for an all-zero block."""
         nonzero = (self.x != 0) & self.x.isfinite()
         return (nonzero & (self.y == 0)).sum(-1).double() / nonzero.sum(-1)
 
     @cached_property
     def sums(self) -> Sums:
-        """What SQNR, flush_to_zero and saturated of the whole are made of; sums in float64."""
+        """The sums that SQNR, flush_to_zero and saturated of the whole tensor follow from, in float64."""
         finite = self.x.isfinite() & self.valid
         x, y = self.x[finite].double(), self.y[finite].double()
         error = y - x
@@ -87,8 +87,8 @@ class Blocks:
 
     @cached_property
     def magnitudes(self) -> Tensor:
-        """|x| / scale, float64: what is compared with the element's smallest and largest code. NaN where the scale is
-        0 or not finite, and in the padding."""
+        """|x| / scale, float64, to compare with the element's smallest and largest code. NaN where the scale is 0 or
+        not finite, and in the padding."""
         good = self.valid & self.scale.isfinite() & (self.scale > 0) & self.x.isfinite()
         return torch.where(good, self.x.abs().double() / self.scale, math.nan)
 
@@ -107,7 +107,7 @@ class Blocks:
 
     @cached_property
     def scale_exponents(self) -> Tensor:
-        """[groups] float64: floor(log2 scale); NaN of an all-zero block and one that NaN or Inf took."""
+        """[groups] float64: floor(log2 scale); NaN for an all-zero block and for one that holds NaN or Inf."""
         used = (self.x != 0).any(-1, keepdim=True) & self.scale.isfinite() & (self.scale > 0)
         exponent = torch.frexp(self.scale)[1].double() - 1
         return torch.where(used, exponent, math.nan)[:, 0]
@@ -119,7 +119,7 @@ class Blocks:
 
 
 def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Blocks:
-    """x [any shape] rounded to a format, blocks along `dim`. Options as in `quantizer.plan`; errors too."""
+    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `quantizer.plan`."""
     decided = plan(fmt, **options)
     size = decided.block_size or GROUP
     absmax = tensor_absmax(x.detach())
@@ -133,9 +133,9 @@ def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Blocks:
 
 
 def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22) -> tuple[Tensor, int]:
-    """(part, every): x itself where it has at most `limit` values, else every n-th line along `dim`, whole.
+    """(part, every): (x, 1) if x has at most `limit` values, else every n-th whole line along `dim` and n.
 
-    The part is [lines, axis] then, its blocks along the last axis; lines are taken evenly over the tensor.
+    The part is then [lines, axis], its blocks along the last axis. The lines are spread evenly over the tensor.
     """
     if x.numel() <= limit or not x.dim():
         return x, 1
@@ -152,7 +152,7 @@ ZERO, DENORMAL, SPECIAL = "zero", "denormal", "Inf or NaN"
 
 @lru_cache(maxsize=32)
 def code_tiers(element: Element) -> tuple[str, ...]:
-    """What each code is, by its number: zero, denormal, "2 mantissa bits", or Inf or NaN.
+    """The kind of each code, in order: zero, denormal, "2 mantissa bits", or Inf or NaN.
 
     A denormal lies below the lowest exponent that has a tier of its own, on that tier's fixed step; HiFloat8 calls its
     lowest tier (no mantissa bits) denormal.

@@ -1,7 +1,7 @@
 """Matrix products of training, operands rounded to a format: a linear layer's three GEMMs, and a batched product.
 
-Each operand of each GEMM has a format of its own (None leaves it alone) and is quantized along the axis that this GEMM
-contracts. A tensor that enters two GEMMs is quantized twice, from the original, along two axes:
+Each operand of each GEMM has a format of its own (None leaves it as it is) and is quantized along the axis that this
+GEMM contracts. A tensor that enters two GEMMs is quantized twice, from the original, along two axes:
 
     forward   y  = x · wᵀ      x along its last axis (in),   w along its last axis (in)
     dgrad     dx = dy · w      dy along its last axis (out),  w along its first axis (out)
@@ -9,8 +9,8 @@ contracts. A tensor that enters two GEMMs is quantized twice, from the original,
 
 Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
 
-A `tap` sees every operand and result as it passes, with the quantized twin where there is one; it must not modify them.
-Nothing is copied for it, and without one nothing is kept.
+A `tap` receives every operand and result, with the quantized tensor where there is one, and must not modify them.
+Nothing is copied for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from binade.quant.quantizer import apply, plan
 
 @dataclass(frozen=True)
 class Observed:
-    """What a tap receives: an operand (with its quantized twin, if any) or a result of a GEMM.
+    """What a tap receives: an operand (with the quantized tensor, if any) or a result of a GEMM.
 
     name       "a", "b", "y" of the forward product; "grad", "grad_a", "grad_b" of the backward
     format     the operand's format, None if it runs as it is, and None for a result

@@ -1,4 +1,4 @@
-"""How far a quantized tensor is from the original: the error metrics, by the names and definitions users see."""
+"""The error of a quantized tensor against the original, and the names and definitions of all metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CUDA_CHUNK = 1 << 24
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's definition as users read it. percent: a share, shown times 100."""
+    """A metric's definition as users read it. percent: a share, shown multiplied by 100."""
 
     label: str
     definition: str
@@ -73,8 +73,8 @@ class Errors:
     """Error of q against x, over the finite elements of x. Sums in float64.
 
     sqnr_db is +inf where q = x throughout, -inf where a finite x became infinite, and NaN where x is all zero (so are
-    relative_error, cosine, projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN if the
-    format is not known.
+    relative_error, cosine, projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN without a
+    format.
     """
 
     sqnr_db: float
@@ -101,14 +101,13 @@ def sqnr_db(signal: float, noise: float) -> float:
 
 
 def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
-    """The error of q against x, both of one shape, floating. Raises ValueError for different shapes."""
+    """The error of q against x: floating tensors of one shape. Raises ValueError for different shapes."""
     return _from_sums(_error_sums(x, q).tolist(), x.numel(), saturated)
 
 
 def _error_sums(x: Tensor, q: Tensor) -> Tensor:
     """float64 [8] on x's device: sums of x², q², xq and (q-x)², the largest |q-x|, and how many elements of x are
-    finite, not zero, and not zero but zero in q. On a GPU nothing waits for it. Raises ValueError for different
-    shapes."""
+    finite, not zero, and not zero but zero in q. It does not wait for a GPU. Raises ValueError for different shapes."""
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
     chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
@@ -150,8 +149,8 @@ def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1
     sketches with the bounds stated in `sketch`.
 
     With the format that y was rounded to (and its `options`, see `quantizer.plan`) also saturated, codes_used,
-    code_entropy_bits and scale_exponent_min/max; without it they are NaN. What is no scalar, or costs a decomposition,
-    has a function of its own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
+    code_entropy_bits and scale_exponent_min/max; without it they are NaN. Metrics that are not scalars or need a
+    decomposition have functions of their own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
 
     Raises ValueError for different shapes.
     """
@@ -176,10 +175,9 @@ def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1
 def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, absmax: float, dim: int) -> float:
     """#(|x/scale| > largest finite) / n: clipped elements only, not those that round to the largest code.
 
-    Exact: the scale is the one that the format states, free of float32's rounding of a quotient, so a tensor scaled by
-    its own absmax has none. A block whose scale underflowed to 0 is flushed, not saturated. NaN and Inf do not count.
-    scales as `quantizer.apply` returns them; absmax is used by formats with a tensor scale. A Format means its
-    defaults.
+    Exact: the scale is the format's own, without float32's rounding of a quotient, so a tensor that is scaled by its
+    absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
+    as `quantizer.apply` returns them. absmax is used by formats with a tensor scale. A Format stands for its defaults.
     """
     if not x.numel():
         return math.nan
@@ -211,15 +209,15 @@ def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: float | 
 
 
 def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options: Any) -> Errors:
-    """The error that a format would make on x, blocks along `dim`. Options as in `quantizer.plan`."""
+    """The error of x rounded to a format, blocks along `dim`. Options as in `quantizer.plan`."""
     return score_later(x, plan(fmt, **options), dim, backend)()
 
 
 def score_later(
     x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto", codes: Counted | None = None
 ) -> Callable[[], Errors]:
-    """As `score`, but the result is fetched when called: until then nothing waits for a GPU. With codes, which is
-    `counted(x)`, a format without block scales is tried on the values that occur, each once."""
+    """As `score`, but a function that returns the result: nothing waits for a GPU until it is called. With codes,
+    which is `counted(x)`, a format without block scales rounds each distinct value once."""
     countable = decided.block_size is None and decided.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
         return lambda: _score_counted(codes, decided)
@@ -240,7 +238,7 @@ def score_later(
 
 
 def _score_counted(codes: Counted, decided: Plan) -> Errors:
-    """As `score`, of a tensor with these values, none of which depends on its neighbours."""
+    """As `score`, for a tensor with these values and a format that rounds each by itself."""
     values = torch.from_numpy(codes.values).to(codes.dtype)
     finite = np.isfinite(codes.values)
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
@@ -258,13 +256,8 @@ def _score_counted(codes: Counted, decided: Plan) -> Errors:
     return _from_sums([*sums, float(np.abs(e).max()), *shares], numel, int(over) / numel)
 
 
-def score_of(x: Tensor, q: Tensor, fmt: Format | Plan, scales: Tensor | None, dim: int) -> Errors:
-    """As `score`, for a q that has been computed already. A Format means its default options."""
-    return errors_later(x, q, plan(fmt) if isinstance(fmt, Format) else fmt, scales, dim)()
-
-
 def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim: int) -> Callable[[], Errors]:
-    """As `score_of`, fetched when called."""
+    """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them."""
     numel = x.numel()
     if not numel:
         empty = errors(x, q)
@@ -290,13 +283,13 @@ def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim
 class Usage:
     """Which of a format's codes and block scales a tensor uses.
 
-    codes                   the codes that occur, ascending, and code_counts how often; the padding of short blocks and
-                            blocks that NaN or Inf took are left out. -0 is a code of its own
-    codes_used              how many occur (of `codes_total` that the format has)
+    codes                   the codes that occur, ascending; code_counts: how often. The padding of short blocks and
+                            blocks that hold NaN or Inf are left out. -0 is a code of its own
+    codes_used              how many codes occur, of the format's `codes_total`
     code_entropy_bits       -Σp·log2 p over them; at most the element's bits
-    scale_exponents         floor(log2 scale) of the block scales that occur, and scale_counts how many blocks; all-zero
-                            blocks, those of scale 0 and NaN are left out. NVFP4's is the E4M3 scale's alone. Empty
-                            without a block scale, and then min and max are NaN
+    scale_exponents         floor(log2 scale) of the block scales that occur; scale_counts: of how many blocks. All-zero
+                            blocks and scales of 0 or NaN are left out. For NVFP4 it is the E4M3 scale alone. Empty
+                            without a block scale; min and max are then NaN
     """
 
     codes: np.ndarray
@@ -362,7 +355,7 @@ def channel_absmax(x: Tensor) -> Tensor:
 
 
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:
-    """absmax / rms of each block along `dim`, [groups] float64 in the order of `reference.to_blocks`; NaN of an
+    """absmax / rms of each block along `dim`, [groups] float64 in the order of `reference.to_blocks`; NaN for an
     all-zero block. The padding of a short block is left out."""
     blocks = to_blocks(x.detach(), dim, block_size).double()
     count = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block_size).sum(-1)

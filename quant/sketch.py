@@ -1,24 +1,21 @@
 """The binade sketch: counts of values by the top 12 bits of their IEEE binary32 form, and what can be read from them.
 
 A bin is a sign, an exponent and 3 mantissa bits: an eighth of a binade. Every power of two and every format's range
-limit lies on an edge, counts are exact, and sketches merge by addition. Nothing is known of where in its bin a value
-lies, so whatever is read off has the width of a bin as its error: at most an eighth of the value's magnitude
-(2^-129 for float32's subnormals). Each function states its own bound.
+limit lies on an edge, counts are exact, and sketches merge by addition. The place of a value within its bin is unknown,
+so a result has the width of a bin as its error: at most an eighth of the value's magnitude (2^-129 for float32's
+subnormals). Each function states its own bound.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 
 BINS = 1 << 12
 INFINITY_BIN = 0xFF << 3  # the top 12 bits of +Inf; NaN shares the exponent
 SIGN_BIN = 1 << 11
-
-Law = Literal["normal", "laplace", "student_t"]
 
 
 def bin_edges(bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -97,38 +94,6 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     share = np.clip((rank - (upto[at] - counts[at])) / counts[at], 0.0, 1.0)
     values: np.ndarray = low[at] + share * (high[at] - low[at])
     return values
-
-
-def _probabilities(points: int) -> np.ndarray:
-    return (np.arange(points) + 0.5) / points
-
-
-def qq_points(
-    sketch: Sketch, law: Law = "normal", points: int = 99, degrees_of_freedom: float = 5.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """(theoretical, sample) quantiles at (i + 1/2) / points: a Q-Q plot against a standard law.
-
-    normal has deviation 1, laplace scale 1, student_t the given degrees of freedom. The sample quantiles have the error
-    bound of `quantiles`; the theoretical ones are exact.
-    """
-    from scipy.special import ndtri, stdtrit  # an extra of the app: the collector does without
-
-    p = _probabilities(points)
-    if law == "normal":
-        theoretical = ndtri(p)
-    elif law == "laplace":
-        theoretical = np.where(p < 0.5, np.log(2 * p), -np.log(2 * (1 - p)))
-    elif law == "student_t":
-        theoretical = stdtrit(degrees_of_freedom, p)
-    else:
-        raise ValueError(f"law {law!r} is unknown: {', '.join(get_args(Law))}")
-    return theoretical, quantiles(sketch, p)
-
-
-def qq_between(a: Sketch, b: Sketch, points: int = 99) -> tuple[np.ndarray, np.ndarray]:
-    """Quantiles of two samples at the same probabilities, each with the error bound of `quantiles`."""
-    p = _probabilities(points)
-    return quantiles(a, p), quantiles(b, p)
 
 
 def _shared(a: Sketch, b: Sketch) -> tuple[Sketch, np.ndarray, np.ndarray]:

@@ -25,11 +25,11 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a tensor without keeping it.
+    """The statistics of a tensor.
 
     Moments are over the finite elements, summed in float64; std is the population's. absmin is the smallest nonzero
-    magnitude. kurtosis is E(x-mean)^4 / std^4 (3 for a normal), not the excess. Where there is nothing to compute from
-    (no finite element, no spread) the value is NaN. `bins` and `counts` are the sketch's nonempty bins, finite
+    magnitude. kurtosis is E(x-mean)^4 / std^4 (3 for a normal), not the excess. A value is NaN where it is undefined
+    (no finite element, no spread). `bins` and `counts` are the sketch's nonempty bins, finite
     elements only.
     """
 
@@ -75,8 +75,8 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
 
 
 def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = None) -> Callable[[], Summary]:
-    """As `summarize`, but the result is fetched when called: until then nothing waits for a GPU. x has been read by
-    then. codes is what `counted(x)` has found already."""
+    """As `summarize`, but a function that returns the result: nothing waits for a GPU until it is called. x may be
+    overwritten before that. codes: the result of `counted(x)`, if it is known."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -225,7 +225,7 @@ def _from_sums(
         central = (s2 - s1**2, s3 - 3 * s1 * s2 + 2 * s1**3, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4)
         central = (max(central[0], 0.0), *central[1:])
         rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
-        if low == high:  # no spread, whatever the sums' rounding says
+        if low == high:  # no spread, even if the rounded sums show some
             mean, rms, central = low, abs(low), (0.0, 0.0, 0.0)
     else:
         mean, central, rms = math.nan, (math.nan,) * 3, math.nan

@@ -1,7 +1,7 @@
-"""Counting the values of a tensor by their 65,536 codes: all there is to know of a bfloat16 or float16 tensor's values.
+"""Counts of a tensor's values by their 65,536 codes: all statistics of a bfloat16 or float16 tensor follow from them.
 
-Of float32 the upper 16 bits are counted. CPU tensors go through counts.cpp where it pays to build it (see `native`),
-else and on other devices through torch.bincount, a chunk at a time; the counts are the same.
+For float32 the upper 16 bits are counted. CPU tensors go through counts.cpp where building it pays (see `native`),
+other tensors through torch.bincount, one chunk at a time; the counts are the same.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from binade.quant.backends import native
 
 CODES = 1 << 16
 CHUNK = 1 << 18
-# A thread more costs as much as counting this many values.
+# Another thread costs as much as counting this many values.
 PER_THREAD = 1 << 20
 UNIT = native.Unit("counts.cpp")
 
 
 @dataclass(frozen=True)
 class Counted:
-    """The values of a bfloat16 or float16 tensor that occur, float32 [n] in the order of their codes, NaN, Inf and -0
-    among them; and how often each does, int64 [n]."""
+    """The distinct values of a bfloat16 or float16 tensor, float32 [n] in the order of their codes, NaN, Inf and -0
+    included; and how often each occurs, int64 [n]."""
 
     dtype: torch.dtype
     values: np.ndarray
@@ -34,7 +34,7 @@ class Counted:
 
 
 def counted(x: Tensor) -> Counted | None:
-    """Counts a tensor's values by their codes; None of a tensor that is neither bfloat16 nor float16."""
+    """Counts a tensor's values by their codes; None for a tensor that is neither bfloat16 nor float16."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return None
     used, counts = _distinct(x.detach().reshape(-1).contiguous().view(torch.int16))
@@ -42,9 +42,9 @@ def counted(x: Tensor) -> Counted | None:
 
 
 def upper_counts(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The upper 16 bits of a float32 tensor's values that occur (int64, 0 to 65,535), and how often each does (int64).
+    """The distinct upper 16 bits of a float32 tensor's values (int64, 0 to 65,535), and how often each occurs (int64).
 
-    What `upper_edges` says of them bounds every value within 1/128 of itself (2^-133 for subnormals).
+    The intervals of `upper_edges` bound every value within 1/128 of itself (2^-133 for subnormals).
     """
     halves = x.detach().reshape(-1).contiguous().view(torch.int16)
     used, counts = _distinct(halves[1 if sys.byteorder == "little" else 0 :: 2])

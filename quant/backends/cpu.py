@@ -1,8 +1,8 @@
 """Quantize-dequantize on a CPU: a compiled kernel where it pays, else `reference` in pieces; the same bits from both.
 
 cpu.cpp is built (see `native`) once for each kind of kernel: input dtype, number of tiers, rounding, float32-wide
-exponents. A new format of a known family needs no new source. torch.compile of the reference was the alternative: its
-first call takes far longer than a build here, and its loops along the first axis are not ours to shape.
+exponents. A new format of a known family needs no new source. torch.compile of the reference was rejected: its first
+call takes far longer than a build here, and it gives no control over the loops along the first axis.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Format(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kind:
-    """What a build is for: the macros of cpu.cpp."""
+    """The macros of one build of cpu.cpp."""
 
     value: str
     tiers: int
@@ -57,8 +57,8 @@ class Kind:
 
 
 def kind_of(plan: Plan, dtype: torch.dtype) -> Kind | None:
-    """The kernel for a plan, or None where there is none: stochastic rounding, a scale scheme without a kernel.
-    float16 goes through float32."""
+    """The kind of kernel for a plan; None for stochastic rounding and for a scale scheme without a kernel. float16 goes
+    through float32."""
     element = plan.format.element
     if plan.scaling.kernel is None or plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
         return None
@@ -76,8 +76,7 @@ class Kernel:
 
 
 def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
-    """The compiled kernel of a kind if there is one, or `values` more to work through are worth building it (None: in
-    any case)."""
+    """The compiled kernel of a kind, built if `values` more values are worth a build (None: always); else None."""
     library = native.built(kind.unit, values)
     return None if library is None else _declare(library)
 
@@ -161,7 +160,7 @@ def measure(
 ) -> list[float] | None:
     """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
     elements of x are finite, not zero, not zero but zero in y, and saturated, which is where |x| · left exceeds their
-    block's scale times right. None where there is no kernel for this plan and dtype, or it is not worth building.
+    block's scale · right. None if there is no kernel for this plan and dtype, or a build is not worth it.
 
     x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them.
     """
@@ -182,7 +181,7 @@ def measure(
 
 
 def score(x: Tensor, plan: Plan, dim: int, absmax: float, left: float, right: float) -> list[float] | None:
-    """As `measure`, for y = x rounded as planned, which is not kept. absmax is used by formats with a tensor scale."""
+    """As `measure` for y = x rounded by the plan, without keeping y. absmax is used by formats with a tensor scale."""
     run = _for_errors(x, plan)
     if run is None:
         return None
@@ -206,7 +205,7 @@ def _for_errors(x: Tensor, plan: Plan) -> Kernel | None:
 
 
 def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
-    """Nine sums over all items; part(first, last, address) writes those of some."""
+    """Nine sums over all items; part(first, last, address) writes those of items [first, last)."""
     found: dict[int, ctypes.Array[ctypes.c_double]] = {}
 
     def of_part(first: int, last: int) -> None:
@@ -244,7 +243,7 @@ def quantize_dequantize(
 ) -> tuple[Tensor, Tensor | None]:
     """x (any shape and strides, on the CPU, not empty) -> (y of x's shape and dtype, contiguous; scales).
 
-    Scales are float32, as many as [outer, blocks along dim, inner]; None or without a meaning unless wanted.
+    Scales are float32, as many as [outer, blocks along dim, inner]; None or undefined unless wanted.
     """
     kind = kind_of(plan, x.dtype)
     run = kernel(kind, x.numel()) if kind else None

@@ -1,9 +1,8 @@
 """C++ twins: built with the machine's compiler where it pays, kept in the user's cache, run on torch's threads.
 
-A build takes about a second and lies in BINADE_CACHE_DIR, else XDG_CACHE_HOME or ~/.cache, then /binade, so that a
-later process loads it at once. Nobody waits for a compiler in vain: a unit is built only for a tensor of BUILD_AT
-values, or once its slower twin has worked through BUILD_AFTER values and so cost as long as a build. Without a compiler
-the twins do all, and a warning says so once.
+A build takes about a second. It is kept in BINADE_CACHE_DIR, by default binade/ in XDG_CACHE_HOME or ~/.cache, where
+later processes find it. A unit is built only for a tensor of BUILD_AT values, or after its slower twin has processed
+BUILD_AFTER values, which takes as long as a build. Without a compiler the twins do all the work, after one warning.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ import torch
 
 log = logging.getLogger(__name__)
 
-# Strict IEEE arithmetic: contraction off; the two -fno options touch errno and trap flags only, never a value. What may
-# be added up in another order says so by a pragma.
+# Strict IEEE arithmetic: contraction off; the two -fno options change errno and trap flags only, never a value. Loops
+# that may add in another order say so by a pragma.
 STRICT = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd", *STRICT)
 
 BUILD_AT = 1 << 22
 BUILD_AFTER = 1 << 25
-# Values a thread should have to itself.
+# The fewest values for which another thread pays.
 PER_THREAD = 1 << 16
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A source file of this package and the macros, as NAME=VALUE, that one build of it is for."""
+    """A source file of this package and the macros, as NAME=VALUE, of one build."""
 
     source: str
     macros: tuple[str, ...] = ()
@@ -53,7 +52,7 @@ class Unit:
 
 
 class BuildError(RuntimeError):
-    """There is no C++ compiler, or it failed."""
+    """There is no C++ compiler, or the compilation failed."""
 
 
 _lock = Lock()
@@ -62,9 +61,9 @@ _worked: dict[Unit, int] = {}
 
 
 def built(unit: Unit, values: int | None = None) -> ctypes.CDLL | None:
-    """A unit, loaded or built if `values` more to work through are worth it (None: in any case).
+    """A unit, loaded, or built if `values` more values are worth a build (None: always).
 
-    None if it is not, or cannot be.
+    None if a build is not worth it or fails.
     """
     if unit in _loaded:
         return _loaded[unit]
@@ -106,7 +105,7 @@ def _build(unit: Unit) -> None:
 
 
 def compiler() -> str | None:
-    """The first C++ compiler that is there."""
+    """The first C++ compiler that is installed, CXX first; None without one."""
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")))), None)
 
 
@@ -123,7 +122,7 @@ def _stamp(source: str) -> str:
 
 @cache
 def directory() -> Path:
-    """Where builds are kept; a directory of this process where that cannot be written."""
+    """Where builds are kept; a temporary directory if that cannot be written."""
     chosen = os.environ.get("BINADE_CACHE_DIR")
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
     try:
@@ -135,23 +134,24 @@ def directory() -> Path:
 
 @cache
 def _helpers(count: int, process: int) -> SimpleQueue[Callable[[], None]]:
-    """What `count` threads of this process (a fork inherits none) are asked to do."""
-    asked: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    """A queue of tasks for `count` new threads of this process. A fork inherits no threads, hence the process id."""
+    tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
     for _ in range(count):
-        Thread(target=_help, args=(asked,), name="quant", daemon=True).start()
-    return asked
+        Thread(target=_help, args=(tasks,), name="quant", daemon=True).start()
+    return tasks
 
 
-def _help(asked: SimpleQueue[Callable[[], None]]) -> None:
+def _help(tasks: SimpleQueue[Callable[[], None]]) -> None:
     while True:
-        asked.get()()
+        tasks.get()()
 
 
 def share_out(items: int, per_item: int, part: Callable[[int, int], None]) -> None:
     """Call part(first, last) for all of `items`, of per_item values each, on as many threads as torch may use and the
-    work is worth. Raises what a part raised.
+    work is worth. Raises the first exception of a part.
 
-    Ctrl-C may end this at any step; queues of C, unlike the futures of the standard library, are then still whole.
+    Ctrl-C may end this at any step. SimpleQueue, written in C, then stays consistent; the standard library's futures
+    may not.
     """
     threads = max(1, min(torch.get_num_threads(), items * per_item // PER_THREAD))
     cuts = [items * i // threads for i in range(threads + 1)]
@@ -160,15 +160,15 @@ def share_out(items: int, per_item: int, part: Callable[[int, int], None]) -> No
     def attempt(first: int, last: int) -> None:
         try:
             part(first, last)
-        except Exception as error:  # for who asked, whatever it is
+        except Exception as error:  # raised again below, in the caller's thread
             done.put(error)
         else:
             done.put(None)
 
     if threads > 1:
-        asked = _helpers(torch.get_num_threads() - 1, os.getpid())
+        tasks = _helpers(torch.get_num_threads() - 1, os.getpid())
         for first, last in pairwise(cuts[1:]):
-            asked.put(partial(attempt, first, last))
+            tasks.put(partial(attempt, first, last))
     attempt(*cuts[:2])
     failures = [error for _ in range(threads) if (error := done.get())]
     if failures:

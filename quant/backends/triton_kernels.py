@@ -8,7 +8,7 @@ Rounding uses the float adder: (v + c) - c with c = 1.5 · 2^(23 + s) rounds v t
 Ties away from zero and stochastic rounding correct that result by one step where the exact difference asks for it.
 
 On a machine without CUDA, Triton's interpreter runs the same source (large tiles: its cost is per operation, not per
-value). Whether the kernels are compiled or interpreted is decided once, when this module is first imported.
+value). Whether the kernels are compiled or interpreted is decided once, when this module is imported.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["INTERPRETED", "check_device", "quantize_dequantize", "tl", "triton"]
 
 
 def _interpret_library() -> None:
-    """Triton's own functions that are written in Triton (tl.max, tl.sum) belong to the compiler if triton was imported
-    before this module chose the interpreter, by transformers for one: hand them to the interpreter too."""
+    """Hand Triton's own functions that are written in Triton (tl.max, tl.sum) to the interpreter. They belong to the
+    compiler if another library, such as transformers, imported triton before this module chose the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -90,7 +90,7 @@ def round_to_element(
     LIMIT: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
-    SCALED: tl.constexpr,  # |x| is below 2^(EMAX + 1), or NaN or Inf in a block that is lost anyway
+    SCALED: tl.constexpr,  # |x| is below 2^(EMAX + 1), or NaN or Inf in a block that becomes NaN
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
@@ -270,14 +270,14 @@ def check_device(x: Tensor) -> None:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
             f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
-            "set TRITON_INTERPRET=1 before the start to run on CPU tensors, unset it for CUDA"
+            "set TRITON_INTERPRET=1 before the process starts to run on CPU tensors, unset it for CUDA"
         )
 
 
 def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
     """x (any shape, contiguous, not empty) -> (y of x's shape and dtype, scales).
 
-    Scales are float32: [outer, blocks of a row, inner] for a block format when wanted, else empty.
+    Scales are float32: [outer · blocks of a row · inner] for a block format if wanted, else empty.
     """
     check_device(x)
     element = plan.format.element

@@ -94,7 +94,7 @@ def summarize_kernel(
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass finds: counts [BINS] of the finite values; sums of (x - shift)^k, k = 1 to 4; the rest."""
+    """The result of one pass: counts [BINS] of the finite values, sums of (x - shift)^k for k = 1 to 4, and others."""
 
     counts: np.ndarray
     sums: np.ndarray
@@ -108,7 +108,7 @@ class Pass:
 
 
 def one_pass(x: Tensor) -> Callable[[], Pass]:
-    """Flat, contiguous, not empty x -> Pass, fetched when called: until then nothing waits for the GPU."""
+    """Flat, contiguous, not empty x -> a function that returns the Pass; nothing waits for the GPU before its call."""
     check_device(x)
     device, numel = x.device, x.numel()
     programs = 4 if INTERPRETED else 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -140,7 +140,7 @@ def one_pass(x: Tensor) -> Callable[[], Pass]:
             num_warps=WARPS,
             enable_fp_fusion=True,
         )
-    # On the device still: what is kept until it is fetched is small.
+    # Reduced on the device, so that little is kept until it is fetched.
     counts = counts.sum(0, dtype=torch.int64)
     sums, special = sums.sum(0), special.sum(0)
     extremes = torch.stack((extremes[:, 0].amin(), extremes[:, 1].amax(), extremes[:, 2].amin()))

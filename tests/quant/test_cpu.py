@@ -11,7 +11,7 @@ import torch
 
 from binade.quant import fake_quantize
 from binade.quant.backends import cpu, native
-from binade.quant.metrics import Errors, errors, saturated_fraction, score, score_of
+from binade.quant.metrics import Errors, errors, errors_later, saturated_fraction, score
 from binade.quant.quantizer import apply, plan, tensor_absmax
 from tests.interrupts import interrupted
 from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
@@ -93,7 +93,7 @@ def test_errors_in_one_pass(name, dtype):
         for dim in (-1, 0):
             q, scales = apply(values, plan(name), dim, want_scales=True)
             saturated = saturated_fraction(values, plan(name), scales, float(tensor_absmax(values)), dim)
-            want, found = vars(errors(values, q, saturated)), vars(score_of(values, q, plan(name), scales, dim))
+            want, found = vars(errors(values, q, saturated)), vars(errors_later(values, q, plan(name), scales, dim)())
             for key in ("flush_to_zero", "underflow_of_all", "saturated", "max_abs_error"):
                 assert found[key] == want[key] or want[key] != want[key] != found[key], key
             assert found == pytest.approx(want, rel=1e-12, nan_ok=True)

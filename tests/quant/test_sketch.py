@@ -58,32 +58,6 @@ def test_quantiles_reject_what_is_no_probability():
     assert np.isnan(sketch.quantiles(of(np.zeros(0)), [0.5])).all()
 
 
-@pytest.mark.parametrize(
-    ("law", "reference"), [("normal", stats.norm), ("laplace", stats.laplace), ("student_t", stats.t(5))]
-)
-def test_qq_points(law, reference):
-    x = sample(1)
-    theory, values = sketch.qq_points(of(x), law, 50)
-    p = (np.arange(50) + 0.5) / 50
-    np.testing.assert_allclose(theory, reference.ppf(p), rtol=1e-9)
-    want = np.quantile(x.astype(np.float64), p, method="inverted_cdf")
-    assert (np.abs(values - want) <= np.abs(want) / 8).all()
-
-
-def test_qq_between():
-    x, y = sample(2), sample(3) * 2
-    a, b = sketch.qq_between(of(x), of(y), 21)
-    p = (np.arange(21) + 0.5) / 21
-    for got, v in ((a, x), (b, y)):
-        want = np.quantile(v.astype(np.float64), p, method="inverted_cdf")
-        assert (np.abs(got - want) <= np.abs(want) / 8).all()
-
-
-def test_unknown_law():
-    with pytest.raises(ValueError, match="'cauchy' is unknown: normal, laplace, student_t"):
-        sketch.qq_points(of(sample(0)), "cauchy")
-
-
 @given(x=SAMPLES, y=SAMPLES)
 @SEARCH
 def test_ks_bound(x, y):
