@@ -66,7 +66,7 @@ def _report(context: click.Context, /, root: str | None, query: Filter | None, *
     where = options.filter_of(query, given, given["session"])
     from binade.app.report import headless
 
-    wanted = headless.Wanted(
+    request = headless.Request(
         given["output"],
         where,
         given["archive"],
@@ -76,7 +76,7 @@ def _report(context: click.Context, /, root: str | None, query: Filter | None, *
         given["session"],
     )
     try:
-        return headless.run(resolve_root(root), wanted)
+        return headless.run(resolve_root(root), request)
     except OSError as error:
         return fail(headless.no_room(error))
 
@@ -85,12 +85,11 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     """Write a saved session and its runs as one ZIP file."""
     if output.is_dir() or not output.name:
         return fail(f"{output} is a folder: give --output a file's name", BAD_USAGE)
-    from binade.app.sessions import bundles
-    from binade.app.sessions import session as sessions
+    from binade.app.sessions import bundles, storage
     from binade.data.catalog import Catalog
 
     where = resolve_root(root)
-    found = sessions.load(where, session).session
+    found = storage.load(where, session).session
     assert found
     with Catalog.open(where) as catalog:
         written = bundles.export(catalog, found, output, values)
@@ -106,17 +105,17 @@ def _import(root: str | None, file: Path) -> None:
     """Add the session and the runs of a bundle to a root."""
     from binade.app.sessions import bundles
 
-    taken, session, number = bundles.bring_in(resolve_root(root), file)
-    print(bundles.summary(taken))
+    imported, session, number = bundles.import_bundle(resolve_root(root), file)
+    print(bundles.summary(imported))
     if session:
         print(f"session {session.id}, version {number}: {session.name}")
 
 
 def _list(root: str | None) -> None:
     """List the saved sessions."""
-    from binade.app.sessions import session as sessions
+    from binade.app.sessions import storage
 
-    found, problems = sessions.list_sessions(resolve_root(root))
+    found, problems = storage.list_sessions(resolve_root(root))
     for version in found:
         if one := version.session:
             print(f"{one.id}  {one.saved[:19]}  version {version.number}  {len(one.pins)} pins  {one.name}")

@@ -1,11 +1,11 @@
-"""A bundle: runs (rows, sketches, scores, losses) with chosen raw tensors, and files beside them, as one .zip.
+"""A bundle: runs (rows, sketches, scores, losses) with chosen raw tensors, and a few other files, as one .zip.
 
     bundle.json              version, the runs with their fingerprints, every file with its size and SHA-256
-    session.json             what else was put in
+    session.json             an extra file, such as a session
     runs/<run_id>/...        run directories as they are on disk; a tensor left out has no path in its row
 
-A bundle is someone else's input. It is read whole into a directory aside, under limits, checked against its own list
-and by indexing it, and only then its runs are renamed into the root. Whatever is wrong with it: one sentence, and
+A bundle is untrusted input. It is unpacked under limits into a hidden directory of the root, checked against its own
+list and by indexing it, and only then are its runs renamed into the root. Whatever is wrong with it: one sentence, and
 nothing has changed.
 """
 
@@ -26,23 +26,27 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import FailFast, Field, Strict
 
+from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import staged_file
 from binade.data.text import describe
+from binade.data.untrusted import Record, RefusedError
 
-VERSION = 1
+MARKER, VERSION = "binade_bundle", 1
 LIST = "bundle.json"
 LONGEST_LIST = 64 << 20  # bytes of bundle.json
-LONGEST_TEXT = 256 << 20  # bytes of a run's JSON, losses and log, and of what stands beside the runs
+LONGEST_TEXT = 256 << 20  # bytes of a run's JSON, losses and log, and of an extra file
 MOST_FILES = 500_000
+MOST_VALUES = 4 * MOST_FILES  # of bundle.json
 MOST_ROWS = 5_000_000  # of one Parquet file
 LARGEST_TABLE = 4 << 30  # its bytes, unpacked
 LARGEST = 1 << 40  # bytes of all files together
@@ -57,12 +61,12 @@ _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
     rf"|segments/{_NAME}/(?:{'|'.join(TABLES)})\.parquet|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
 )
-_HASH = "[0-9a-f]{64}"
-_BESIDE = re.compile(r"[a-z]{1,40}\.json")
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_EXTRA = re.compile(r"[a-z]{1,40}\.json")
 
 
 class BundleError(ValueError):
-    """A bundle cannot be written or taken in. One sentence: what is wrong, and what to do where something can be."""
+    """A bundle cannot be written or imported. One sentence: what is wrong, and what to do where something can be."""
 
     exit_status = 1
 
@@ -80,12 +84,12 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What an import did: run ids that are new here, those that were here already, and the files beside the runs."""
+class Imported:
+    """What an import did: run ids that are new here, those that were here already, and the extra files."""
 
     added: tuple[str, ...]
     kept: tuple[str, ...]
-    beside: dict[str, bytes]
+    extras: dict[str, bytes]
 
 
 def _is_raw(path: str) -> bool:
@@ -102,13 +106,13 @@ def write(
     target: Path,
     run_ids: Collection[str],
     tensor_ids: Collection[str] | None,
-    beside: dict[str, bytes] | None = None,
+    extras: dict[str, bytes] | None = None,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Written:
     """Write runs of a root as a bundle; target appears whole or not at all.
 
-    tensor_ids: whose values go along, as the catalog names them ("<run_id>/..."); None for all. beside: files by name,
-    put beside the runs. done is told the files written and their number. Raises BundleError.
+    tensor_ids: tensors whose values are included, as the catalog names them ("<run_id>/..."); None for all. extras:
+    other files by name. done is called with the files written so far and their number. Raises BundleError.
     """
     runs = [_bundled(root, run_id) for run_id in dict.fromkeys(run_ids)]
     wanted = None if tensor_ids is None else set(tensor_ids)
@@ -125,10 +129,10 @@ def write(
             for index, (name, path) in enumerate(files):
                 writer.add(name, path)
                 done(index + 1, len(files))
-            for name, content in (beside or {}).items():
+            for name, content in (extras or {}).items():
                 writer.add_bytes(name, content)
             listed = {
-                "binade_bundle": VERSION,
+                MARKER: VERSION,
                 "created": now(),
                 "runs": [{"run_id": run.run_id, "hash": fingerprint(run.directory)} for run in runs],
                 "files": writer.listed,
@@ -234,34 +238,34 @@ def _entry(name: str) -> zipfile.ZipInfo:
 # Reading
 
 
-def take_in(
+def import_runs(
     root: Path,
     source: Path,
-    check: Callable[[dict[str, bytes]], None] = lambda beside: None,
+    check: Callable[[dict[str, bytes]], None] = lambda extras: None,
     done: Callable[[int, int], None] = lambda count, of: None,
-) -> Taken:
-    """Take a bundle into a root, made if it does not exist. check may refuse what stands beside the runs by raising;
-    done is told the files read and their number.
+) -> Imported:
+    """Import a bundle's runs into a root, which is created if it does not exist. check may refuse the extra files by
+    raising; done is called with the files read so far and their number.
 
-    Raises BundleError (ReadOnlyError where nothing may be changed), and then the root is as it was.
+    Raises BundleError (ReadOnlyError if the app is read-only), and then the root is unchanged.
     """
     check_writable("Importing a bundle")
     try:
         new = not root.exists()
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BundleError(f"The bundle cannot be taken in: {root}: {error.strerror or error}.") from error
+        raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
         with _aside(root) as aside:
-            hashes, beside = _extract(source, aside, done)
-            check(beside)
+            hashes, extras = _extract(source, aside, done)
+            check(extras)
             _check_runs(aside / "runs", hashes)
             added, kept = _sort_out(root, hashes)
             _publish(aside / "runs", root, added)
             new = False
-            return Taken(tuple(added), tuple(kept), beside)
+            return Imported(tuple(added), tuple(kept), extras)
     except OSError as error:
-        raise BundleError(f"The bundle cannot be taken in: {error.strerror or error}.") from error
+        raise BundleError(f"The bundle cannot be imported: {error.strerror or error}.") from error
     finally:
         if new:
             with suppress(OSError):
@@ -284,24 +288,24 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _extract(source: Path, aside: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Unpack into aside: (the runs' fingerprints, what stands beside them). Only what the list names, no more of it
-    than it says, every name of a form that a bundle has."""
-    beside = {}
+    """Unpack into aside: (the runs' fingerprints, the extra files). Only files that the list names, none longer than
+    it says, every name of a form that a bundle has."""
+    extras = {}
     with _opened(source) as archive:
         entries = _entries(archive)
         hashes, files = _read_list(archive, entries)
         if set(files) != set(entries) - {LIST}:
             _refuse("its files are not those that its list names")
-        total = sum(file["bytes"] for file in files.values())
+        total = sum(file.bytes for file in files.values())
         if total > shutil.disk_usage(aside).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
         for index, (name, file) in enumerate(files.items()):
-            if _BESIDE.fullmatch(name):
-                beside[name] = _read(archive, entries[name], file)
+            if _EXTRA.fullmatch(name):
+                extras[name] = _read(archive, entries[name], file)
             else:
                 _unpack(archive, entries[name], file, aside / name)
             done(index + 1, len(files))
-    return hashes, beside
+    return hashes, extras
 
 
 def _opened(source: Path) -> zipfile.ZipFile:
@@ -321,7 +325,7 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     total = 0
     for info in infos:
         name = info.filename
-        if info.orig_filename != name or not (name == LIST or _BESIDE.fullmatch(name) or _RUN_FILE.fullmatch(name)):
+        if info.orig_filename != name or not (name == LIST or _EXTRA.fullmatch(name) or _RUN_FILE.fullmatch(name)):
             _refuse(f"{name[:80]!a} is no name that a bundle may hold")
         if name.casefold() in folded:
             _refuse(f"{name[:80]!a} is in it twice")
@@ -341,47 +345,46 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     return entries
 
 
+@dataclass(frozen=True)
+class _Run(Record):
+    run_id: Annotated[str, Field(pattern=f"^{_NAME}$")]
+    hash: _Hash
+
+
+@dataclass(frozen=True)
+class _File(Record):
+    bytes: Annotated[int, Strict(), Field(ge=0)]
+    sha256: _Hash
+
+
+@dataclass(frozen=True)
+class _List(Record):
+    """bundle.json; `_read_list` checks the files one by one, since they are many."""
+
+    created: str
+    runs: Annotated[tuple[_Run, ...], FailFast()]
+    files: dict[str, Any]
+
+
 def _read_list(
     archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]
-) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, str], dict[str, _File]]:
     """bundle.json: (the runs' fingerprints, every file's size and hash)."""
     if LIST not in entries:
         _refuse(f"it has no {LIST}: it is some other archive")
     content = _content(archive, entries[LIST], entries[LIST].file_size)
     try:
-        listed = json.loads(content)
-    except (ValueError, RecursionError):
-        _refuse(f"{LIST} is not JSON")
-    if not isinstance(listed, dict) or type(listed.get("binade_bundle")) is not int:
-        _refuse(f"{LIST} does not say which version it is")
-    if listed["binade_bundle"] != VERSION:
-        _refuse(f"its version is {str(listed['binade_bundle'])[:20]}, and version {VERSION} is read here")
-    runs, files = listed.get("runs"), listed.get("files")
-    if not isinstance(runs, list) or not isinstance(files, dict):
-        _refuse(f"{LIST} names no runs or no files")
-    hashes = {}
-    for run in runs:
-        if not isinstance(run, dict) or not _is_text(run.get("run_id"), _NAME) or not _is_text(run.get("hash"), _HASH):
-            _refuse(f"{LIST} names a run without a name or a hash")
-        if run["run_id"].startswith("index.duckdb"):
-            _refuse(f"{run['run_id']} is no name for a run")
-        hashes[run["run_id"]] = run["hash"]
-    for file in files.values():
-        if (
-            not isinstance(file, dict)
-            or type(file.get("bytes")) is not int
-            or file["bytes"] < 0
-            or not _is_text(file.get("sha256"), _HASH)
-        ):
-            _refuse(f"{LIST} names a file without a size or a hash")
-    found = {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))}
-    if found != set(hashes):
+        listed = untrusted.parse(_List, content, MARKER, VERSION, MOST_VALUES)
+        files = {name: untrusted.validate(_File, file) for name, file in listed.files.items()}
+    except RefusedError as error:
+        _refuse(f"{LIST}: {error}")
+    hashes = {run.run_id: run.hash for run in listed.runs}
+    for run_id in hashes:
+        if run_id.startswith("index.duckdb"):
+            _refuse(f"{run_id} is not allowed as the name of a run")
+    if {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))} != set(hashes):
         _refuse("its runs are not those that its list names")
     return hashes, files
-
-
-def _is_text(value: object, pattern: str) -> bool:
-    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iterator[bytes]:
@@ -404,24 +407,24 @@ def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> byt
     return b"".join(_blocks(archive, entry, most))
 
 
-def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: dict[str, Any]) -> bytes:
-    content = _content(archive, entry, listed["bytes"])
-    if len(content) != listed["bytes"] or hashlib.sha256(content).hexdigest() != listed["sha256"]:
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File) -> bytes:
+    content = _content(archive, entry, listed.bytes)
+    if len(content) != listed.bytes or hashlib.sha256(content).hexdigest() != listed.sha256:
         _refuse(f"{entry.filename!a} is not what the list says")
     return content
 
 
-def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: dict[str, Any], target: Path) -> None:
+def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open(target, "xb") as sink:
-        for block in _blocks(archive, entry, listed["bytes"]):
+        for block in _blocks(archive, entry, listed.bytes):
             digest.update(block)
             size += len(block)
             sink.write(block)
         sink.flush()
         os.fsync(sink.fileno())
-    if size != listed["bytes"] or digest.hexdigest() != listed["sha256"]:
+    if size != listed.bytes or digest.hexdigest() != listed.sha256:
         _refuse(f"{entry.filename!a} is not what the list says")
 
 

@@ -1,8 +1,13 @@
 """Reports: what the app shows, as files. No Streamlit here.
 
-contents   what a report holds: sections of figures and tables, from the index where it can
-painting   figures to PNG and SVG, by processes of their own (painter.py is one)
-frozen     one HTML file that needs nothing else
-archive    a ZIP of pictures, drawings and numbers
-headless   binade report: a folder of all that
+headless   binade report: the folder of files
+options    its command-line options
+contents   the sections of a report of a filter's selection
+sessions   the sections of a saved session's report
+runs       the sections on runs, definitions and versions
+plates     what sections are made of: charts and tables
+stats      the numbers as JSON and text
+frozen     the report as one HTML file that needs nothing else
+archive    the report as a ZIP of pictures, drawings and numbers
+painting   charts to PNG and SVG, by processes that run painter.py
 """

@@ -36,14 +36,14 @@ from binade.app.report import sessions as session_parts
 from binade.app.report.archive import Archive
 from binade.app.report.painting import Painted, PaintError, Painters
 from binade.app.report.plates import Part, Plate, Report
-from binade.app.sessions import session as sessions
+from binade.app.sessions import storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import THEMES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import staged_file, write_atomic
 
-__all__ = ["PaintError", "ReportError", "SessionError", "UsageError", "Wanted", "no_room", "run"]
+__all__ = ["PaintError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
@@ -63,7 +63,7 @@ class UsageError(ReportError):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Request:
     """What is asked for. archive: a ZIP of the report as well; command: how it was asked for; session: the id of a
     saved session, whose view, pins and notes are then drawn in place of the filter's charts."""
 
@@ -76,20 +76,20 @@ class Wanted:
     session: str | None = None
 
 
-def make(opened: Catalog, wanted: Wanted, progress: Progress) -> int:
+def make(opened: Catalog, request: Request, progress: Progress) -> int:
     """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
-    _check(opened, wanted)
-    session = sessions.load(opened.root, wanted.session).session if wanted.session else None
+    _check(opened, request)
+    session = storage.load(opened.root, request.session).session if request.session else None
     if session:
-        wanted = replace(wanted, where=session_parts.filter_of(opened, session))
-    before = _written_before(wanted.output)
-    folders = SESSION_FOLDERS if wanted.session else FOLDERS
-    _refuse_foreign(wanted.output, ALWAYS, before, folders)  # the usual case is told before the work
-    with Aside(wanted.output) as aside:
-        drawn = _draw(opened, wanted, session, aside, progress)
+        request = replace(request, where=session_parts.filter_of(opened, session))
+    before = _written_before(request.output)
+    folders = SESSION_FOLDERS if request.session else FOLDERS
+    _refuse_foreign(request.output, ALWAYS, before, folders)  # the usual case is told before the work
+    with Aside(request.output) as aside:
+        drawn = _draw(opened, request, session, aside, progress)
         aside.publish(before)
-        if wanted.archive:
-            _place(aside.archive, wanted.archive)
+        if request.archive:
+            _place(aside.archive, request.archive)
     return drawn
 
 
@@ -100,21 +100,21 @@ def _place(made: Path, target: Path) -> None:
         shutil.copyfileobj(content, file)
 
 
-def _check(opened: Catalog, wanted: Wanted) -> None:
+def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals().tensors:
         found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
         advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
-    if not opened.totals(wanted.where).tensors:
-        raise ReportError(f"no tensor matches: {wanted.where.sentence()}; take something out of the filter")
-    if not wanted.output.absolute().name:
-        raise UsageError(f"{wanted.output} is no folder for a report: give --output one of its own")
-    if wanted.output.exists() and not wanted.output.is_dir():
-        raise UsageError(f"{wanted.output} is a file: give --output a folder, new or of an earlier report")
-    if wanted.archive is not None and wanted.archive.is_dir():
-        raise UsageError(f"{wanted.archive} is a folder: give --zip a file's name")
-    if wanted.archive is not None:
-        _check_archive(wanted.archive.absolute(), wanted.output.absolute())
+    if not opened.totals(request.where).tensors:
+        raise ReportError(f"no tensor matches: {request.where.sentence()}; take something out of the filter")
+    if not request.output.absolute().name:
+        raise UsageError(f"{request.output} is no folder for a report: give --output one of its own")
+    if request.output.exists() and not request.output.is_dir():
+        raise UsageError(f"{request.output} is a file: give --output a folder, new or of an earlier report")
+    if request.archive is not None and request.archive.is_dir():
+        raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
+    if request.archive is not None:
+        _check_archive(request.archive.absolute(), request.output.absolute())
 
 
 def _check_archive(archive: Path, output: Path) -> None:
@@ -205,16 +205,16 @@ class Aside:
         os.replace(self.folder / MANIFEST, self.output / MANIFEST)
 
 
-def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside, progress: Progress) -> int:
-    where, theme = wanted.where, THEMES[wanted.theme]
+def _draw(opened: Catalog, request: Request, session: Session | None, aside: Aside, progress: Progress) -> int:
+    where, theme = request.where, THEMES[request.theme]
     if session:
-        parts = session_parts.parts(opened, session, wanted.command)
+        parts = session_parts.parts(opened, session, request.command)
         title, notes = session.name, session_parts.notes_html(session)
     else:
-        parts, title, notes = contents.parts(opened, where, wanted.command), "", ""
+        parts, title, notes = contents.parts(opened, where, request.command), "", ""
     with ExitStack() as stack:
-        archive = stack.enter_context(Archive(aside.archive)) if wanted.archive else None
-        with Painters(wanted.jobs) as painters:
+        archive = stack.enter_context(Archive(aside.archive)) if request.archive else None
+        with Painters(request.jobs) as painters:
             bundle = painters.bundle()
             found: list[Part] = []
             waiting: list[tuple[Plate, Future[Painted]]] = []
@@ -251,7 +251,7 @@ def _draw(opened: Catalog, wanted: Wanted, session: Session | None, aside: Aside
                 archive.add(name, text)
         for table in [table for part in found for table in part.tables] if archive else []:
             archive.table(table)
-        aside.write(MANIFEST, _manifest(opened, wanted, aside.files))
+        aside.write(MANIFEST, _manifest(opened, request, aside.files))
     return total
 
 
@@ -284,18 +284,18 @@ def describe(
     return Report(title or f"Tensors of {opened.root.name}", subtitle, facts, parts, notes, archived)
 
 
-def _manifest(opened: Catalog, wanted: Wanted, files: list[str]) -> str:
+def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
     content = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "root": opened.root.name,
-        "filter": wanted.where.to_dict(),
-        "command": wanted.command,
+        "filter": request.where.to_dict(),
+        "command": request.command,
         "files": sorted([*files, MANIFEST]),
     }
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
-def run(root: Path, wanted: Wanted) -> int:
+def run(root: Path, request: Request) -> int:
     """As `make`, told on stderr; returns the exit status but for KeyboardInterrupt. Raises ReportError, OSError."""
     disable_debug_mode()  # the tests hold every chart to Vega-Lite's schema
     start = time.monotonic()
@@ -303,11 +303,11 @@ def run(root: Path, wanted: Wanted) -> int:
         for reason in opened.refused:
             print(f"binade: passed over: {reason}", file=sys.stderr)
         with Line() as line:
-            charts = make(opened, wanted, line.show)
+            charts = make(opened, request, line.show)
     seconds = time.monotonic() - start
-    print(f"{wanted.output / 'index.html'}: {charts} charts in {seconds:.1f} s")
-    if wanted.archive:
-        print(wanted.archive)
+    print(f"{request.output / 'index.html'}: {charts} charts in {seconds:.1f} s")
+    if request.archive:
+        print(request.archive)
     return 0
 
 

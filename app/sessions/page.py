@@ -1,13 +1,15 @@
-"""Sessions: what was found and kept. Open, read, compare, carry elsewhere, delete."""
+"""The Sessions page: open, read, compare, share, import and delete saved sessions."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import streamlit as st
+from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 from binade.app import show
 from binade.app.address import chosen_filter, follow, plain, write
@@ -15,11 +17,11 @@ from binade.app.figure import Drawn
 from binade.app.formatting import bytes_text
 from binade.app.params import One
 from binade.app.report import headless
-from binade.app.sessions import bundles, draft, notes, pins
+from binade.app.sessions import bundles, comparison, draft, notes, pins, references, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
-from binade.app.sessions.pins import Pin
-from binade.app.sessions.session import Session, SessionError, Version, View
+from binade.app.sessions.session import Pin, Session, SessionError, View
+from binade.app.sessions.storage import Version
 from binade.app.state import catalog_page
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.bundle import BundleError
@@ -27,8 +29,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
-A_PAGE = 12  # sessions listed at once
-REMEMBERED = 64  # pins kept drawn
+MAX_LISTED = 12  # sessions
+MAX_CACHED = 64  # drawn pins
 
 
 @catalog_page("Sessions", needs_tensors=False)
@@ -52,22 +54,22 @@ def _turn_to(part: str) -> None:
 
 
 def _saved(opened: Catalog) -> None:
-    found, problems = sessions.list_sessions(opened.root)
+    found, problems = storage.list_sessions(opened.root)
     for problem in problems:
         st.warning(plain(problem), icon=":material/broken_image:")
     if not found:
-        st.info("No session is saved here yet.", icon=":material/bookmarks:")
+        st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session keeps what you look at: the page with its filter and settings, the charts you pin, and your "
             "notes. Pin a chart with **Pin** beneath it, or choose **Save** in the sidebar of any page."
         )
         return
-    if len(found) > A_PAGE:
-        wanted = st.text_input("Find", placeholder="a part of the name").strip().lower()
-        found = [version for version in found if version.session and wanted in version.session.name.lower()]
-        if len(found) > A_PAGE:
-            st.caption(f"The {A_PAGE} saved last of {len(found):,}.")
-    for version in found[:A_PAGE]:
+    if len(found) > MAX_LISTED:
+        text = st.text_input("Find", placeholder="a part of the name").strip().lower()
+        found = [version for version in found if version.session and text in version.session.name.lower()]
+        if len(found) > MAX_LISTED:
+            st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")
+    for version in found[:MAX_LISTED]:
         if version.session:
             _entry(opened, version, version.session)
 
@@ -114,10 +116,10 @@ def _share(opened: Catalog, one: Session) -> None:
         bundles.VALUES,
         key=f"values_{one.id}",
         format_func=lambda name: bundles.VALUES[name],
-        help="The runs’ rows, sketches and scores always go along",
+        help="The runs’ rows, sketches and scores are always included",
     )
     if st.button(
-        "Make the report", key=f"report_{one.id}", help="Its charts, numbers and notes, for whoever has no app"
+        "Make the report", key=f"report_{one.id}", help="Its charts, numbers and notes, for readers without the app"
     ):
         _report(opened, one)
     if st.button("Make the bundle", key=f"bundle_{one.id}"):
@@ -125,13 +127,13 @@ def _share(opened: Catalog, one: Session) -> None:
 
 
 def _report(opened: Catalog, one: Session) -> None:
-    """The frozen report of the newest saved version, and the same as a ZIP of pictures and numbers."""
+    """The HTML report of the latest saved version, and the same as a ZIP of pictures and numbers."""
     with tempfile.TemporaryDirectory() as folder, show.progress("Drawing") as done:
         output, archive = Path(folder) / "report", Path(folder) / "report.zip"
         command = f"binade report --session {one.id}"
-        wanted = headless.Wanted(output, Filter(), archive, command=command, session=one.id)
+        request = headless.Request(output, Filter(), archive, command=command, session=one.id)
         try:
-            headless.make(opened, wanted, lambda count, of, name: done(count, of))
+            headless.make(opened, request, lambda count, of, name: done(count, of))
         except (headless.ReportError, headless.PaintError, SessionError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
@@ -162,7 +164,7 @@ def _bundle(opened: Catalog, one: Session, values: str) -> None:
 
 def _more(opened: Catalog, one: Session) -> None:
     st.caption("History")
-    for version in sessions.history(opened.root, one.id):
+    for version in storage.history(opened.root, one.id):
         if version.session is None:
             st.caption(plain(version.problem))
             continue
@@ -170,7 +172,7 @@ def _more(opened: Catalog, one: Session) -> None:
         st.button(label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version,), type="tertiary")
     if read_only():
         return
-    count = len(sessions.history(opened.root, one.id))
+    count = len(storage.history(opened.root, one.id))
     st.divider()
     st.caption(
         f"Deleting takes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
@@ -182,13 +184,13 @@ def _more(opened: Catalog, one: Session) -> None:
 
 def _delete(opened: Catalog, one: Session) -> None:
     try:
-        sessions.delete(opened.root, one.id)
+        storage.delete(opened.root, one.id)
     except (SessionError, ReadOnlyError) as error:
         st.session_state["notices"] = [str(error)]
         return
     if (now := draft.current()) and now.session.id == one.id:
-        draft.put(Draft(now.session))  # what is open stays open, unsaved
-    draft.tell(f"Deleted “{one.name}”", ":material/delete:")
+        draft.set_current(Draft(now.session))  # what is open stays open, unsaved
+    draft.toast(f"Deleted “{one.name}”", ":material/delete:")
 
 
 # The open session
@@ -228,7 +230,7 @@ def _open(opened: Catalog) -> None:
 
 def _runs(one: Session) -> str:
     count = len(one.runs)
-    return f"speaks of {count} run{'s' * (count != 1)}" if count else "its runs are noted when it is saved"
+    return f"shows {count} run{'s' * (count != 1)}" if count else "its runs are recorded when it is saved"
 
 
 def _actions(opened: Catalog, now: Draft) -> None:
@@ -243,7 +245,7 @@ def _actions(opened: Catalog, now: Draft) -> None:
         on_click=draft.save,
         args=(opened, now.session),
     )
-    cells[2].button("Close", width="stretch", help="Unsaved changes are lost", on_click=draft.put, args=(None,))
+    cells[2].button("Close", width="stretch", help="Unsaved changes are lost", on_click=draft.set_current, args=(None,))
 
 
 def _rename(key: str) -> None:
@@ -298,8 +300,8 @@ def _move(index: int, by: int) -> None:
 
 
 @st.cache_resource
-def _memory() -> dict[tuple, Drawn]:
-    """The pins drawn last, by what they are drawn from."""
+def _cache() -> dict[Hashable, Drawn]:
+    """The pins drawn last, by all that they depend on."""
     return {}
 
 
@@ -307,24 +309,24 @@ def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
     here = opened.runs()
     state = tuple(zip(here["run_id"], here["tensors"], here["state"], here["iteration"], strict=True))
     params = tuple((name, tuple(texts)) for name, texts in sorted(pin.params.items()))
-    asked = (str(opened.root), state, pin.page, params, pin.chart, runs)
-    memory = _memory()
-    if asked not in memory:
-        while len(memory) >= REMEMBERED:
-            memory.pop(next(iter(memory)), None)
+    key = (str(opened.root), state, pin.page, params, pin.chart, runs)
+    cache = _cache()
+    if key not in cache:
+        while len(cache) >= MAX_CACHED:
+            cache.pop(next(iter(cache)), None)
         with st.spinner("Drawing …"):
-            memory[asked] = pins.draw(opened, pin, runs)
-    return memory[asked]
+            cache[key] = pins.draw(opened, pin, runs)
+    return cache[key]
 
 
 # Compare
 
 
 def _compare(opened: Catalog) -> None:
-    found, _ = sessions.list_sessions(opened.root)
+    found, _ = storage.list_sessions(opened.root)
     choices = {}
     for latest in found:
-        for version in sessions.history(opened.root, latest.session.id if latest.session else ""):
+        for version in storage.history(opened.root, latest.session.id if latest.session else ""):
             if version.session:
                 label = f"{version.session.name} · version {version.number} · {version.session.id}"
                 choices[label] = version.session
@@ -338,11 +340,11 @@ def _compare(opened: Catalog) -> None:
     left, right = st.columns(2)
     first = left.selectbox("This", list(choices), key="compare_first")
     second = right.selectbox("with this", list(choices), index=1, key="compare_second")
-    told = sessions.compare(choices[first], choices[second])
-    if not told:
-        st.success("They differ in nothing that they show.", icon=":material/check:")
+    differences = comparison.compare(choices[first], choices[second])
+    if not differences:
+        st.success("They show the same.", icon=":material/check:")
         return
-    table = pd.DataFrame([{"what": one.what, "first": one.first, "second": one.second} for one in told])
+    table = pd.DataFrame([{"what": one.what, "first": one.first, "second": one.second} for one in differences])
     text = st.column_config.TextColumn
     st.dataframe(
         table,
@@ -360,36 +362,36 @@ def _import(opened: Catalog) -> None:
         st.info("The app was started read-only: nothing can be imported.", icon=":material/lock:")
         return
     st.markdown(
-        "A session file (.json) or a bundle (.zip), as this page exports them. It is checked before anything is kept; "
-        "a session whose id is here already is kept beside it, as its next version."
+        "A session file (.json) or a bundle (.zip), as this page exports them. It is checked before anything is kept. "
+        "If a session of the same id exists here, the imported one becomes its next version."
     )
     given = st.file_uploader("File", type=["json", "zip"], key="import_file")
     st.caption("A bundle too large to send through the browser: `binade bundle import FILE.zip`")
     if given is None or not st.button("Import", type="primary"):
         return
     try:
-        session, words = _taken(opened, given)
+        session, summary = _import_file(opened, given)
     except (SessionError, BundleError, ReadOnlyError) as error:
         st.error(plain(str(error)), icon=":material/error:")
         return
     opened.sync()
-    st.success(plain(words), icon=":material/check:")
+    st.success(plain(summary), icon=":material/check:")
     if session:
-        for problem in sessions.missing_runs(opened.root, session):
+        for problem in references.missing_runs(opened.root, session):
             st.warning(plain(problem), icon=":material/link_off:")
         st.button("See it", on_click=_turn_to, args=("saved",))
 
 
-def _taken(opened: Catalog, given: st.runtime.uploaded_file_manager.UploadedFile) -> tuple[Session | None, str]:
-    """(the session that came, what was done in words)."""
+def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, str]:
+    """(the imported session, what was done in words)."""
     if given.name.lower().endswith(".json"):
-        session = sessions.parse(given.getvalue())
-        number = sessions.bring_in(opened.root, session)
-        return session, f"“{session.name}” is here as version {number}."
+        alone = sessions.parse(given.getvalue())
+        number = storage.import_session(opened.root, alone)
+        return alone, f"“{alone.name}” is here as version {number}."
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "bundle.zip"
         source.write_bytes(given.getbuffer())
         with show.progress("Importing") as done:
-            taken, session, number = bundles.bring_in(opened.root, source, done)
-    words = bundles.summary(taken)
+            imported, session, number = bundles.import_bundle(opened.root, source, done)
+    words = bundles.summary(imported)
     return session, f"{words} “{session.name}” is here as version {number}." if session else words

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -23,23 +23,13 @@ from binade.app.params import TITLES, Param, read, read_filter
 from binade.app.questions.distribution import question as explore
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import runs_with_reference as overview_of_runs
+from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
 
 PAGES: Mapping[str, ModuleType] = MappingProxyType(
     {"overview": overview, "explore": explore, "worst": worst, "tensor": tensor, "recipes": recipes, "runs": runs}
 )
-
-
-@dataclass(frozen=True)
-class Pin:
-    """A chart that is kept: the page and the parameters of its view, the chart's name there ("" for all of the view),
-    and what its keeper says of it."""
-
-    page: str
-    params: dict[str, list[str]] = field(default_factory=dict)
-    chart: str = ""
-    caption: str = ""
 
 
 def runs_of(catalog: Catalog, pins: Sequence[Pin], among: Sequence[str] = ()) -> list[str]:

@@ -19,7 +19,7 @@ from streamlit.testing.v1 import AppTest
 from binade.app.figure import Figure
 from binade.app.pages.tensor import VIEWS
 from binade.app.sessions import pins, session
-from binade.app.sessions.pins import Pin
+from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app import roots
@@ -205,7 +205,7 @@ asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
 @settings(max_examples=250)
-@given(page=some.sampled_from(session.PAGES), params=asked, chart=some.sampled_from(["", "qq", "x"]))
+@given(page=some.sampled_from(session.pages()), params=asked, chart=some.sampled_from(["", "qq", "x"]))
 def test_whatever_a_pin_asks_is_drawn_or_said(catalog: Catalog, page: str, params: dict[str, list[str]], chart: str):
     drawn = pins.draw(catalog, Pin(page, params, chart))
     assert drawn.figures or drawn.problems

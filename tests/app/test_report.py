@@ -28,11 +28,12 @@ import torch
 
 from binade.app.figure import Figure
 from binade.app.report import contents, frozen, headless, hifp8, runs
-from binade.app.report.headless import Wanted
+from binade.app.report.headless import Request
 from binade.app.report.painting import PaintError, Painters, sized, spec_of
 from binade.app.report.plates import Plate, axis_of, shown
+from binade.app.sessions import references, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.pins import Pin
+from binade.app.sessions.session import Pin
 from binade.app.style import MEASURES
 from binade.app.theme import THEMES
 from binade.cli import main
@@ -372,13 +373,13 @@ def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, sign
     )
     view = sessions.View("explore", {"quant_type": ["mxfp8"]})
     with Catalog.open(root) as opened:
-        kept = sessions.marked(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
-        saved, _ = sessions.save(root, kept)
+        kept = references.refreshed(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
+        saved, _ = storage.save(root, kept)
     output = tmp_path / "draw"
     try:
         assert main(["report", "--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id]) == 0
     finally:
-        shutil.rmtree(sessions.folder(root))
+        shutil.rmtree(storage.folder(root))
     files = everything(output)
     assert "pins/01_ranking.png" in files and "view/histogram.png" in files and "index.html" in files
     assert not any(name.startswith(FOLDERS) for name in files)
@@ -447,7 +448,7 @@ def test_a_slip_is_one_line(root, tmp_path, capsys, signals, arguments, status, 
 
 def make(root: Path, output: Path, **where: list) -> int:
     with Catalog.open(root) as opened:
-        return headless.make(opened, Wanted(output, Filter(**where), jobs=1), lambda *_: None)
+        return headless.make(opened, Request(output, Filter(**where), jobs=1), lambda *_: None)
 
 
 def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, monkeypatch):
@@ -509,9 +510,10 @@ def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
             aside.publish(headless._written_before(output))
 
     move = os.replace
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="broken"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda a, b: fail() if Path(b).name == "c.png" else move(a, b))
-        publish()
+        with pytest.raises(OSError, match="broken"):
+            publish()
     assert everything(output) == {"report.json", "old.png", "a.png"}
     publish()
     assert everything(output) == set(new) and (output / "report.json").read_text() == new["report.json"]
@@ -537,7 +539,7 @@ def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
     try:
         for place in places:
             with Catalog.open(root) as opened:
-                headless.make(opened, Wanted(output, Filter(), archive=place, jobs=1), lambda *_: None)
+                headless.make(opened, Request(output, Filter(), archive=place, jobs=1), lambda *_: None)
             assert "index.html" in zipfile.ZipFile(place).namelist()
         assert len({place.read_bytes() for place in places}) == 1
     finally:
@@ -552,7 +554,7 @@ def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, 
     monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
     monkeypatch.setattr(headless.Aside, "publish", refuse)
     for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
-        wanted = Wanted(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
+        wanted = Request(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
         with Catalog.open(root) as opened, pytest.raises(headless.UsageError, match="refused"):
             headless.make(opened, wanted, lambda *_: None)
         assert list(tmp_path.iterdir()) == []
@@ -629,8 +631,8 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         with open(run.directory / "log.txt", "ab") as log:
             log.truncate(4 << 30)  # takes a while to pack
         with Catalog.open(root) as opened:
-            made = sessions.marked(opened, sessions.new("Long", sessions.View("explore", {})))
-            saved, _ = sessions.save(root, made)
+            made = references.refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
+            saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = subprocess.Popen(
         [sys.executable, "-m", "binade", "bundle", verb, *arguments, "--tensor-save-dir", str(root)],

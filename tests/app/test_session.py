@@ -16,9 +16,9 @@ from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 
 from binade.app.params import TITLES
-from binade.app.sessions import notes, session
-from binade.app.sessions.pins import PAGES, Pin
-from binade.app.sessions.session import RunMark, Session, SessionError, View
+from binade.app.sessions import comparison, notes, references, session, storage
+from binade.app.sessions.pins import PAGES
+from binade.app.sessions.session import Pin, RunReference, Session, SessionError, View
 
 VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
 
@@ -28,10 +28,10 @@ lines = some.text(some.one_of(letters, some.just("\n")), max_size=60)
 params = some.dictionaries(
     some.text("abcdefghijklmnopqrstuvwxyz_", min_size=1, max_size=20), some.lists(lines, max_size=4), max_size=5
 )
-pages = some.sampled_from(session.PAGES)
+pages = some.sampled_from(session.pages())
 pins = some.builds(Pin, pages, params, some.text("abc_019", max_size=20), lines)
 marks = some.builds(
-    RunMark, some.text(letters, min_size=1, max_size=40), some.text("0123456789abcdef", min_size=64, max_size=64)
+    RunReference, some.text(letters, min_size=1, max_size=40), some.text("0123456789abcdef", min_size=64, max_size=64)
 )
 sessions = some.builds(
     Session,
@@ -129,7 +129,7 @@ def test_bytes_of_any_kind_are_refused(junk: bytes, start: int, length: int):
 def test_no_id_leads_out_of_the_folder(tmp_path_factory: pytest.TempPathFactory, text: str):
     root = tmp_path_factory.getbasetemp()
     with pytest.raises(SessionError, match="session"):
-        session.load(root, text)
+        storage.load(root, text)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_large_file_is_refused_at_once(changes: dict[str, Any]):
 
 
 def test_the_pages_are_those_that_can_be_drawn():
-    assert set(session.PAGES) == {*PAGES, "sql"}
+    assert set(session.pages()) == {*PAGES, "sql"}
 
 
 @settings(max_examples=500)
@@ -222,21 +222,21 @@ def test_the_id_is_of_the_first_words():
 
 
 def test_each_save_keeps_the_former(tmp_path: Path):
-    first, number = session.save(tmp_path, session.new("mxfp4 breaks fc2!", VIEW))
+    first, number = storage.save(tmp_path, session.new("mxfp4 breaks fc2!", VIEW))
     assert number == 1 and re.fullmatch(r"mxfp4-breaks-fc2-[0-9a-f]{6}", first.id)
-    second, number = session.save(tmp_path, replace(first, name="renamed", notes="more"))
-    assert number == 2 and session.load(tmp_path, first.id).session == second
-    assert session.load(tmp_path, first.id, 1).session == first
-    assert [version.number for version in session.history(tmp_path, first.id)] == [2, 1]
-    session.save(tmp_path, replace(first, notes="back again"))  # a former version, made the newest
-    assert session.load(tmp_path, first.id).number == 3
-    other, _ = session.save(tmp_path, session.new("another", VIEW))
-    found, problems = session.list_sessions(tmp_path)
+    second, number = storage.save(tmp_path, replace(first, name="renamed", notes="more"))
+    assert number == 2 and storage.load(tmp_path, first.id).session == second
+    assert storage.load(tmp_path, first.id, 1).session == first
+    assert [version.number for version in storage.history(tmp_path, first.id)] == [2, 1]
+    storage.save(tmp_path, replace(first, notes="back again"))  # a former version, made the newest
+    assert storage.load(tmp_path, first.id).number == 3
+    other, _ = storage.save(tmp_path, session.new("another", VIEW))
+    found, problems = storage.list_sessions(tmp_path)
     assert [version.session.id for version in found if version.session] == [other.id, first.id] and not problems
-    assert session.delete(tmp_path, first.id) == 3
-    assert [entry.name for entry in session.folder(tmp_path).iterdir()] == [other.id]
+    assert storage.delete(tmp_path, first.id) == 3
+    assert [entry.name for entry in storage.folder(tmp_path).iterdir()] == [other.id]
     with pytest.raises(SessionError, match="There is no session"):
-        session.load(tmp_path, first.id)
+        storage.load(tmp_path, first.id)
 
 
 def test_writers_at_once_lose_nothing(tmp_path: Path):
@@ -245,7 +245,7 @@ def test_writers_at_once_lose_nothing(tmp_path: Path):
 
     def write(who: int) -> None:
         for turn in range(10):
-            numbers.append(session.save(tmp_path, replace(one, notes=f"{who}/{turn}"))[1])
+            numbers.append(storage.save(tmp_path, replace(one, notes=f"{who}/{turn}"))[1])
 
     writers = [threading.Thread(target=write, args=(who,)) for who in range(8)]
     for writer in writers:
@@ -253,41 +253,41 @@ def test_writers_at_once_lose_nothing(tmp_path: Path):
     for writer in writers:
         writer.join()
     assert sorted(numbers) == list(range(1, 81))
-    kept = {version.session.notes for version in session.history(tmp_path, one.id) if version.session}
+    kept = {version.session.notes for version in storage.history(tmp_path, one.id) if version.session}
     assert kept == {f"{who}/{turn}" for who in range(8) for turn in range(10)}
-    assert not [path for path in session.folder(tmp_path).rglob("*") if path.name.startswith(".")]
+    assert not [path for path in storage.folder(tmp_path).rglob("*") if path.name.startswith(".")]
 
 
 def test_a_damaged_version_is_named_and_hides_no_other(tmp_path: Path):
-    one, _ = session.save(tmp_path, session.new("one", VIEW))
-    session.save(tmp_path, one)
-    path = session.folder(tmp_path) / one.id / "0002.json"
+    one, _ = storage.save(tmp_path, session.new("one", VIEW))
+    storage.save(tmp_path, one)
+    path = storage.folder(tmp_path) / one.id / "0002.json"
     path.write_bytes(path.read_bytes()[:100])
-    found, problems = session.list_sessions(tmp_path)
+    found, problems = storage.list_sessions(tmp_path)
     assert not found and "Version 2" in problems[0]
-    assert [bool(version.problem) for version in session.history(tmp_path, one.id)] == [True, False]
-    assert session.load(tmp_path, one.id, 1).session == one
+    assert [bool(version.problem) for version in storage.history(tmp_path, one.id)] == [True, False]
+    assert storage.load(tmp_path, one.id, 1).session == one
 
 
 def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SessionError, match="cannot be saved: notes is longer"):
-        session.save(tmp_path, session.new("n", VIEW, notes="x" * 60_000))
+        storage.save(tmp_path, session.new("n", VIEW, notes="x" * 60_000))
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
     with pytest.raises(ValueError, match="BINADE_READ_ONLY"):
-        session.save(tmp_path, session.new("n", VIEW))
+        storage.save(tmp_path, session.new("n", VIEW))
     monkeypatch.delenv("BINADE_READ_ONLY")
     (tmp_path / "file").write_text("")
     with pytest.raises(SessionError, match="cannot be saved in"):
-        session.save(tmp_path / "file", session.new("n", VIEW))
+        storage.save(tmp_path / "file", session.new("n", VIEW))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_differences_are_told(tmp_path: Path):
     first = session.new("a", VIEW, pins=(Pin("worst", {}, "ranking", "look"), Pin("explore", {}, "qq")))
-    assert session.compare(first, first) == []
+    assert comparison.compare(first, first) == []
     changed = View("explore", {"quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
     second = replace(first, name="b", view=changed, pins=first.pins[:1], notes="new")
-    told = {one.what: (one.first, one.second) for one in session.compare(first, second)}
+    told = {one.what: (one.first, one.second) for one in comparison.compare(first, second)}
     assert told == {
         "Name": ("a", "b"),
         "Filter: quant type": ("mxfp8", "mxfp8, mxfp4"),
@@ -302,8 +302,8 @@ def test_differences_are_told(tmp_path: Path):
 @pytest.mark.parametrize("name", ["absent", "..", ".", ".sessions", "a/../..", "x" * 300, "nul\0"])
 def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     (tmp_path / "run.json").write_text("{}")
-    one = session.new("n", VIEW, runs=(RunMark(name, "0" * 64),))
-    assert ["is not here" in problem for problem in session.missing_runs(tmp_path, one)] == [True]
+    one = session.new("n", VIEW, runs=(RunReference(name, "0" * 64),))
+    assert ["is not here" in problem for problem in references.missing_runs(tmp_path, one)] == [True]
 
 
 HALF = 25_000

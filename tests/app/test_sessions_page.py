@@ -10,9 +10,9 @@ import pytest
 from markdown_it import MarkdownIt
 
 from binade.app.report import sessions as report
-from binade.app.sessions import bundles, session
-from binade.app.sessions.pins import Pin, draw
-from binade.app.sessions.session import RunMark, View
+from binade.app.sessions import bundles, references, session, storage
+from binade.app.sessions.pins import draw
+from binade.app.sessions.session import Pin, RunReference, View
 from binade.cli import main
 from binade.data.catalog import Catalog
 from tests.app import roots
@@ -28,8 +28,8 @@ def root(collected: Path, tmp_path: Path) -> Path:
 
 def saved(root: Path, name: str = "A finding", **more) -> session.Session:
     with Catalog.open(root) as catalog:
-        marked = session.marked(catalog, session.new(name, VIEW, **more))
-    return session.save(root, marked)[0]
+        marked = references.refreshed(catalog, session.new(name, VIEW, **more))
+    return storage.save(root, marked)[0]
 
 
 def turn_to(at, part: str):
@@ -43,7 +43,7 @@ def press(at, label: str, nth: int = 0):
 
 
 def latest(root: Path) -> session.Session:
-    (version,), problems = session.list_sessions(root)
+    (version,), problems = storage.list_sessions(root)
     assert version.session and not problems
     return version.session
 
@@ -51,7 +51,7 @@ def latest(root: Path) -> session.Session:
 def test_a_root_without_sessions_or_runs(visit: Visit, collected: Path, tmp_path: Path):
     for place in (collected, tmp_path / "nothing"):
         at = visit(place, "sessions")
-        assert "No session is saved here yet" in words(at)
+        assert "No saved sessions yet" in words(at)
         assert "No session is open" in words(turn_to(at, "open"))
         assert "nothing to compare" in words(turn_to(at, "compare"))
 
@@ -65,7 +65,7 @@ def test_saving_a_view_from_its_page(visit: Visit, root: Path):
     assert one.view.params["view"] == ["training"] and one.view.params["quant_type"] == ["mxfp8"]
     assert [run.run_id for run in one.runs] == [run.name for run in roots.runs_of(root) if "mxfp8" in run.name]
     at = press(at, "Save as new")
-    assert len(session.list_sessions(root)[0]) == 2
+    assert len(storage.list_sessions(root)[0]) == 2
 
 
 def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
@@ -73,7 +73,7 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     at = visit(root, "overview", session=one.id)
     assert at.title[0].value == "Worst tensors" and not at.warning
     assert at.session_state["view"] == "depth" and at.session_state["filter_quant_type"] == ["mxfp4"]
-    session.save(root, replace(one, runs=(*one.runs, RunMark("elsewhere", "0" * 64))))
+    storage.save(root, replace(one, runs=(*one.runs, RunReference("elsewhere", "0" * 64))))
     config = next(path for path in root.glob("*mxfp4*/run.json"))
     roots.replace(config, config.read_bytes() + b"\n")
     text = words(visit(root, "overview", session=one.id))
@@ -89,32 +89,32 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     with Catalog.open(root) as catalog:
         view = View("explore")
         wanted = session.new("All of it", view, pins=(Pin("explore", {}, "histogram"),))
-        one, _ = session.save(root, session.marked(catalog, wanted))
+        one, _ = storage.save(root, references.refreshed(catalog, wanted))
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)
     at = visit(root, "overview", session=one.id)
-    assert at.title[0].value == "Explore" and "1 run here is not of this session" in words(at)
+    assert at.title[0].value == "Explore" and "1 run here does not belong to this session" in words(at)
     at = press(visit(root, "sessions"), "Read")
     spec = json.loads(at.get("vega_lite_chart")[0].proto.spec)
     assert spec["title"]["subtitle"] == seen.chart.title.subtitle
     at.text_area[0].set_value("a word")
     press(rerun(at), "Save")
-    now = session.load(root, one.id).session
+    now = storage.load(root, one.id).session
     assert now and now.notes == "a word" and now.run_ids == one.run_ids  # a note brings no run in
     with Catalog.open(root) as catalog:
         written = bundles.export(catalog, now, tmp_path / "b.zip")
-        assert len(session.marked(catalog, wanted).runs) == 4
+        assert len(references.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.parts(catalog, now, "")).plates[0].figure
     assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
     at = press(visit(root, "overview", session=one.id), "Save session")  # the page as it is now, with the late run
-    assert "speaks of 1 more run now" in words(at)
+    assert "includes 1 more run now" in words(at)
 
 
 @pytest.mark.parametrize("asked", ["gone", "../../etc", "", "A" * 5000])
 def test_a_link_to_nothing_shows_the_page(visit: Visit, root: Path, asked: str):
     at = visit(root, "overview", session=asked)
     assert at.title[0].value == "Overview" and charts(at) == 5
-    assert "The link opens nothing" in words(at)
+    assert "The link does not open a session" in words(at)
 
 
 def test_reading_changing_and_saving(visit: Visit, root: Path):
@@ -131,7 +131,7 @@ def test_reading_changing_and_saving(visit: Visit, root: Path):
     now = latest(root)
     assert now.notes.endswith("*now*") and [pin.chart for pin in now.pins] == ["losses", "depth"]
     assert now.pins[1].caption == "new words" and now.id == one.id
-    assert session.load(root, one.id, 1).session == one
+    assert storage.load(root, one.id, 1).session == one
     at.button(key="unpin_0").click()
     assert charts(rerun(at)) == 1
 
@@ -139,16 +139,16 @@ def test_reading_changing_and_saving(visit: Visit, root: Path):
 def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     one = saved(root)
     at = press(visit(root, "sessions"), "Read")
-    session.save(root, replace(one, notes="theirs"))
+    storage.save(root, replace(one, notes="theirs"))
     at.text_area[0].set_value("ours")
     at = press(rerun(at), "Save")
     assert "saved elsewhere since" in words(at)
-    assert [v.session.notes for v in session.history(root, one.id) if v.session] == ["ours", "theirs", ""]
+    assert [v.session.notes for v in storage.history(root, one.id) if v.session] == ["ours", "theirs", ""]
 
 
 def test_comparing_and_deleting(visit: Visit, root: Path):
     one = saved(root)
-    session.save(root, replace(one, notes="more"))
+    storage.save(root, replace(one, notes="more"))
     at = turn_to(visit(root, "sessions"), "compare")
     assert at.dataframe[0].value.values.tolist() == [["Notes", "more", "–"]]
     at = turn_to(at, "saved")
@@ -159,7 +159,7 @@ def test_comparing_and_deleting(visit: Visit, root: Path):
     at = rerun(at)
     at.button(key=f"delete_{one.id}").click()
     at = rerun(at)
-    assert "No session is saved here yet" in words(at) and not list(session.folder(root).iterdir())
+    assert "No saved sessions yet" in words(at) and not list(storage.folder(root).iterdir())
     assert roots.runs_of(root)
 
 
@@ -173,12 +173,12 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     at = press(at, "Read")
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
     assert "nothing can be imported" in words(turn_to(at, "import"))
-    assert session.load(root, one.id).number == 1
+    assert storage.load(root, one.id).number == 1
 
 
 def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     view, pin = View("sql", {"q": ["SELECT 1"]}), Pin("worst", VIEW.params, "depth")
-    one, _ = session.save(root, session.new("By SQL", view, pins=(pin,)))
+    one, _ = storage.save(root, session.new("By SQL", view, pins=(pin,)))
     assert visit(root, "overview", session=one.id).title[0].value == "SQL"
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
     at = visit(root, "overview", session=one.id)
@@ -207,7 +207,7 @@ def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):
 
 def test_a_damaged_session_is_named(visit: Visit, root: Path):
     one = saved(root)
-    (session.folder(root) / one.id / "0001.json").write_bytes(b"{")
+    (storage.folder(root) / one.id / "0001.json").write_bytes(b"{")
     at = visit(root, "sessions")
     assert "Version 1" in words(at) and "not JSON" in words(at)
 
@@ -217,10 +217,10 @@ def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path
     with Catalog.open(root) as catalog:
         written = bundles.export(catalog, one, tmp_path / "a.zip")
     assert (written.runs, written.with_values) == (2, 1)  # the tensor's run, and the bf16 run it may be held against
-    taken, session_, number = bundles.bring_in(tmp_path / "other", tmp_path / "a.zip")
+    taken, session_, number = bundles.import_bundle(tmp_path / "other", tmp_path / "a.zip")
     assert len(taken.added) == 2 and session_ and number == 1
-    assert session.missing_runs(tmp_path / "other", session_) == []
-    assert bundles.bring_in(tmp_path / "other", tmp_path / "a.zip")[2] == 1  # again: nothing new
+    assert references.missing_runs(tmp_path / "other", session_) == []
+    assert bundles.import_bundle(tmp_path / "other", tmp_path / "a.zip")[2] == 1  # again: nothing new
     with Catalog.open(root) as ours, Catalog.open(tmp_path / "other") as theirs:
         here, there = (draw(catalog, session_.pins[0]) for catalog in (ours, theirs))
     assert here.figures[0].table.equals(there.figures[0].table) and len(here.figures) == 1

@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page
 
 from binade.app.sessions import session as sessions
+from binade.app.sessions import storage
 from tests.app import roots
 from tests.browser.driver import serving, settle
 from tests.browser.test_explore import choose, marks
@@ -83,7 +84,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     settle(page)
     link = page.locator("[data-testid=stCode]").get_by_text("?session=").inner_text().strip()
 
-    (version,), problems = sessions.list_sessions(own_root)
+    (version,), problems = storage.list_sessions(own_root)
     assert not problems and version.session and link == f"{served}/?session={version.session.id}"
     assert [one.chart for one in version.session.pins] == ["histogram", "depth"]
     assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
@@ -106,8 +107,8 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
 
 def test_a_link_to_what_is_absent_shows_the_rest(visit: Visit, served: str, own_root: Path):
     view = sessions.View("worst", {"view": ["board"], "run_id": ["gone"], "metric": ["sqnr_db"]})
-    run = sessions.RunMark("gone", "0" * 64)
-    one, _ = sessions.save(own_root, sessions.new("Half of it", view, runs=(run,)))
+    run = sessions.RunReference("gone", "0" * 64)
+    one, _ = storage.save(own_root, sessions.new("Half of it", view, runs=(run,)))
     page = visit(f"/?session={one.id}", base=served)
     assert page.locator("h1").inner_text() == "Worst tensors" and drawn(page, "ranking")
     text = page.locator("[data-testid=stApp]").inner_text()
@@ -126,7 +127,7 @@ HOSTILE = (
 def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_root: Path):
     """Pinned to, saved and deleted: each is told in passing, with the name."""
     name = "![p](http://203.0.113.7/n.png)"
-    one, _ = sessions.save(own_root, sessions.new(name, sessions.View("runs")))
+    one, _ = storage.save(own_root, sessions.new(name, sessions.View("runs")))
     page = visit(f"/?session={one.id}", base=served)
     pin(page, "losses")
     turn_to(page, "Sessions")
@@ -145,7 +146,7 @@ def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_r
 
 
 def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, served: str, own_root: Path):
-    one, _ = sessions.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
+    one, _ = storage.save(own_root, sessions.new("Deep", sessions.View("runs"), notes=">" * 50_000))
     page = visit(f"/?session={one.id}", base=served)
     turn_to(page, "Sessions")
     press(page, "Open session")

@@ -78,8 +78,8 @@ def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_root_explores_the_same(source: Path, packed: Path, tmp_path: Path):
     root = tmp_path / "new" / "root"
     steps: list[tuple[int, int]] = []
-    taken = bundle.take_in(root, packed, done=lambda count, of: steps.append((count, of)))
-    assert sorted(taken.added) == run_ids(source) and not taken.kept and taken.beside == {"session.json": b'{"a": 1}'}
+    taken = bundle.import_runs(root, packed, done=lambda count, of: steps.append((count, of)))
+    assert sorted(taken.added) == run_ids(source) and not taken.kept and taken.extras == {"session.json": b'{"a": 1}'}
     assert steps[-1][0] == steps[-1][1] == len(steps)
     for ours, theirs in zip(tables(source), tables(root), strict=True):
         pd.testing.assert_frame_equal(ours, theirs)
@@ -107,9 +107,9 @@ def test_all_values_or_none(source: Path, tmp_path: Path):
     bare = bundle.write(source, tmp_path / "none.zip", run_ids(source), [])
     assert (whole.runs, whole.tensors, whole.with_values, whole.left_out) == (2, rows, with_values, 0)
     assert (bare.with_values, bare.left_out) == (0, 0) and bare.nbytes < whole.nbytes
-    bundle.take_in(tmp_path / "again", tmp_path / "all.zip")
+    bundle.import_runs(tmp_path / "again", tmp_path / "all.zip")
     bundle.write(tmp_path / "again", tmp_path / "second.zip", run_ids(source), None)
-    bundle.take_in(tmp_path / "third", tmp_path / "second.zip")  # a bundle of a bundle
+    bundle.import_runs(tmp_path / "third", tmp_path / "second.zip")  # a bundle of a bundle
     assert tables(tmp_path / "third")[0].equals(tables(source)[0])
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_p
     root = tmp_path / "root"
     shutil.copytree(source, root)
     before = everything(root)
-    taken = bundle.take_in(root, packed)
+    taken = bundle.import_runs(root, packed)
     assert not taken.added and sorted(taken.kept) == run_ids(source)
     assert everything(root) == before
     changed = root / run_ids(source)[1] / "run.json"
@@ -125,7 +125,7 @@ def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_p
     shutil.rmtree(root / run_ids(source)[0])
     before = everything(root)
     with pytest.raises(BundleError, match="is here already, with other content"):
-        bundle.take_in(root, packed)
+        bundle.import_runs(root, packed)
     assert everything(root) == before  # the run that is absent was not added either
 
 
@@ -299,10 +299,10 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "unlisted": (lambda archive: archive.files.update({"more.json": b"{}"}), "not those that its list names"),
     "absent": (lambda archive: archive.files.pop("session.json"), "not those that its list names"),
     "version": (listed(binade_bundle=2), "version is 2"),
-    "no version": (listed(binade_bundle="1"), "does not say which version"),
-    "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "no name for a run"),
-    "no runs": (listed(runs={}), "names no runs"),
-    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "without a name"),
+    "no version": (listed(binade_bundle="1"), "version is not a whole number"),
+    "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "index.duckdb is not allowed"),
+    "no runs": (listed(runs={}), "runs is not a list"),
+    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id is not of the form"),
     "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "runs are not those"),
     "outside path": (repath("../../../etc/passwd"), "did not come along"),
     "absolute path": (repath("/etc/passwd"), "did not come along"),
@@ -343,7 +343,7 @@ def test_hostile_bundles_change_nothing(case: str, packed: Path, tmp_path: Path)
 def test_losses_cut_short_by_a_crash_are_taken_in(packed: Path, tmp_path: Path):
     archive = Archive(packed)
     losses(LOSS + LOSS[:20])(archive)
-    taken = bundle.take_in(tmp_path / "root", archive.write(tmp_path / "cut.zip"))
+    taken = bundle.import_runs(tmp_path / "root", archive.write(tmp_path / "cut.zip"))
     found = sound_losses(tmp_path / "root" / run_of(archive).removeprefix("runs/"))
     assert len(taken.added) == 2 and [record["loss"] for record in found] == [5.0]
 
@@ -370,7 +370,7 @@ def refused(path: Path, tmp_path: Path, words: str = "") -> None:
     (root / "mine.txt").write_text("mine")
     before = everything(tmp_path)
     with pytest.raises(BundleError, match=words) as error:
-        bundle.take_in(root, path)
+        bundle.import_runs(root, path)
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
     assert everything(tmp_path) == before
 
@@ -380,14 +380,14 @@ def test_a_check_that_refuses_changes_nothing(packed: Path, tmp_path: Path):
         raise BundleError("no such session")
 
     with pytest.raises(BundleError, match="no such session"):
-        bundle.take_in(tmp_path / "root", packed, check)
+        bundle.import_runs(tmp_path / "root", packed, check)
     assert not (tmp_path / "root").exists()
 
 
 def test_read_only(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
     with pytest.raises(ValueError, match="BINADE_READ_ONLY"):
-        bundle.take_in(tmp_path / "root", packed)
+        bundle.import_runs(tmp_path / "root", packed)
     assert not (tmp_path / "root").exists()
 
 
@@ -413,12 +413,12 @@ def test_damaged_archives(seed: int, kind: str, packed: Path, tmp_path_factory: 
     place = tmp_path_factory.mktemp("damaged")
     (place / "b.zip").write_bytes(raw)
     try:
-        taken = bundle.take_in(place / "root", place / "b.zip")
+        taken = bundle.import_runs(place / "root", place / "b.zip")
     except BundleError as refused:
         message = str(refused)
         assert "\n" not in message and not (place / "root").exists()
     else:
-        assert len(taken.added) == 2 and taken.beside == {"session.json": b'{"a": 1}'}
+        assert len(taken.added) == 2 and taken.extras == {"session.json": b'{"a": 1}'}
     shutil.rmtree(place)
 
 
@@ -438,5 +438,5 @@ def test_no_name_leads_out_of_a_run(name: str):
         assert posixpath.normpath(name) == name and name.isascii()
         assert name.startswith("runs/") and len(name.split("/")) >= 3
         assert not any(part.startswith(".") for part in name.split("/"))
-    elif bundle._BESIDE.fullmatch(name):
+    elif bundle._EXTRA.fullmatch(name):
         assert "/" not in name and name.endswith(".json")
