@@ -117,8 +117,7 @@ def test_app_takes_only_config_and_jobs_from_the_collector(path):
         (
             "streamlit",
             lambda path: (
-                path.startswith("app/")
-                and path.endswith(("page.py", "view.py"))
+                (path.startswith("app/") and path.endswith(("page.py", "view.py")))
                 or path
                 in (
                     *("app/main.py", "app/address.py", "app/filters.py", "app/show.py", "app/state.py", "app/cli.py"),

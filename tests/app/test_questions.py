@@ -188,7 +188,7 @@ class TestWhatIf:
 
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
     def test_rotation(self, gradient, name):
-        table, shown = what_if_compute.try_formats(
+        table, _ = what_if_compute.try_formats(
             [(gradient, -1)], [what_if_compute.trial(name, hadamard=32)], together=False
         )
         turned = quant.hadamard_rotate(gradient)

@@ -116,7 +116,7 @@ def index(directory: Path, tensors: int, numel: int) -> Path:
                     fmt,
                     own,
                     scores[kind],
-                )  # fmt: skip
+                )
             )
         write_segment(writer.directory / "segments", writer.next_segment_name(), rows)
         writer.finish("done")

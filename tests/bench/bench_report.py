@@ -94,7 +94,7 @@ def make_root(root: Path, tensors: int, values: int) -> None:
                     None if recipe == "bf16" else recipe,
                     scores.get(recipe),
                     scores,
-                )  # fmt: skip
+                )
             )
         write_segment(writer.directory / "segments", writer.next_segment_name(), rows)
         for iteration in range(2):

@@ -419,7 +419,7 @@ def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
         while not list((tmp_path / "runs").glob("2*/segments/rank*")) and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
-        out, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=60)
     assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err
     assert only_run(tmp_path).status.state == CANCELLED
     kept = rows(tmp_path)

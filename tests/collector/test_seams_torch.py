@@ -72,10 +72,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            if self.recompute is None:
-                x = block(x)
-            else:
-                x = checkpoint(block, x, use_reentrant=self.recompute)
+            x = block(x) if self.recompute is None else checkpoint(block, x, use_reentrant=self.recompute)
         return x @ self.embed.weight.t()
 
 
@@ -241,7 +238,7 @@ def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
     assert names(rows(tmp_path, values=False)) == counts(1)
 
 
-class Failing(RuntimeError):
+class ModelError(RuntimeError):
     pass
 
 
@@ -249,10 +246,10 @@ class Failing(RuntimeError):
 def test_puts_the_model_back_after_an_exception(where):
     model = build()
     before = state(model)
-    stop = model.blocks[1].norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(Failing()))
-    with pytest.raises(Failing), instrument(model, "mxfp8", backend="torch"):
+    stop = model.blocks[1].norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(ModelError()))
+    with pytest.raises(ModelError), instrument(model, "mxfp8", backend="torch"):
         if where == "inside":
-            raise Failing
+            raise ModelError
         loss(model, 0)
     stop.remove()
     assert state(model) == before
