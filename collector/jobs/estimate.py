@@ -1,12 +1,12 @@
-"""What a run will take before it is started: seconds, bytes of memory, bytes on disk. No torch here.
+"""Estimates what a run will take: seconds, bytes of memory, bytes on disk. No torch.
 
-Disk   from the shapes of what is recorded: two bytes a value, within the byte budget, and the index's rows. Tokens of
-       routed experts are taken to be spread evenly.
-Memory what the collector itself demands before it starts (collector.memory).
-Time   from the iterations of former runs of the same model, size, device and backend under the same root: those of the
+Disk   from the sizes of the recorded tensors: two bytes a value, within the byte budget, plus the index's rows. Assumes
+       that tokens are spread evenly over routed experts.
+Memory as the collector checks it before it starts (collector.training.memory).
+Time   from the iterations of earlier runs of the same model, size, device and backend under the same root: those of the
        same recipe if there are any, else those that quantize about as many operands. Warm-up, recorded and unrecorded
-       iterations have rates of their own; they grow with the tokens, recording with the values and the formats scored.
-       Without such a run the rule below, which is good for the order of magnitude.
+       iterations have their own rates. All grow with the tokens, recording also with the values and the scored formats.
+       Without such a run, a rule of thumb gives the order of magnitude.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.models.shape import CoreSpec, Spec
+from binade.collector.models.shape import Spec
 from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
 from binade.data.tensor_kinds import TENSOR_KINDS
 
-# Without a run to go by. FLOP a second of a training step, seconds for each element that is quantized, by backend, and
-# for each value and format of what is recorded: orders of magnitude, not measurements. A first run replaces them.
+# The rule of thumb: FLOP per second of a training step, seconds per quantized element by device and backend, seconds
+# per recorded value and scored format. Orders of magnitude, not measurements; the first run replaces them.
 FLOPS = {"cpu": 5e10, "cuda": 5e13}
 QUANTIZE = {("cpu", "triton"): 1e-7, ("cpu", "torch"): 2e-8, ("cuda", "triton"): 5e-11, ("cuda", "torch"): 1e-9}
 RECORD = {"cpu": 1e-8, "cuda": 1e-10}
 STARTUP = 8.0  # seconds to import torch, read the data and build a tiny model
-FILE, ROW = 2048, 1700  # bytes that a tensor file has beside its values, and a tensor in the index's segments
-RECENT = 5  # former runs that are looked at
+FILE, ROW = 2048, 1700  # bytes of a tensor file without its values, and of a tensor's row in the segments
+RECENT = 5  # earlier runs that are used
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run records on all ranks: tensors, their values, bytes in tensor files and in all."""
+    """What a run records on all ranks: tensors, their values, bytes of tensor files, and all bytes on disk."""
 
     tensors: int
     values: int
@@ -48,8 +48,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run or of several in a row: seconds, bytes of memory (of the largest), bytes on disk. basis says in words
-    what the time was made from, refusals why it cannot fit; measured: not by the rule."""
+    """Of one run or several in a row: seconds, bytes of memory (of the largest), bytes on disk.
+
+    basis explains where the time comes from; measured is False for the rule of thumb. refusals explain what does not
+    fit.
+    """
 
     seconds: float
     memory: int
@@ -64,9 +67,9 @@ class Estimate:
 
 
 def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
-    """Of these runs one after another, under this root. The configurations must have passed `check`."""
+    """For these runs one after another, under this root. The configurations must have passed `check`."""
     plans = [planned(config) for config in runs]
-    history = former(root)
+    history = earlier_runs(root)
     times = [duration(config, plan, history) for config, plan in zip(runs, plans, strict=True)]
     free, disk_free = memory_free(runs[0].device), free_space(root)
     disk = sum(plan.disk for plan in plans)
@@ -98,7 +101,7 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
 
 
 def _sharing(config: RunConfig) -> int:
-    """The ranks that take from one memory: on a CPU all of them, of GPUs each rank has one."""
+    """The ranks that share one memory: all of them on a CPU, one on each GPU."""
     return config.world_size if config.device == "cpu" else 1
 
 
@@ -107,19 +110,19 @@ def _gib(number: int) -> str:
 
 
 def free_space(root: Path) -> int:
-    """Bytes free where the root is, or will be."""
-    there = next(path for path in (root, *root.parents) if path.is_dir())
-    return shutil.disk_usage(there).free
+    """Bytes free where the root is, or will be created."""
+    existing = next(path for path in (root, *root.parents) if path.is_dir())
+    return shutil.disk_usage(existing).free
 
 
 def memory_free(device: str) -> int | None:
-    """Bytes free on the device; None for a GPU that does not tell."""
+    """Bytes free on the device, None if nvidia-smi does not say."""
     if device == "cpu":
         return available_host_memory()
     try:
-        asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        return int(said.split()[0]) << 20
+        command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+        output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        return int(output.split()[0]) << 20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
 
@@ -128,7 +131,7 @@ def memory_free(device: str) -> int | None:
 
 
 def planned(config: RunConfig) -> Plan:
-    """What a run records, from the shapes of its model."""
+    """What a run records, computed from the layers of its model."""
     shape = config.shape()
     chosen = config.capture().of(shape.sites()) if config.save_tensors else ()
     elements = [n for spec in shape.specs() if spec.site in chosen for n in elements_of(config, spec, config.tensors)]
@@ -145,8 +148,7 @@ def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> lis
     """The elements of the tensors with these names (all, if there are none) at one site, of one micro-batch on the
     ranks of one replica."""
     sizes = spec.elements(config.micro_batch_size, config.sequence_length, config.tp)
-    layer_type = "attention" if isinstance(spec, CoreSpec) else "linear"
-    kinds = [kind for kind in TENSOR_KINDS if kind.layer_type == layer_type]
+    kinds = [kind for kind in TENSOR_KINDS if kind.layer_type == spec.layer_type]
     return [sizes[kind.size] for kind in kinds if not names or kind.name in names]
 
 
@@ -154,8 +156,8 @@ def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> lis
 
 
 @dataclass(frozen=True)
-class Former:
-    """What a former run took: seconds of a warm-up, an unrecorded and a recorded iteration, None where it had none."""
+class EarlierRun:
+    """Seconds of a warm-up, an unrecorded and a recorded iteration of an earlier run, None where it had none."""
 
     config: Mapping[str, Any]
     warm_up: float | None
@@ -163,8 +165,8 @@ class Former:
     recorded: float | None
 
 
-def former(root: Path) -> list[Former]:
-    """The finished runs under a root that tell what their iterations took, newest first; a damaged one is left out."""
+def earlier_runs(root: Path) -> list[EarlierRun]:
+    """The finished runs under a root that recorded the time of their iterations, newest first, without damaged ones."""
     found = []
     for run in reversed(list_runs(root)[0]):
         if run.status.state != DONE:
@@ -182,29 +184,33 @@ def former(root: Path) -> list[Former]:
             [r["seconds"] for r in losses if r["iteration"] >= 0 and not r["recorded"]],
             [r["seconds"] for r in losses if r["iteration"] >= 0 and r["recorded"]],
         )
-        found.append(Former(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
+        found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 
 
-def duration(config: RunConfig, plan: Plan, history: Sequence[Former]) -> tuple[float, str, bool]:
-    """(seconds of a run from its start to its end, in words what they were made from, whether they were measured)."""
-    like = [run for run in history if _alike(config, run.config)]
-    if not like:
-        return STARTUP + _by_rule(config, plan), "No run like it yet: a rule of thumb, good for the magnitude.", False
+def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
+    """(seconds of a run from start to end, what they are based on, whether they were measured)."""
+    similar = [run for run in history if _similar(config, run.config)]
+    if not similar:
+        return (
+            STARTUP + _by_rule(config, plan),
+            "No similar run yet: a rule of thumb for the order of magnitude.",
+            False,
+        )
     lines = config.parsed_recipe().lines()
-    same = [run for run in like if run.config.get("operands") == lines]
+    same = [run for run in similar if run.config.get("operands") == lines]
     if same:
         used = same[:RECENT]
-        basis = f"Measured: {len(used)} former run{'s' * (len(used) != 1)} of this model and recipe."
+        basis = f"Measured: {len(used)} earlier run{'s' * (len(used) != 1)} of this model and recipe."
     else:
         quantized = _quantized(lines)
-        distance = {id(run): abs(_quantized(run.config.get("operands") or []) - quantized) for run in like}
-        used = [run for run in like if distance[id(run)] == min(distance.values())][:RECENT]
+        distance = {id(run): abs(_quantized(run.config.get("operands") or []) - quantized) for run in similar}
+        used = [run for run in similar if distance[id(run)] == min(distance.values())][:RECENT]
         basis = f"No run of this recipe yet: measured on {used[0].config.get('recipe')}, which quantizes about as much."
     return STARTUP + median(_scaled(config, plan, run) for run in used), basis, True
 
 
-def _alike(config: RunConfig, other: Mapping[str, Any]) -> bool:
+def _similar(config: RunConfig, other: Mapping[str, Any]) -> bool:
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
     return (
@@ -216,20 +222,20 @@ def _alike(config: RunConfig, other: Mapping[str, Any]) -> bool:
 
 
 def _quantized(lines: Sequence[str]) -> int:
-    """How many operands are rounded to a format of their own, of a recipe's lines."""
+    """The number of quantized operands, from a recipe's lines."""
     return sum(not line.rstrip().endswith("bf16") for line in lines)
 
 
-def _scaled(config: RunConfig, plan: Plan, run: Former) -> float:
-    """The seconds of a run's iterations by what those of a former one took."""
+def _scaled(config: RunConfig, plan: Plan, run: EarlierRun) -> float:
+    """The seconds of a run's iterations, scaled from those of an earlier run."""
     other = _config_of(run.config)
     grown = _tokens(config) / _tokens(other) * config.shape().layers / other.shape().layers
     plain = run.plain
     if plain is None and not _quantized(run.config.get("operands") or []):
-        plain = run.warm_up  # its iterations under the recipe are no other
+        plain = run.warm_up  # in bf16, iterations under the recipe are the same
     extra = 0.0
     if plain is None:
-        plain = run.recorded or 0.0  # what recording takes of it cannot be told
+        plain = run.recorded or 0.0  # the share of recording is unknown
     elif run.recorded is not None:
         extra = max(run.recorded - plain, 0.0) * _recording(config, plan) / max(1.0, _recording(other, planned(other)))
     warm_up = min(plain * grown, _by_weights(config)) if run.warm_up is None else run.warm_up * grown
@@ -238,28 +244,28 @@ def _scaled(config: RunConfig, plan: Plan, run: Former) -> float:
 
 
 def _recording(config: RunConfig, plan: Plan) -> float:
-    """How much there is to record in an iteration: values, once for their own statistics and once a format scored."""
+    """The values to record in an iteration, counted once for their statistics and once for each scored format."""
     return plan.values / max(1, len(config.recorded_iterations)) * (1 + len(config.scores))
 
 
 def _config_of(found: Mapping[str, Any]) -> RunConfig:
-    """What of a run.json says how large its iterations were."""
+    """The part of a run.json that determines the size of its iterations."""
     names = (
         *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),
         *("control_iter", "capture_every", "collect_micro_batches", "train_iters", "save_tensors", "capture_layers"),
         *("tp", "dp", "max_bytes"),
     )
-    lists = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
+    lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
     return RunConfig(**{name: found[name] for name in names if name in found}, **lists)
 
 
 def _tokens(config: RunConfig) -> int:
-    """Of an iteration, on one replica."""
+    """Tokens of an iteration on one replica."""
     return config.micro_batches * config.micro_batch_size * config.sequence_length
 
 
 def _by_weights(config: RunConfig) -> float:
-    """Seconds of an iteration in bf16 by the rule: 6 FLOP a weight and token."""
+    """Seconds of an iteration in bf16 by the rule of thumb: 6 FLOP per weight and token."""
     return 6 * config.shape().parameters * _tokens(config) / FLOPS[config.device] / config.tp
 
 

@@ -50,6 +50,8 @@ class LinearSpec:
     share    of a micro-batch's tokens, how many reach it on average: less than 1 for a routed expert
     """
 
+    layer_type: ClassVar = "linear"
+
     site: Site
     inputs: int
     outputs: int
@@ -61,8 +63,8 @@ class LinearSpec:
     share: Fraction = WHOLE
 
     def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
-        """The elements of its tensors, by `TensorKind.size`, on all tensor-parallel ranks together: what is not divided
-        is recorded by every rank."""
+        """The elements of its tensors, by `TensorKind.size`, on all tensor-parallel ranks together: tensors that are
+        not divided are recorded by every rank."""
         tokens = max(1, int(batch * length * self.share))
         weight = self.inputs * self.outputs * (ranks if self.split == Split.REPLICATED else 1)
         taken = tokens * self.inputs * (1 if self.split == Split.ROW else ranks)
@@ -74,6 +76,8 @@ class LinearSpec:
 class CoreSpec:
     """An attention core: softmax(QKᵀ) V. head_dim is the width of a query or key head, value_dim of a value head."""
 
+    layer_type: ClassVar = "attention"
+
     site: Site
     heads: int
     kv_heads: int
@@ -81,7 +85,7 @@ class CoreSpec:
     value_dim: int
 
     def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
-        """As of LinearSpec. All are divided by heads."""
+        """As for LinearSpec. All are divided by heads."""
         tokens = batch * length
         return {
             "query": tokens * self.heads * self.head_dim,

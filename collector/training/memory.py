@@ -1,7 +1,7 @@
 """The memory that a run takes, computed before it starts. No torch.
 
-Weights, gradients and optimizer are exact. Activations are what autograd keeps of one micro-batch, counted from the
-shapes; on Llama 3.2 1B and DeepSeek-V2-Lite within a tenth of what was measured.
+Weights, gradients and optimizer are exact. Activations are what autograd keeps of one micro-batch, computed from the
+layers; for Llama 3.2 1B and DeepSeek-V2-Lite they are within a tenth of the measured bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from binade.collector.training.config import ConfigError, RunConfig
 
-# Of a weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
+# Bytes per weight: float32 value, gradient and Adam's two moments; and its bfloat16 copy, from forward to backward.
 PER_WEIGHT = 16
 PER_COPY = 2
-# Of a logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
+# Bytes per logit: bfloat16 and float32 values, their log-softmax, and the gradients of two of them.
 PER_LOGIT = 14
-# Of a value of a norm: three float32 tensors.
+# Bytes per value of a norm: three float32 tensors.
 PER_NORM = 12
-# Of an attention probability: it is kept twice, the first time in float32.
+# Bytes per attention probability: it is kept twice, in float32 and in bfloat16.
 PER_PROBABILITY = 6
 
 
@@ -36,7 +36,7 @@ class Memory:
 
 
 def needed(config: RunConfig) -> Memory:
-    """What one rank of a run takes at its peak, without what recording adds for a moment."""
+    """The peak of one rank of a run, without the short-lived buffers of recording."""
     shape = config.shape()
     outside = shape.vocab * shape.hidden * (1 if shape.tied_embedding else 2)  # whole on every rank
     weights = outside + (shape.parameters - outside) // config.tp

@@ -196,8 +196,8 @@ class TestEstimate:
         line = ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
         config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
         unknown, known = estimate([config], tmp_path), estimate([config], collected)
-        assert not unknown.measured and unknown.basis.startswith("No run like it yet")
-        assert known.measured and known.basis == "Measured: 1 former run of this model and recipe."
+        assert not unknown.measured and unknown.basis.startswith("No similar run yet")
+        assert known.measured and known.basis == "Measured: 1 earlier run of this model and recipe."
         (run,) = [run for run in list_runs(collected)[0] if run.config["recipe"] == "mxfp8"]
         took = sum(record["seconds"] for record in jobs.state.losses_of(run))
         assert 0.3 * took < known.seconds - 8.0 < 3 * took
