@@ -36,7 +36,7 @@ def instrument(
     backend: str = "auto",
     skip: Selection | str | None = None,
     capture: Selection | str | None = None,
-    leave: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     head: bool = False,
 ) -> Iterator[None]:
     """Within this context the model's GEMMs run under the recipe, and the recorder records their tensors.
@@ -46,7 +46,7 @@ def instrument(
     backend    what quantizes: auto, triton or torch
     skip       layers that stay unquantized, as a Selection or its text: "first,last"
     capture    layers that are recorded, likewise; default: all
-    leave      paths of modules that are neither quantized nor recorded, * for any part of a path
+    exclude   paths of modules that are neither quantized nor recorded, * for any part of a path
     head       treat the LM head as one more linear layer, `layer0.head`; by default it is left as it is
 
     The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end; nothing else
@@ -60,7 +60,7 @@ def instrument(
     if not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    found = [find(each, leave, head) for each in models]
+    found = [find(each, exclude, head) for each in models]
     layers = [layer for each in found for layer in each.layers]
     sites = [layer.site for layer in layers]
     skipped = _chosen(skip, sites) if skip else frozenset()
@@ -86,7 +86,7 @@ def instrument(
                 undo.callback(layer.attach(quantization(layer, part, Product.LINEAR)))
         for each, seen in zip(models, found, strict=True):
             clock = Clock(recorder, each) if recorder else None
-            watch = Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
+            watch = Watch(each, seen.layers, seen.excluded, attention) if watched and seen.watched else None
             undo.enter_context(around_forward(each, clock, watch))
         yield
 

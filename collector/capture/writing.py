@@ -201,6 +201,6 @@ def _copy(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
         return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), lambda: None
     x = x.detach().contiguous()
     pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-    done = torch.cuda.Event()
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotations there
     done.record()
     return pinned, done.synchronize

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from binade.collector.imports.logs import Log, interpret
 from binade.collector.imports.workers import Death, scatter
@@ -129,13 +130,13 @@ def read_file(job: Job) -> Read:
     try:
         with opened(Path(job.path), job.room) as tensors:
             for number, found in enumerate(tensors):
-                if found.refused:
-                    refused.append(Refusal(job.name, found.refused, found.key))
+                if found.tensor is None or found.dtype is None:
+                    refused.append(Refusal(job.name, found.refused or "it has no tensor", found.key))
                     continue
                 log = interpret(Path(job.path), found.metadata, found.key)
                 version = log.version
                 tensor_id = f"f{job.number:07d}" + (f"-{number}" if found.key is not None else "")
-                rows.append(_row(job, tensor_id, found, log))
+                rows.append(_row(job, tensor_id, found, found.tensor, found.dtype, log))
     except TooLargeError as error:
         return Read(refused=[Refusal(job.name, str(error))], later=not job.alone)
     except TensorFileError as error:
@@ -145,8 +146,7 @@ def read_file(job: Job) -> Read:
     return Read(rows, refused, version)
 
 
-def _row(job: Job, tensor_id: str, found: ForeignTensor, log: Log) -> TensorRow:
-    x = found.tensor
+def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, log: Log) -> TensorRow:
     notes = [*log.corrections, *([found.note] if found.note else [])]
     axis = log.contracted_axis
     if axis is not None and -axis > x.dim():
@@ -168,8 +168,8 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, log: Log) -> TensorRow:
         identity=Identity(model=None, size=None, dataset=None, recipe=None, **words),
         captured=log.captured,
         shape=tuple(x.shape),
-        dtype=found.dtype,
-        nbytes=x.numel() * (8 if found.dtype == "float64" else x.element_size()),
+        dtype=dtype,
+        nbytes=x.numel() * (8 if dtype == "float64" else x.element_size()),
         path=job.path,
         contracted_axis=axis,
         summary=summarize(x),
@@ -296,7 +296,7 @@ def _shown(name: str) -> str:
     return name.encode(errors="backslashreplace").decode()
 
 
-def _no_file(entry: os.DirEntry, status: os.stat_result, source: Path) -> str | None:
+def _no_file(entry: os.DirEntry[str], status: os.stat_result, source: Path) -> str | None:
     """Why an entry is not to be read; None for a tensor file and for a directory."""
     if stat.S_ISLNK(status.st_mode):
         return _link(entry.path, source)

@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.quant.formats import FORMATS
@@ -118,11 +118,11 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
     """
     notes: list[str] = []
     version, named = _from_name(path)
-    told = _from_metadata(metadata, notes)
+    described = _from_metadata(metadata, notes)
     if key is not None and key != "tensor" and _word(key):
-        told["tensor_name"] = key
-    _compare(named, told, notes)
-    known = named | told
+        described["tensor_name"] = key
+    _compare(named, described, notes)
+    known = named | described
     directory = path.parent.name
     if "quant_type" not in known and directory.removesuffix(QUANTIZED) in KNOWN_QUANT_TYPES:
         known["quant_type"] = directory
@@ -263,10 +263,10 @@ def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
     return words
 
 
-def _compare(named: Mapping[str, Any], told: Mapping[str, Any], notes: list[str]) -> None:
+def _compare(named: Mapping[str, Any], described: Mapping[str, Any], notes: list[str]) -> None:
     """A note where name and metadata contradict each other. Times differ by what writing took; that is none."""
     for name, value in named.items():
-        other = told.get(name, value)
+        other = described.get(name, value)
         same = other == value or (name == "quant_type" and _quant_type(other, []) == _quant_type(value, []))
         if name != "captured" and not same:
             notes.append(
@@ -353,7 +353,7 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, str) and len(value) <= LONGEST and value.strip().lower() in MISSING)
 
 
-def _word(value: object) -> bool:
+def _word(value: object) -> TypeGuard[str]:
     """Whether it is plain ASCII of a reasonable length: no path, markup, quote or line break."""
     return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
 

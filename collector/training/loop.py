@@ -24,6 +24,7 @@ from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.models.model import GPTModel
+from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.ranks import (
@@ -175,7 +176,14 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
 
 
 def _train(
-    config, stream, recipe, device, recorder: Recorder, tell: Say, progress: Progress, checkpoint: Checkpoint | None
+    config: RunConfig,
+    stream: SampleStream,
+    recipe: Recipe,
+    device: torch.device,
+    recorder: Recorder,
+    tell: Say,
+    progress: Progress,
+    checkpoint: Checkpoint | None,
 ) -> None:
     torch.manual_seed(config.seed)
     shape = config.shape()
@@ -203,8 +211,7 @@ def _train(
         _note(recorder, done - config.warmup_iterations, step, stream.digest(), tell, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
-    chosen = {"skip": config.skip(), "capture": config.capture()}
-    with instrument(model, recipe, recorder, backend=config.backend, **chosen):
+    with instrument(model, recipe, recorder, backend=config.backend, skip=config.skip(), capture=config.capture()):
         for iteration in range(config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             recorded = config.records(iteration)
@@ -266,7 +273,7 @@ def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: in
     logits, balance = model.logits_and_balance(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     total = loss if balance is None else loss + balance
-    (total / micro_batches).backward()
+    torch.autograd.backward(total / micro_batches)
     return loss.item()
 
 

@@ -18,7 +18,7 @@ from itertools import count
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from binade.collector.models.parallel import SINGLE, Group, PeerLostError
 from binade.collector.training.config import ConfigError, RunConfig
@@ -126,7 +126,9 @@ def join(config: RunConfig) -> Iterator[Ranks]:
         return
     if config.device == "cuda":
         torch.cuda.set_device(_told("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
-    store = dist.PrefixStore(f"run {next(_joined)}", _meeting_place(rank, size))
+    store = dist.PrefixStore(  # type: ignore[attr-defined]  # documented, but not in __all__
+        f"run {next(_joined)}", _meeting_place(rank, size)
+    )
     dist.init_process_group(
         "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
@@ -147,12 +149,16 @@ def _told(name: str) -> int:
 
 
 @cache
-def _meeting_place(rank: int, size: int) -> dist.Store:
+def _meeting_place(rank: int, size: int) -> dist.Store:  # type: ignore[name-defined]
     """Where the ranks find each other, one for all runs of a batch: a rank that is early for the next run would meet
     those that have not left the last."""
     if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], size)
-    return next(dist.rendezvous("env://", rank, size, timeout=TIMEOUT))[0]
+        return dist.FileStore(os.environ[STORE], size)  # type: ignore[attr-defined]
+    return next(
+        dist.rendezvous(  # type: ignore[attr-defined]
+            "env://", rank, size, timeout=TIMEOUT
+        )
+    )[0]
 
 
 def _own(groups: list[range], rank: int) -> dist.ProcessGroup | None:
@@ -184,12 +190,14 @@ def clip_gradients(model: nn.Module, ranks: Ranks, largest: float) -> None:
     if ranks.tensor.size == 1:
         nn.utils.clip_grad_norm_(model.parameters(), largest)
         return
-    with_gradient = [p for p in model.parameters() if p.grad is not None]
-    divided = [p.grad for p in with_gradient if getattr(p, "tensor_model_parallel", False)]
-    same = [p.grad for p in with_gradient if not getattr(p, "tensor_model_parallel", False)]
+    divided: list[Tensor] = []
+    same: list[Tensor] = []
+    for p in model.parameters():
+        if p.grad is not None:
+            (divided if getattr(p, "tensor_model_parallel", False) else same).append(p.grad)
     square = ranks.tensor.sum_(nn.utils.get_total_norm(divided).square())
     total = (square + nn.utils.get_total_norm(same).square()).sqrt()
-    nn.utils.clip_grads_with_norm_(with_gradient, largest, total)
+    nn.utils.clip_grads_with_norm_(model.parameters(), largest, total)
 
 
 def mean_over_replicas(value: float, ranks: Ranks) -> float:

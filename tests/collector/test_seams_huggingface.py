@@ -166,7 +166,7 @@ class TestRefusals:
         self.refused(
             model, r"model\.layers\.0\.self_attn \(LlamaAttention\) cannot be intercepted, and 1 more: its att"
         )
-        with instrument(model, "linear_mxfp8", leave=["*.self_attn"], backend="torch"):
+        with instrument(model, "linear_mxfp8", exclude=["*.self_attn"], backend="torch"):
             pass
 
     def test_experts_in_one_tensor(self):
@@ -182,9 +182,9 @@ class TestRefusals:
         model = MixtralForCausalLM(config)
         self.refused(model, r"model\.layers\.0\.mlp\.gate \(MixtralTopKRouter\) computes a product with .*\.weight")
         self.refused(
-            model, r"model\.layers\.0\.mlp\.experts \(MixtralExperts\) computes a product", leave=["*.mlp.gate"]
+            model, r"model\.layers\.0\.mlp\.experts \(MixtralExperts\) computes a product", exclude=["*.mlp.gate"]
         )
-        with instrument(model, "mxfp8", leave=["*.mlp.gate", "*.mlp.experts"], backend="torch"):
+        with instrument(model, "mxfp8", exclude=["*.mlp.gate", "*.mlp.experts"], backend="torch"):
             loss(model, 0).backward()
 
 

@@ -207,7 +207,7 @@ class TestRefusals:
             model, r"decoder\.layers\.1\.self_attention\.core_attention \(Fused\) called torch\.baddbmm 0 times"
         )
 
-    def test_a_layer_that_does_not_use_its_seam(self):
+    def test_a_layer_that_does_not_call_forward_impl(self):
         class Direct(ColumnParallelLinear):
             def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
                 return torch.nn.functional.linear(input_, self.weight), None

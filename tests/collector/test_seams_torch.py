@@ -289,7 +289,7 @@ class TestRefusals:
         self.refused(
             model, r"1\.self_attn \(MultiheadAttention\) cannot be intercepted: it computes its products itself"
         )
-        with instrument(model, "linear_mxfp8", leave=["1.self_attn"], backend="torch"):
+        with instrument(model, "linear_mxfp8", exclude=["1.self_attn"], backend="torch"):
             model(torch.randn(3, 4, 8))
 
     def test_compiled_and_quantized_modules(self):
@@ -310,7 +310,7 @@ class TestRefusals:
                 return self.late(x) @ self.inner.weight.to(torch.float64).t().float()
 
         self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.inner\.weight by \w+ that is not")
-        with instrument(model := nn.Sequential(Sly()), "mxfp8", leave=["0"], backend="torch"):
+        with instrument(model := nn.Sequential(Sly()), "mxfp8", exclude=["0"], backend="torch"):
             model(torch.randn(3, 4, 8))
 
     @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ class TestRefusals:
 
     def test_nothing_to_instrument_and_unknown_paths(self):
         self.refused(nn.LayerNorm(8), "LayerNorm has no layer to instrument")
-        self.refused(nn.Linear(8, 8), "leave='nope' is no module of Linear", leave=["nope"])
+        self.refused(nn.Linear(8, 8), "exclude='nope' matches no module of Linear", exclude=["nope"])
 
 
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float", "blind"])

@@ -1,16 +1,16 @@
-"""Seams: where the products of a model that we did not write can be answered by ours, without touching its source.
+"""Adapters: they find the matrix products of a model and replace them by ours, without changes to its source.
 
-    layer.py          what a seam gives for each layer it found: its site, its shards, a way in and the way back out
-    products.py       one product: as the model does it with a tap beside, or quantized
-    attention.py      functions of torch answered while an attention core runs
+    layer.py          what an adapter returns for each layer: its site, its shards, how to attach and detach
+    products.py       one product: as the model computes it with a tap, or quantized
+    attention.py      functions of torch replaced while an attention core runs
     own.py            collector's ParallelLinear and CoreAttention
     megatron.py       megatron.core's ColumnParallelLinear, RowParallelLinear, routers and DotProductAttention
-    huggingface.py    transformers: the attention interface, Conv1D, the LM head
+    hugging_face.py   transformers: the attention interface, Conv1D, the LM head
     torch_modules.py  nn.Linear, and modules that call F.scaled_dot_product_attention
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
-    watch.py          the first forward pass, watched for products that no seam answers
+    watch.py          the first forward pass, watched for products that no adapter intercepts
 
-`find` asks them all. What it cannot intercept it refuses by name: nothing is left out in silence.
+`find` calls them all. It refuses modules that it cannot intercept by name: nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from binade.collector.capture.adapters import hugging_face as huggingface
-from binade.collector.capture.adapters import megatron, own, torch_modules
+from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
 from binade.collector.capture.adapters.layer import Found, InstrumentError, Layer, distinct, is_answered, set_on
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
@@ -33,10 +32,10 @@ from binade.collector.models.site import Site
 HEAD = Site(0, "head")
 
 
-def find(model: nn.Module, leave: Sequence[str] = (), head: bool = False) -> Found:
-    """The layers of a model, each with a site of its own where its path gives it one; and what is left as it is.
+def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
+    """The layers of a model, each with a site of its own where its path gives it one; and the excluded modules.
 
-    leave    paths of modules, * for any letters, that are neither quantized nor recorded
+    exclude paths of modules, * for any letters, that are neither quantized nor recorded
     head     whether the LM head is a layer too
 
     Raises InstrumentError for a pattern that no module has, for modules that cannot be intercepted, each with its
@@ -46,39 +45,39 @@ def find(model: nn.Module, leave: Sequence[str] = (), head: bool = False) -> Fou
     if ours.layers and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
-    left = {module: name for name, module in modules.items() if any(fnmatchcase(name, each) for each in leave)}
-    for pattern in leave:
+    excluded = {module: name for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise InstrumentError(
-                f"leave={pattern!r} is no module of {type(model).__name__}: give a path, * for any part"
+                f"exclude={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
             )
     layers: dict[nn.Module, Layer] = {}
     refused: dict[str, str] = {}
-    for found in (ours, *(seam.find(model) for seam in (megatron, huggingface, torch_modules))):
-        for module in found.left:
+    for found in (ours, *(adapter.find(model) for adapter in (megatron, hugging_face, torch_modules))):
+        for module in found.excluded:
             if not head:
-                left.setdefault(module, "")
-            elif module not in left:
+                excluded.setdefault(module, "")
+            elif module not in excluded:
                 layers[module] = _head(model, module)
         for layer in found.layers:
             if is_answered(layer.module):
                 raise InstrumentError(f"{layer.name or 'the model'} is instrumented already: leave that block first")
-            if layer.module not in left:
+            if layer.module not in excluded:
                 layers.setdefault(layer.module, layer)
-        refused |= {name: reason for name, reason in found.refused if modules[name] not in left}
+        refused |= {name: reason for name, reason in found.refused if modules[name] not in excluded}
     if refused:
         name, reason = next(iter(refused.items()))
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
         raise InstrumentError(
             f"{name or 'the model'} ({type(modules[name]).__name__}) cannot be intercepted{more}: {reason}, or leave "
-            f"it out on purpose with leave=[{name!r}]"
+            f"it out on purpose with exclude=[{name!r}]"
         )
     if not layers:
         raise InstrumentError(
             f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
             "megatron.core, transformers or torch.nn"
         )
-    return Found(distinct(list(layers.values())), tuple(left), watched=not ours.layers)
+    return Found(distinct(list(layers.values())), tuple(excluded), watched=not ours.layers)
 
 
 def _head(model: nn.Module, module: nn.Module) -> Layer:
@@ -91,7 +90,7 @@ def _head(model: nn.Module, module: nn.Module) -> Layer:
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
     """Within it, the model's forward passes are counted, and the first of them is watched."""
-    forward: Callable = model.forward
+    forward: Callable[..., Any] = model.forward
     pending = watch
 
     @wraps(forward)

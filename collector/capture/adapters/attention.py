@@ -1,7 +1,7 @@
-"""Attention cores: the functions of torch that compute QKᵀ and PV are answered while a core's forward runs.
+"""Attention cores: intercepts the functions of torch that compute QKᵀ and PV while the forward of a core runs.
 
-Only that module's forward runs under the mode, only while there is something to quantize or record. Keys and values are
-seen as they enter the products: a model that copies them to every head shows the copies.
+Only the forward of that module runs under the mode, and only while there is something to quantize or record. Keys and
+values are recorded as they enter the products: copied to every head where the model copies them.
 """
 
 from __future__ import annotations
@@ -33,40 +33,44 @@ from binade.quant.gemm import Observed, Tap, matmul
 
 
 class CoreMode(TorchFunctionMode):
-    """Answers the products of one pass through one core. A subclass says which functions these are, and, once the
-    pass is over, whether all of them came by."""
+    """Replaces the products of one pass through one core. A subclass defines which functions these are, and checks
+    after the pass that all of them were called."""
 
-    def __init__(self, name: str, module: nn.Module, told: CoreQuantization, qk: Tap | None, pv: Tap | None) -> None:
-        self.name, self.module, self.told, self.qk, self.pv = name, module, told, qk, pv
+    def __init__(
+        self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
+    ) -> None:
+        self.name, self.module, self.quantization, self.qk, self.pv = name, module, quantization, qk, pv
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if is_answering():
             return func(*args, **(kwargs or {}))
         return self.answer(func, args, kwargs or {})
 
     @abstractmethod
-    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What func(*args, **kwargs) returns."""
 
     @abstractmethod
     def check(self) -> None:
-        """The pass is over. Raises InstrumentError if products are missing."""
+        """Called after the pass. Raises InstrumentError if products are missing."""
 
     def missing(self, what: str) -> InstrumentError:
         kind = type(self.module).__name__
-        return InstrumentError(f"{self.name} ({kind}) {what}: leave it out with leave=[{self.name!r}]")
+        return InstrumentError(f"{self.name} ({kind}) {what}: leave it out with exclude=[{self.name!r}]")
 
 
-def attach_core(name: str, module: nn.Module, mode: type[CoreMode], told: CoreQuantization) -> Detach:
+def attach_core(name: str, module: nn.Module, mode: type[CoreMode], quantization: CoreQuantization) -> Detach:
     """Run the module's forward under the mode."""
     forward = module.forward
-    quantized = not (told.qk.formats == UNQUANTIZED == told.pv.formats)
+    quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
 
     def answered(*args: Any, **kwargs: Any) -> Any:
-        qk, pv = told.qk.tap(), told.pv.tap()
+        qk, pv = quantization.qk.tap(), quantization.pv.tap()
         if not quantized and qk is None and pv is None:
             return forward(*args, **kwargs)
-        with mode(name, module, told, qk, pv) as running:
+        with mode(name, module, quantization, qk, pv) as running:
             result = forward(*args, **kwargs)
         running.check()
         return result
@@ -84,11 +88,11 @@ def product(
     transpose_b: bool,
     scale: float = 1.0,
 ) -> Tensor:
-    """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` does it too."""
+    """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` computes it."""
     with answering:
         if how.formats != UNQUANTIZED:
             a, b = _cast(a), _cast(b)
-            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
             y = matmul(a, b, how.formats, transpose_b=transpose_b, backend=how.backend, tap=tap)
             return y if scale == 1.0 else y * scale
@@ -103,7 +107,7 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def see_scores(tap: Tap | None, scores: Tensor) -> None:
+def show_scores(tap: Tap | None, scores: Tensor) -> None:
     """Show the scaled scores; a copy, as models mask them in place."""
     if tap:
         tap(Observed("scores", scores.detach().clone()))
@@ -114,12 +118,12 @@ class SdpaMode(CoreMode):
 
     seen = 0
 
-    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         self.seen += 1
         with answering:
-            return attend(self.told, self.qk, self.pv, *args, **kwargs)
+            return attend(self.quantization, self.qk, self.pv, *args, **kwargs)
 
     def check(self) -> None:
         if not self.seen:
@@ -127,7 +131,7 @@ class SdpaMode(CoreMode):
 
 
 def attend(
-    told: CoreQuantization,
+    quantization: CoreQuantization,
     qk: Tap | None,
     pv: Tap | None,
     query: Tensor,
@@ -144,9 +148,14 @@ def attend(
     Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed beside it for the
     taps, before dropout. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
     """
-    options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "enable_gqa": enable_gqa,
+    }
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if told.qk.formats == UNQUANTIZED == told.pv.formats:
+    if quantization.qk.formats == UNQUANTIZED == quantization.pv.formats:
         if qk is None or pv is None:
             return F.scaled_dot_product_attention(query, key, value, scale=scale, **options)
         watched = listened(query, qk, "grad_a"), listened(key, qk, "grad_b"), listened(value, pv, "grad_b")
@@ -160,11 +169,11 @@ def attend(
         listen_to_result(output, pv)
         return output
     query, key, value = _cast(query), _cast(key), _cast(value)
-    _, probs = _probabilities(told.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
+    _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     probs = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(probs, value, enable_gqa)
     tap = shown(pv, by_head, ("a", "y", "grad", "grad_a"))
-    output = product(torch.matmul, stacked, value, told.pv, tap, transpose_b=False)
+    output = product(torch.matmul, stacked, value, quantization.pv, tap, transpose_b=False)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
 
@@ -190,7 +199,7 @@ def _probabilities(
     )
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
-    see_scores(tap, scores)
+    show_scores(tap, scores)
     masked = scores.float()
     if causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

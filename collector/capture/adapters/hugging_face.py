@@ -1,8 +1,8 @@
 """Hugging Face transformers: modules that attend through its attention interface, Conv1D, and the LM head.
 
-Of the interface's implementations `sdpa` and `eager` are intercepted: the one by F.scaled_dot_product_attention, the
-other by its two matrix products. Others (flash_attention_2, flex_attention, ...) are kernels of their own and refused.
-nn.Linear is torch_modules' matter. The LM head stays as it is unless asked for.
+Of the interface's implementations `sdpa` is intercepted at F.scaled_dot_product_attention, `eager` at its two matrix
+products. Others (flash_attention_2, flex_attention, ...) run kernels that cannot be intercepted, and are refused.
+torch_modules handles nn.Linear. The LM head stays as it is unless head=True.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, product, see_scores
-from binade.collector.capture.adapters.layer import Detach, Found, Layer, Told, set_on, whole
+from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, product, show_scores
+from binade.collector.capture.adapters.layer import Detach, Found, Layer, LayerQuantization, set_on, whole
 from binade.collector.capture.adapters.products import linear
 from binade.collector.capture.adapters.torch_modules import calls, core_layer, site
 from binade.collector.models.parallel import Quantization
@@ -36,7 +36,7 @@ def find(model: nn.Module) -> Found:
         if isinstance(module, conv):
             layers.append(_conv(name, module))
         elif calls(module, INTERFACE):
-            implementation = module.config._attn_implementation
+            implementation = _implementation(module)
             if implementation in ("eager", "sdpa"):
                 layers.append(core_layer(name, module, InterfaceMode))
             else:
@@ -45,31 +45,32 @@ def find(model: nn.Module) -> Found:
 
 
 def _heads(model: nn.Module) -> list[nn.Module]:
-    owners = (m for m in model.modules() if callable(getattr(m, "get_output_embeddings", None)))
-    return [head for owner in owners if (head := owner.get_output_embeddings()) is not None]
+    getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
+    return [head for getter in getters if callable(getter) and (head := getter()) is not None]
 
 
 class InterfaceMode(CoreMode):
     """sdpa, or eager: a first product of two tensors of three axes or more is QKᵀ, a second the context. The scores are
     recorded once they are scaled, if that is what is done to them next."""
 
-    def __init__(self, *told: Any) -> None:
-        super().__init__(*told)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.attended = 0
         self.unscaled: Tensor | None = None
-        self.sdpa = SdpaMode(*told)
+        self.sdpa = SdpaMode(*arguments)
 
-    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is F.scaled_dot_product_attention:
             return self.sdpa.answer(func, args, kwargs)
-        if self.module.config._attn_implementation != "eager":
+        if _implementation(self.module) != "eager":
             return func(*args, **kwargs)
         if func in MATMULS and min(x.dim() for x in args) > 2:
             self.attended += 1
             if self.attended == 1:
                 return self._scores(func, *args)
             self._see(self.unscaled)
-            return product(func, *args, self.told.pv, self.pv, transpose_b=False)
+            probs, value = args
+            return product(func, probs, value, self.quantization.pv, self.pv, transpose_b=False)
         if self.unscaled is None or not args or args[0] is not self.unscaled:
             return func(*args, **kwargs)
         if func not in SCALINGS:
@@ -86,29 +87,36 @@ class InterfaceMode(CoreMode):
                 "its own where one call or two products were expected, so that they were not intercepted"
             )
 
-    def _scores(self, func: Callable, query: Tensor, key_t: Tensor) -> Tensor:
+    def _scores(self, func: Callable[..., Any], query: Tensor, key_t: Tensor) -> Tensor:
         key = key_t.transpose(-1, -2)
-        scores = product(lambda a, b: func(a, b.transpose(-1, -2)), query, key, self.told.qk, self.qk, transpose_b=True)
+        scores = product(
+            lambda a, b: func(a, b.transpose(-1, -2)), query, key, self.quantization.qk, self.qk, transpose_b=True
+        )
         self.unscaled = scores
         return scores
 
     def _see(self, scores: Tensor | None) -> None:
         if scores is not None:
-            see_scores(self.qk, scores)
+            show_scores(self.qk, scores)
         self.unscaled = None
 
 
-def _conv(name: str, module: nn.Module) -> Layer:
+def _implementation(module: Any) -> str:
+    return str(module.config._attn_implementation)
+
+
+def _conv(name: str, module: Any) -> Layer:
     """Conv1D: a linear layer with its weight [in, out]; shown, as others are, as [out, in]."""
 
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, Quantization)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, Quantization)
 
         def forward(x: Tensor) -> Tensor:
             def as_conv(a: Tensor, b: Tensor) -> Tensor:
-                return torch.addmm(module.bias, a.view(-1, a.size(-1)), b.t()).view(*a.shape[:-1], module.nf)
+                flat = torch.addmm(module.bias, a.view(-1, a.size(-1)), b.t())
+                return flat.view(*a.shape[:-1], int(module.nf))
 
-            return linear(as_conv, x, module.weight.t(), told, module.bias)
+            return linear(as_conv, x, module.weight.t(), quantization, module.bias)
 
         return set_on(module, "forward", forward)
 

@@ -1,4 +1,4 @@
-"""A layer that a seam found, and what it is told: the words that pass between `capture.instrument` and the seams."""
+"""What `instrument` and the adapters exchange: layers, how they run, and when."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from binade.data.segment import Shard
 
 @dataclass(frozen=True)
 class Moment:
-    """When a forward pass is: its iteration and micro-batch, and whether it is recorded."""
+    """The iteration and micro-batch of a forward pass, and whether it is recorded."""
 
     iteration: int
     micro_batch: int
@@ -27,28 +27,28 @@ class Moment:
 
 
 Detach = Callable[[], None]
-Told = Quantization | CoreQuantization
+LayerQuantization = Quantization | CoreQuantization
 
 
 class InstrumentError(ValueError):
-    """The model holds nothing that a recipe could be applied to, or a module that cannot be intercepted."""
+    """The model has no layer to instrument, or a module that cannot be intercepted."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model whose products can be answered.
+    """A layer of a model whose products can be intercepted.
 
     name     the module's path in the model
-    shard    how this rank's tensor of the name that a tap sees stands to the whole one
-    attach   makes the module's products run as told (a CoreQuantization for a core), and returns what undoes it
-    path     another word for the module, used where two layers of the model would have the same site
+    shard    how this rank's part of a tensor, by the name that a tap sees, relates to the whole
+    attach   makes the module's products run as given (a CoreQuantization for a core), and returns the undo function
+    path     the module's name in its site where two layers of the model would have the same site
     """
 
     name: str
     module: nn.Module
     site: Site
     shard: Callable[[str], Shard]
-    attach: Callable[[Told], Detach]
+    attach: Callable[[LayerQuantization], Detach]
     path: str = ""
 
     @property
@@ -58,17 +58,22 @@ class Layer:
 
 @dataclass(frozen=True)
 class Found:
-    """What a seam has of a model: layers, modules that it leaves as they are on purpose (the LM head), and those that
-    it knows and cannot intercept, each with the reason. watched: whether the first pass is to be watched for others."""
+    """What an adapter finds in a model.
+
+    layers    to quantize and record
+    excluded  modules that stay as they are on purpose (the LM head)
+    refused   names of modules that cannot be intercepted, each with the reason
+    watched   whether the first forward pass is watched for other products
+    """
 
     layers: tuple[Layer, ...] = ()
-    left: tuple[nn.Module, ...] = ()
+    excluded: tuple[nn.Module, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     watched: bool = False
 
 
 def is_answered(module: nn.Module) -> bool:
-    """Whether a seam answers for a method of this instance already."""
+    """Whether an adapter has replaced a method of this instance already."""
     return any(isinstance(value, _Answer) for value in vars(module).values())
 
 
@@ -78,10 +83,10 @@ def whole(name: str) -> Shard:
 
 
 class _Answer:
-    """What stands in a module's dictionary in the place of its method. A copy of the module gets the method again, as
-    its own: the closure would go on using the weights of the module that was copied."""
+    """Replaces a method in the dictionary of a module. A copy of the module gets its original method back: the closure
+    would keep using the weights of the module that was copied."""
 
-    def __init__(self, module: nn.Module, name: str, value: Callable) -> None:
+    def __init__(self, module: nn.Module, name: str, value: Callable[..., Any]) -> None:
         self._module, self._name, self._value = module, name, value
         self._before = vars(module).get(name)  # of the instance's own
         update_wrapper(self, value)
@@ -98,7 +103,7 @@ class _Answer:
         return getattr(type(copied), self._name).__get__(copied)
 
 
-def set_on(module: nn.Module, name: str, value: Callable) -> Detach:
+def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
     """Give one instance an attribute of its own, as `module.name = value` does without nn.Module's bookkeeping.
     Returns what puts the instance's dictionary back exactly; it raises InstrumentError if another stands there now."""
     own = vars(module)

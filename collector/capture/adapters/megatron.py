@@ -18,14 +18,14 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, attach_core, product, see_scores
-from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, Told, set_on
+from binade.collector.capture.adapters.attention import CoreMode, attach_core, product, show_scores
+from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, LayerQuantization, set_on
 from binade.collector.capture.adapters.products import UNQUANTIZED, linear, shown
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
@@ -46,21 +46,22 @@ def find(model: nn.Module) -> Found:
         return Found(refused=tuple(refused))
     router = getattr(_loaded("megatron.core.transformer.moe.router"), "Router", ())
     core = getattr(_loaded("megatron.core.transformer.dot_product_attention"), "DotProductAttention", ())
-    found, left = [], []
+    found: list[Layer] = []
+    excluded: list[nn.Module] = []
     for name, module in modules.items():
         if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
             reason = _unfit(module)
             if reason:
                 refused.append((name, reason))
             elif _layer_number(modules, name) is None:
-                left.append(module)  # the LM head
+                excluded.append(module)  # the LM head
             else:
                 found.append(_linear(modules, name, isinstance(module, layers.ColumnParallelLinear)))
         elif isinstance(module, router):
             found.append(_router(modules, name))
         elif isinstance(module, core):
             found.append(_core(modules, name))
-    return Found(tuple(found), tuple(left), tuple(refused))
+    return Found(tuple(found), tuple(excluded), tuple(refused))
 
 
 def head(model: nn.Module, name: str) -> Layer:
@@ -83,7 +84,7 @@ def _refusal(module: nn.Module) -> str | None:
     return None
 
 
-def _unfit(module: nn.Module) -> str | None:
+def _unfit(module: Any) -> str | None:
     if module.gradient_accumulation_fusion:
         return "its weight's gradient is fused into the accumulation: use --no-gradient-accumulation-fusion"
     if not callable(getattr(module, "_forward_impl", None)):
@@ -124,7 +125,7 @@ def _path(name: str) -> str:
     return re.sub(r"(^|\.)layers\.\d+\.", r"\1", name)
 
 
-def _shard(module: nn.Module, word: str, kinds: dict[str, str]) -> Callable[[str], Shard]:
+def _shard(module: Any, word: str, kinds: dict[str, str]) -> Callable[[str], Shard]:
     group = module.tp_group
     count = 1 if group is None else dist.get_world_size(group)
     # Each rank's part of a gated fc1 is its gate and its up: initialized or not, the weight need not say so.
@@ -143,17 +144,17 @@ def _shard(module: nn.Module, word: str, kinds: dict[str, str]) -> Callable[[str
 
 
 def _linear(modules: dict[str, nn.Module], name: str, column: bool) -> Layer:
-    module = modules[name]
+    module: Any = modules[name]
 
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, Quantization)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, Quantization)
         original, forward = module._forward_impl, module.forward
         passed = 0
 
         def answered(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
             nonlocal passed
             passed += 1
-            return _product(original, input, weight, bias, told, options)
+            return _product(original, input, weight, bias, quantization, options)
 
         def checked(*args: Any, **kwargs: Any) -> Any:
             before = passed
@@ -175,7 +176,12 @@ def _linear(modules: dict[str, nn.Module], name: str, column: bool) -> Layer:
 
 
 def _product(
-    original: Callable, x: Tensor, weight: Tensor, bias: Tensor | None, how: Quantization, options: dict[str, Any]
+    original: Callable[..., Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: Quantization,
+    options: dict[str, Any],
 ) -> Tensor:
     """What _forward_impl computes. With communication in it the product is taken apart in the same way on every call,
     recorded or not, so that ranks of which only some record agree on what they exchange."""
@@ -194,20 +200,20 @@ def _product(
 
 
 def _router(modules: dict[str, nn.Module], name: str) -> Layer:
-    module = modules[name]
+    module: Any = modules[name]
 
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, Quantization)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, Quantization)
         gating = module.gating
 
-        def answered(x: Tensor) -> Tensor:
-            tap = told.tap()
-            if told.formats == UNQUANTIZED and tap is None:
+        def answered(x: Tensor) -> Any:
+            tap = quantization.tap()
+            if quantization.formats == UNQUANTIZED and tap is None:
                 return gating(x)
             dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(module.config.moe_router_dtype, x.dtype)
             bias, weight = getattr(module, "bias", None), module.weight.to(dtype)
             megatrons = sys.modules["megatron.core.transformer.moe.router"].router_gating_linear
-            how = Quantization(told.formats, told.backend, lambda: tap)
+            how = Quantization(quantization.formats, quantization.backend, lambda: tap)
             return linear(lambda a, b: megatrons(a, b, bias, dtype), x.to(dtype), weight, how, bias)
 
         return set_on(module, "gating", answered)
@@ -216,13 +222,13 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
-    module = modules[name]
+    module: Any = modules[name]
     state = sys.modules["megatron.core.parallel_state"]
     group = getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group()  # 0.15 keeps none
 
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, CoreQuantization)
-        return attach_core(name, module, MegatronCore, told)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, CoreQuantization)
+        return attach_core(name, module, MegatronCore, quantization)
 
     def shard(_: str) -> Shard:
         count = dist.get_world_size(group)
@@ -237,7 +243,7 @@ class MegatronCore(CoreMode):
 
     scores = contexts = 0
 
-    def answer(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.baddbmm:
             self.scores += 1
             return self._scores(*args, **kwargs)
@@ -254,7 +260,7 @@ class MegatronCore(CoreMode):
             )
 
     def _by_head(self, seen: Tensor) -> tuple[int, ...]:
-        heads = self.module.num_attention_heads_per_partition
+        heads = int(cast(Any, self.module).num_attention_heads_per_partition)
         return (seen.shape[0] // heads, heads, *seen.shape[1:])
 
     def _scores(self, buffer: Tensor, query: Tensor, key_t: Tensor, *, beta: float, alpha: float) -> Tensor:
@@ -263,9 +269,9 @@ class MegatronCore(CoreMode):
 
         tap = shown(self.qk, self._by_head)
         key = key_t.transpose(1, 2)
-        scores = product(as_megatron, query, key, self.told.qk, tap, transpose_b=True, scale=alpha)
-        see_scores(tap, scores)
+        scores = product(as_megatron, query, key, self.quantization.qk, tap, transpose_b=True, scale=alpha)
+        show_scores(tap, scores)
         return scores
 
     def _context(self, probs: Tensor, value: Tensor) -> Tensor:
-        return product(torch.bmm, probs, value, self.told.pv, shown(self.pv, self._by_head), transpose_b=False)
+        return product(torch.bmm, probs, value, self.quantization.pv, shown(self.pv, self._by_head), transpose_b=False)

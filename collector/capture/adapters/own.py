@@ -1,10 +1,10 @@
-"""The models of collector.model: their layers ask `quantization` how to run, so that a seam only has to set it."""
+"""The models of collector.models: the adapter sets the attribute `quantization` of their layers."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, Told
+from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, LayerQuantization
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.parallel import ParallelLinear
 
@@ -18,11 +18,11 @@ def _is_own(module: nn.Module) -> bool:
 
 
 def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
-    def attach(told: Told) -> Detach:
-        before, module.quantization = module.quantization, told
+    def attach(quantization: LayerQuantization) -> Detach:
+        before, module.quantization = module.quantization, quantization
 
         def detach() -> None:
-            if module.quantization is not told:
+            if module.quantization is not quantization:
                 raise InstrumentError(f"{name} was instrumented again meanwhile: leave the later block first")
             module.quantization = before
 

@@ -9,8 +9,8 @@ once, and a pass without gradients (an evaluation) is recorded like any other.
     megatron's checkpoint, CheckpointWithoutOutput likewise
     torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
 
-Which pass a second one repeats is told by the gradients: `Clock.listen` notes when those of a pass's results arrive,
-and of the passes for which they have, the latest is repeated first.
+The gradients show which pass a second one repeats: `Clock.listen` notes when those of a pass's results arrive, and of
+the passes whose gradients have arrived, the latest is repeated first.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Listener:
         return lambda seen: None if seen.name in FORWARD else tap(seen)
 
     def _recomputed(self) -> Moment:
-        """The moment of the pass that is made again: of those whose gradients have arrived the latest, as one backward
-        pass goes through several forward passes from the last to the first. Where that cannot be told (results in no
+        """The moment of the pass that is repeated: of those whose gradients have arrived the latest, as one backward
+        pass goes through several forward passes from the last to the first. Where that is unknown (results in no
         tuple, list or mapping), the earliest."""
         arrived = self.recorder.arrived
         at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
@@ -82,7 +82,7 @@ class Listener:
 
 
 class Clock:
-    """Counts the forward passes of a model as micro-batches, unless the recorder is told them (`Recorder.at`).
+    """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them.
 
     The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
     argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
@@ -145,8 +145,8 @@ def megatron_iteration() -> int | None:
 
 
 def megatron_micro_batches() -> int | None:
-    """Micro-batches of an iteration, where megatron.core has been told them."""
-    calculator = sys.modules.get("megatron.core.num_microbatches_calculator")
+    """Micro-batches per iteration, where megatron.core knows them."""
+    calculator: Any = sys.modules.get("megatron.core.num_microbatches_calculator")
     if getattr(calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is None:
         return None
-    return calculator.get_num_microbatches()
+    return int(calculator.get_num_microbatches())

@@ -1,4 +1,4 @@
-"""One product of a model: as the model computes it, with the tap beside it, or by quant.gemm.
+"""One product of a model: computed by the model and shown to a tap, or computed by quant.gemm.
 
 What is not quantized is left to the model's own call, so that its result has the same bits; the tap sees its operands
 before and its result after. Gradients are seen where they leave this product: operands are handed over as views, whose
@@ -24,7 +24,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Answering(threading.local):
-    """While a seam answers for the model: what it computes is not to be answered, or watched, again."""
+    """True while an adapter computes a product: its own calls are neither intercepted nor watched."""
 
     depth = 0
 
@@ -93,7 +93,7 @@ def listened(x: Tensor, tap: Tap, name: str) -> Tensor:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     view = x.view_as(x)
-    view.register_hook(_telling(tap, name))
+    view.register_hook(_observer(tap, name))  # type: ignore[no-untyped-call]  # torch has no annotations there
     return view
 
 
@@ -105,23 +105,20 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
     if base is None or base.grad_fn is None or base.numel() != y.numel() or not (
         base.is_contiguous() and y.is_contiguous()
     ):  # fmt: skip
-        y.register_hook(_telling(tap, "grad"))
+        y.register_hook(_observer(tap, "grad"))  # type: ignore[no-untyped-call]
         return
     # A product of three axes is a view of one of two. Modified in place (F.relu(y, inplace=True)) it would lose its own
     # place in the graph, and a hook with it; what it is a view of keeps its.
     shape, number = y.shape, base.output_nr
 
-    def tell(gradients: tuple[Tensor, ...]) -> None:
+    def observe(gradients: tuple[Tensor, ...]) -> None:
         tap(Observed("grad", gradients[number].detach().reshape(shape)))
 
-    base.grad_fn.register_prehook(tell)
+    base.grad_fn.register_prehook(observe)
 
 
-def _telling(tap: Tap, name: str) -> Callable[[Tensor], None]:
-    def tell(gradient: Tensor) -> None:
-        tap(Observed(name, gradient.detach()))
-
-    return tell
+def _observer(tap: Tap, name: str) -> Callable[[Tensor], None]:
+    return lambda gradient: tap(Observed(name, gradient.detach()))
 
 
 def shown(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: tuple[str, ...] = ()) -> Tap | None:

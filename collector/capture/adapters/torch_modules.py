@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from binade.collector.capture.adapters.attention import SdpaMode, attach_core
-from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, Told, set_on, whole
+from binade.collector.capture.adapters.layer import (
+    Detach,
+    Found,
+    InstrumentError,
+    Layer,
+    LayerQuantization,
+    set_on,
+    whole,
+)
 from binade.collector.capture.adapters.products import is_answering, linear
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
@@ -124,34 +132,36 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
 
 
 def linear_layer(name: str, module: nn.Linear, where: Site | None = None) -> Layer:
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, Quantization)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, Quantization)
         plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-        return set_on(module, "forward", _plain(module, told) if plain else _customized(name, module, told))
+        return set_on(
+            module, "forward", _plain(module, quantization) if plain else _customized(name, module, quantization)
+        )
 
     found, path = site(name)
     return Layer(name, module, where or found, whole, attach, path)
 
 
-def _plain(module: nn.Linear, told: Quantization) -> Callable[[Tensor], Tensor]:
+def _plain(module: nn.Linear, quantization: Quantization) -> Callable[[Tensor], Tensor]:
     def forward(input: Tensor) -> Tensor:
         bias = module.bias
-        return linear(lambda a, b: F.linear(a, b, bias), input, module.weight, told, bias)
+        return linear(lambda a, b: F.linear(a, b, bias), input, module.weight, quantization, bias)
 
     return forward
 
 
-def _customized(name: str, module: nn.Linear, told: Quantization) -> Callable:
+def _customized(name: str, module: nn.Linear, quantization: Quantization) -> Callable[..., Any]:
     """For a forward of the module's own: F.linear is answered while it runs, and must be called once."""
     before = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with LinearMode(told) as running:
+        with LinearMode(quantization) as running:
             result = before(*args, **kwargs)
         if running.seen != 1:
             raise InstrumentError(
                 f"{name} ({type(module).__name__}) called F.linear {running.seen} times where once was expected, so "
-                f"that its product was not intercepted: leave it out with leave=[{name!r}]"
+                f"that its product was not intercepted: leave it out with exclude=[{name!r}]"
             )
         return result
 
@@ -161,10 +171,12 @@ def _customized(name: str, module: nn.Linear, told: Quantization) -> Callable:
 class LinearMode(TorchFunctionMode):
     """Answers F.linear."""
 
-    def __init__(self, told: Quantization) -> None:
-        self.told, self.seen = told, 0
+    def __init__(self, quantization: Quantization) -> None:
+        self.quantization, self.seen = quantization, 0
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is not F.linear or is_answering():
             return func(*args, **kwargs)
@@ -172,13 +184,13 @@ class LinearMode(TorchFunctionMode):
         return self._answer(*args, **kwargs)
 
     def _answer(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(lambda a, b: F.linear(a, b, bias), input, weight, self.told, bias)
+        return linear(lambda a, b: F.linear(a, b, bias), input, weight, self.quantization, bias)
 
 
 def core_layer(name: str, module: nn.Module, mode: type) -> Layer:
-    def attach(told: Told) -> Detach:
-        assert isinstance(told, CoreQuantization)
-        return attach_core(name, module, mode, told)
+    def attach(quantization: LayerQuantization) -> Detach:
+        assert isinstance(quantization, CoreQuantization)
+        return attach_core(name, module, mode, quantization)
 
     found, path = site(name, "core")
     return Layer(name, module, found, whole, attach, path)

@@ -1,10 +1,9 @@
-"""The first forward pass of a model, watched: a matrix product that no seam answers is refused where it happens.
+"""Watches the first forward pass of a model and refuses a matrix product that no adapter intercepts.
 
-What is looked for: a product with one of the model's weights, F.scaled_dot_product_attention, and, where the recipe
-quantizes attention, any other product of two activations. Embeddings and what is left out on purpose are not meant. A
-weight is known as itself, as a view, or as whatever was made of weights alone: a cast, detached, transposed, stacked or
-normalized copy. Sums of products that are spelt otherwise are not seen: convolutions, an elementwise product that is
-summed, calls of torch.ops.
+It looks for products with one of the model's weights, for F.scaled_dot_product_attention and, where the recipe
+quantizes attention, for any other product of two activations; not for embeddings and excluded modules. It knows a
+weight as itself, as a view, and as anything computed from weights alone: a cast, detached, transposed, stacked or
+normalized copy. It does not see convolutions, elementwise products that are summed, and calls of torch.ops.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,13 +62,15 @@ PRODUCTS = frozenset(
 
 
 class Watch(TorchFunctionMode):
-    """layers: what the seams answer for. left: modules whose products are their own affair. attention: whether any
-    product of activations is meant."""
+    """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether products of two
+    activations are refused too."""
 
-    def __init__(self, model: nn.Module, layers: Iterable[Layer], left: Iterable[nn.Module], attention: bool) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool
+    ) -> None:
         self.names = {module: name or type(model).__name__ for name, module in model.named_modules()}
-        self.left = {inner for module in left for inner in module.modules()}
-        embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.left)
+        self.excluded = {inner for module in excluded for inner in module.modules()}
+        embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded)
         known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
         self.weights = {
             id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known
@@ -76,9 +78,11 @@ class Watch(TorchFunctionMode):
         self.cores = {layer.module for layer in layers if layer.is_core}
         self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
-        self.copies: dict[int, tuple[weakref.ref, str]] = {}
+        self.copies: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if is_answering():
             return func(*args, **(kwargs or {}))
         operands = list(_tensors((*args, *(kwargs or {}).values())))
@@ -87,33 +91,33 @@ class Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dim() > 1:
-            made_of = [self._weight(x) for x in operands if x.dim() > 1]
-            if made_of and all(made_of):  # of weights alone: no activation came in
-                self.copies[id(result)] = (weakref.ref(result), made_of[0])
+            sources = [self._weight(x) for x in operands if x.dim() > 1]
+            if sources and sources[0] and all(sources):  # weights alone: no activation came in
+                self.copies[id(result)] = (weakref.ref(result), sources[0])
         return result
 
     def _weight(self, x: Tensor) -> str | None:
         """The weight that x is, or was made of."""
         if (name := self.weights.get(id(x))) or (x._base is not None and (name := self.weights.get(id(x._base)))):
             return name
-        made, name = self.copies.get(id(x), (None, None))
-        return name if made is not None and made() is x else None
+        made = self.copies.get(id(x))
+        return made[1] if made and made[0]() is x else None
 
-    def _look(self, func: Callable, operands: list[Tensor]) -> None:
+    def _look(self, func: Callable[..., Any], operands: list[Tensor]) -> None:
         weight = next((name for x in operands if (name := self._weight(x))), None)
         attends = func is F.scaled_dot_product_attention or (self.attention and _activations(operands))
         if weight is None and not attends:
             return
         module = _caller(self.names)
-        # A seam need not answer where there is nothing to do, and looks itself whether it was asked.
-        if module in self.left or module in (self.linears if weight else self.cores):
+        # An adapter checks by itself whether its module called the product.
+        if module in self.excluded or module in (self.linears if weight else self.cores):
             return
         where = f"{self.names[module]} ({type(module).__name__})" if module else "the model"
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
         pattern = self.names[module] if module else weight
         raise InstrumentError(
             f"{where} computes a product {what} by {func.__name__} that is not intercepted: neither quantized nor "
-            f"recorded. Leave it out on purpose with leave=[{pattern!r}]"
+            f"recorded. Leave it out on purpose with exclude=[{pattern!r}]"
         )
 
 
@@ -134,7 +138,7 @@ def _activations(operands: list[Tensor]) -> bool:
 
 def _caller(names: dict[nn.Module, str]) -> nn.Module | None:
     """The innermost of the model's modules whose method is running."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner in names:
