@@ -1,6 +1,7 @@
-"""Work handed out to processes whose death costs only the job at hand.
+"""A pool of processes in which the death of one costs only its current job, and is reported with that job.
 
-concurrent.futures was the alternative: there one killed worker ends the whole pool, and nobody knows on which job.
+Two libraries were tried. A killed worker breaks a whole concurrent.futures pool, and no job is named. The workers of
+pebble share one pipe: one that is killed while it sends its result stalls all others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ DEPTH = 2  # one job at hand and the next one waiting
 
 @dataclass(frozen=True)
 class Death:
-    """The worker died on this job: of a signal (a negative exit status) or of itself."""
+    """The worker died on this job, by a signal (a negative exit status) or by exiting."""
 
     status: int
 
@@ -44,12 +45,12 @@ class _Worker(Generic[J]):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
         self.process.start()
-        theirs.close()  # its end is the worker's alone: when that dies, reading here ends
+        theirs.close()  # only the worker has that end now: when it dies, reading here ends
         self.held: deque[J] = deque()
 
     def give(self, job: J) -> None:
         self.held.append(job)
-        with suppress(OSError):  # it is dead: seen when its answer is read
+        with suppress(OSError):  # it is dead, which is noticed when its result is read
             self.connection.send(job)
 
     def stop(self) -> int:
@@ -61,14 +62,14 @@ class _Worker(Generic[J]):
 
 
 def _serve(connection: Connection, work: Callable[[J], object]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells everyone; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all processes; the parent decides
     with suppress(EOFError, OSError):  # the parent is gone
         while True:
             connection.send(work(connection.recv()))
 
 
 def prepare(module: str) -> None:
-    """Have the processes' common parent started, which imports that module: while the caller does other things."""
+    """Start the common parent of the processes, which imports that module while the caller continues."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([module])
     resource_tracker.ensure_running()  # which forkserver starts too, and which unblocks SIGINT
     before = signal.pthread_sigmask(
@@ -100,13 +101,15 @@ def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[t
                     len(worker.held) < DEPTH and (job := again.popleft() if again else next(source, None)) is not None
                 ):
                     worker.give(job)
-            busy = {worker.connection: worker for worker in crew if worker.held}
+            busy = [worker for worker in crew if worker.held]
             if not busy:
                 return
-            for connection in wait(list(busy)):
-                worker = busy[connection]
+            ready = wait([worker.connection for worker in busy])
+            for worker in busy:
+                if worker.connection not in ready:
+                    continue
                 try:
-                    result = connection.recv()
+                    result: R = worker.connection.recv()
                 except (EOFError, OSError):
                     worker.process.join()  # not stopped before it has said how it died
                     crew.remove(worker)
