@@ -1,8 +1,8 @@
 """The index of a root, and the only SQL in the project.
 
-`<root>/index.duckdb` belongs to one process at a time. Who finds it locked (or the root read-only) indexes the same
-segments into memory instead: slower to open, the same answers; so does who finds the disk full. What is on disk is the
-truth; `sync` brings the index up to it, adding each segment once and dropping runs that are gone.
+`<root>/index.duckdb` belongs to one process at a time. If it is locked, the root is read-only or the disk is full, the
+segments are indexed into memory instead, which is slower to open and gives the same answers. The run directories are
+the source of truth: `sync` updates the index from them, adding each segment once and dropping runs that are gone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PUBLIC_TABLES = ("run", "tensor", "score", "sketch")
 
 
 class CatalogError(ValueError):
-    """What was asked of the index is not in it. The message says what."""
+    """The index does not hold what was requested. The message says what."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class Catalog:
         """Bring one run up to date; `taken` are its segments in the index and their times of change."""
         segments = _segments(run)
         if any(taken.get(name, mtime) != mtime for name, mtime in segments.items()):
-            self._drop(cursor, run.run_id)  # replaced on disk: take the run in anew
+            self._drop(cursor, run.run_id)  # replaced on disk: index the run again
             taken = {}
         row = _run_row(run)
         cursor.execute(f"INSERT OR REPLACE INTO run VALUES ({', '.join('?' * len(row))})", row)
@@ -447,7 +447,7 @@ class Catalog:
         )
 
     def pairs(self, run_id: str, reference: str, where: Filter | None = None) -> pd.DataFrame:
-        """The tensors of one run beside their twins in another: tensor_id, reference_id, layer_index, module,
+        """The tensors of one run next to their counterparts in another: tensor_id, reference_id, layer_index, module,
         operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity (see
         `twins`); both must have values on disk."""
         condition, parameters = self._selection(where, None)
@@ -519,7 +519,7 @@ class Catalog:
         path, foreign, key = self._file(tensor_id)
         if not foreign:
             return load(path)
-        from binade.data.foreign import load_foreign  # torch only for those who read values
+        from binade.data.foreign import load_foreign  # imports torch
 
         return load_foreign(path, key)
 
@@ -538,7 +538,7 @@ class Catalog:
             raise CatalogError(
                 f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
             )
-        import torch  # only for those who read values
+        import torch  # here, so that only reading values waits for it
 
         tensors = [self.load(part) for part in parts["tensor_id"]]
         if first["shard"] == "partial":
@@ -587,7 +587,7 @@ def _transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
 
 
 def _connect(index: Path) -> duckdb.DuckDBPyConnection | None:
-    """A connection to the index, made anew where it is damaged or another version's; None where another process holds
+    """A connection to the index, rebuilt if it is damaged or another version's; None where another process holds
     it or it cannot be written."""
     schema = SCHEMA.read_text()
     for _ in ("as it is", "rebuilt"):
