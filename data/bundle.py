@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 import struct
@@ -23,7 +22,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -192,7 +191,7 @@ class _Writer:
             raw += kept
             tensors += len(paths)
             place, field = table.schema.get_field_index("path"), table.schema.field("path")
-            rows = self._aside(f"{run.run_id}-{segment}")
+            rows = self._temporary(f"{run.run_id}-{segment}")
             pq.write_table(table.set_column(place, field, pa.array(paths, field.type)), rows)
             files.append((f"{prefix}/segments/{segment}/tensor.parquet", rows))
             for name in ("sketch.parquet", "score.parquet"):
@@ -201,15 +200,15 @@ class _Writer:
             files.append((f"{prefix}/{path}", run.directory / path))
             nbytes += (run.directory / path).stat().st_size
         status = replace(run.status, tensors=tensors, tensors_without_raw=tensors - len(raw), bytes=nbytes)
-        told = self._aside(f"status-{run.run_id}")
-        told.write_text(json.dumps(asdict(status)))
-        files.append((f"{prefix}/status.json", told))
+        status_file = self._temporary(f"status-{run.run_id}")
+        status_file.write_text(json.dumps(asdict(status)))
+        files.append((f"{prefix}/status.json", status_file))
         for name in ("run.json", "loss.jsonl", "log.txt"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
         return _Plan(files, tensors, len(raw), left_out)
 
-    def _aside(self, name: str) -> Path:
+    def _temporary(self, name: str) -> Path:
         return self.folder / f"{len(list(self.folder.iterdir()))}-{name}"[:200]
 
     def add(self, name: str, path: Path) -> None:
@@ -256,12 +255,14 @@ def import_runs(
     except OSError as error:
         raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
-        with _aside(root) as aside:
-            hashes, extras = _extract(source, aside, done)
+        # On the root's disk, and not listed among its runs.
+        with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=".part") as part:
+            staged = Path(part)
+            hashes, extras = _extract(source, staged, done)
             check(extras)
-            _check_runs(aside / "runs", hashes)
+            _check_runs(staged / "runs", hashes)
             added, kept = _sort_out(root, hashes)
-            _publish(aside / "runs", root, added)
+            _publish(staged / "runs", root, added)
             new = False
             return Imported(tuple(added), tuple(kept), extras)
     except OSError as error:
@@ -272,23 +273,12 @@ def import_runs(
                 root.rmdir()
 
 
-@contextmanager
-def _aside(root: Path) -> Iterator[Path]:
-    """A directory on the root's disk that the catalog does not look at; gone afterwards."""
-    aside = root / f".bundle.{secrets.token_hex(8)}.part"
-    aside.mkdir()
-    try:
-        yield aside
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
 def _refuse(reason: str) -> NoReturn:
     raise BundleError(f"This bundle is refused: {reason}.")
 
 
-def _extract(source: Path, aside: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Unpack into aside: (the runs' fingerprints, the extra files). Only files that the list names, none longer than
+def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files that the list names, none longer than
     it says, every name of a form that a bundle has."""
     extras = {}
     with _opened(source) as archive:
@@ -297,13 +287,13 @@ def _extract(source: Path, aside: Path, done: Callable[[int, int], None]) -> tup
         if set(files) != set(entries) - {LIST}:
             _refuse("its files are not those that its list names")
         total = sum(file.bytes for file in files.values())
-        if total > shutil.disk_usage(aside).free:
+        if total > shutil.disk_usage(staged).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
         for index, (name, file) in enumerate(files.items()):
             if _EXTRA.fullmatch(name):
                 extras[name] = _read(archive, entries[name], file)
             else:
-                _unpack(archive, entries[name], file, aside / name)
+                _unpack(archive, entries[name], file, staged / name)
             done(index + 1, len(files))
     return hashes, extras
 

@@ -25,13 +25,17 @@ _adapters: dict[type, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(strict=True, extra="forbid")
 
 
-def parse_json(kind: type[T], content: bytes) -> T:
-    """Raises ValueError, whose message is one line that names the field."""
+def adapter_of(kind: type[T]) -> TypeAdapter[T]:
+    """What checks values of this type; built once."""
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
-    adapter: TypeAdapter[T] = _adapters[kind]
+    return _adapters[kind]
+
+
+def parse_json(kind: type[T], content: bytes) -> T:
+    """Raises ValueError, whose message is one line that names the field."""
     try:
-        return adapter.validate_json(content)
+        return adapter_of(kind).validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable
 from dataclasses import fields
-from functools import cache
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, core_schema
+
+from binade.data.json_files import adapter_of
 
 T = TypeVar("T")
 REASONS = {
@@ -97,15 +97,9 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
 def validate(kind: type[T], given: Any) -> T:
     """A record from values of JSON. Raises RefusedError."""
     try:
-        record: T = _adapter(kind).validate_python(given)
-        return record
+        return adapter_of(kind).validate_python(given)
     except ValidationError as error:
         raise RefusedError(_reason(error)) from None
-
-
-@cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _read_json(content: bytes) -> Any:
