@@ -40,6 +40,7 @@ from binade.quant.formats import FORMATS, UnknownFormatError
 
 BF16_BITS = 16
 SIDES = (("linear", "forward"), ("linear", "backward"), ("FA", "forward"), ("FA", "backward"))  # component, operation
+MEASURES = ("sqnr_db", "flush_to_zero", "saturated")
 
 Value = str | int | float | bool | None
 
@@ -383,11 +384,12 @@ def _roundings(catalog: Catalog, finished: Filter) -> tuple[Rounding, ...]:
     operands = catalog.operands(finished)
     quantized = operands[operands["format"].notna()].groupby(["component", "operation"])["tensors"].sum()
     pooled = catalog.moments(finished, by=("component", "operation")).set_index(["component", "operation"])
+    measures = pooled.astype({name: float for name in MEASURES})[list(MEASURES)].to_dict("index")
     return tuple(
         Rounding(
             *side,
             int(quantized[side]),
-            *(float(pooled.loc[side, name]) for name in ("sqnr_db", "flush_to_zero", "saturated")),
+            *(float(measures[side][name]) for name in MEASURES),
         )
         for side in SIDES
         if side in quantized
