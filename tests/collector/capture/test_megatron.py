@@ -305,7 +305,7 @@ def megatron_lm(monkeypatch, micro_batches) -> Callable[[bool], SimpleNamespace]
     return install
 
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "megatron_pretrain.py"
 
 
 @pytest.mark.parametrize("with_arguments", [False, True], ids=["core", "training loop"])
