@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 import streamlit as st
 
 from binade.app import state
-from binade.app.jobs import collect_page as collect
-from binade.app.jobs import page as jobs
-from binade.app.pages import overview_page as overview
-from binade.app.pages import runs_page as runs
-from binade.app.pages import sql_page as sql
-from binade.app.pages import tensor_page as tensor
-from binade.app.pages import worst_page as worst
-from binade.app.questions.distribution import page as explore
-from binade.app.questions.recipes import page as recipes
+from binade.app.pages import question_page
+from binade.app.pages.registry import PAGES, Page
 from binade.app.sessions import draft
-from binade.app.sessions import page as sessions
 from binade.data.access import read_only
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
@@ -36,27 +31,26 @@ CSS = (
 )
 
 
+def _shown(page: Page) -> Callable[[], None]:
+    """What shows a page; its name is that of the page's address."""
+    shown: Callable[[], None] = import_module(page.layout).page if page.layout else question_page.page_of(page)
+    return shown
+
+
 def navigate(default: str = "overview") -> None:
     """Declare the pages, so that they can link to each other, and run the one that the address names."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
     st.html(CSS)
-    pages = {
-        "overview": (overview.page, "Overview", ":material/home:"),
-        "explore": (explore.page, "Explore", ":material/query_stats:"),
-        "worst": (worst.page, "Worst", ":material/trending_down:"),
-        "tensor": (tensor.page, "Tensor", ":material/grid_on:"),
-        "recipes": (recipes.page, "Recipes", ":material/balance:"),
-        "runs": (runs.page, "Runs", ":material/science:"),
-        "sessions": (sessions.page, "Sessions", ":material/bookmarks:"),
-        "sql": (sql.page, "SQL", ":material/database:"),
-        "collect": (collect.page, "Collect", ":material/play_circle:"),
-        "jobs": (jobs.page, "Jobs", ":material/list_alt:"),
-    }
-    if read_only():
-        pages = {name: page for name, page in pages.items() if name not in ("sql", "collect")}
     declared = {
-        name: st.Page(page, title=title, icon=icon, url_path=None if name == default else name, default=name == default)
-        for name, (page, title, icon) in pages.items()
+        page.name: st.Page(
+            _shown(page),
+            title=page.title,
+            icon=page.icon,
+            url_path=None if page.name == default else page.name,
+            default=page.name == default,
+        )
+        for page in PAGES.values()
+        if not (page.writes and read_only())
     }
     st.session_state["pages"] = declared
     chosen = st.navigation(list(declared.values()), position="top")

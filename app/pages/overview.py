@@ -11,6 +11,7 @@ from binade.app.params import One, Param
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.ranking.charts import ranking, ranking_height
 from binade.app.questions.shared import distribution_charts, distributions
+from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -30,7 +31,8 @@ def params(opened: Catalog) -> dict[str, Param]:
     return {"format": One(first_formats(opened))}
 
 
-def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened, where = selection.opened, selection.where
     found = panels(opened, where)
     low = worst(opened, where, values["format"]) if values["format"] else None
     problems = () if found else ("Nothing to draw: no nonzero value is finite.",)

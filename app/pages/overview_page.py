@@ -78,9 +78,10 @@ def _less(config: dict[str, Any], name: str, than: str) -> bool:
 def _questions(where: Filter) -> None:
     st.markdown("**What do you want to know?**")
     columns = st.columns(3, gap="medium")
-    for index, question in enumerate(QUESTIONS):
-        with columns[index * 3 // len(QUESTIONS)]:
-            link(question.page, question.text, where, question.icon, question.help, **question.params)
+    asked = [question for question in QUESTIONS if question.on_overview]
+    for index, question in enumerate(asked):
+        with columns[index * 3 // len(asked)]:
+            link(question.page, question.text, where, question.icon, question.help, **question.address)
 
 
 def _panels(opened: Catalog, where: Filter) -> None:

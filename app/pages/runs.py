@@ -13,16 +13,17 @@ from binade.app.params import Param
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 
 
 def params(opened: Catalog) -> dict[str, Param]:
     return {}
 
 
-def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     """All runs, whatever the filter."""
+    opened = selection.opened
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
     latest = runs_with_reference(runs.head(style.MAX_GROUPS), opened.parts())

@@ -11,6 +11,7 @@ from binade.app import show
 from binade.app.formatting import bytes_text
 from binade.app.pages import runs as figures
 from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
 from binade.app.state import catalog_page, explain_empty
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -35,7 +36,7 @@ def page(opened: Catalog) -> None:
         return
     _totals(runs)
     _table(runs, runs_with_reference(runs, opened.parts()))
-    losses = figures.drawn(opened, Filter(), {}, [])
+    losses = figures.draw(Selection(opened, Filter()), {})
     for note in losses.problems:
         st.caption(note)
     for figure in losses.figures:

@@ -13,15 +13,9 @@ from binade.app.filters import sidebar
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
-from binade.app.questions.attention import view as attention
-from binade.app.questions.blocks import view as blocks
-from binade.app.questions.codes import view as codes
-from binade.app.questions.drift import view as drift
-from binade.app.questions.normality import view as law
 from binade.app.questions.shared.labels import full_labels
-from binade.app.questions.shared.selected_tensor import Look
-from binade.app.questions.what_if import view as whatif
-from binade.app.questions.why import view as why
+from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.view import show_question
 from binade.app.state import catalog_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
@@ -50,18 +44,15 @@ def page(opened: Catalog) -> None:
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
     fmt = right.selectbox("Held against", list(FORMATS), key="format", help="The format that it is rounded to here")
-    view = st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name])
+    st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
     show_card(row)
     if (x := _load(opened, row)) is not None:
-        look = Look(opened, where, row, x, FORMATS[fmt], labels[tensor_id])
+        values = {name: state[name] for name in params}
+        selected = SelectedTensor(opened, where, row=row, x=x, format=FORMATS[fmt], labels=labels)
         with st.spinner("Reading the values …", show_time=True) if x.numel() > LARGE else nullcontext():
-            if view == "law":
-                law.view(look, labels)
-            else:
-                draw = {"why": why, "whatif": whatif, "drift": drift, "blocks": blocks, "attention": attention}
-                draw.get(view or "why", codes).view(look)
+            show_question(VIEWS[values["view"]], selected, values)
     write(where, params)
 
 

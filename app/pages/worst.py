@@ -1,4 +1,4 @@
-"""The page of metrics over the selection: ranked, by depth, in training, forward against backward."""
+"""The page of metrics over the selection. Its views are the questions whose page is "worst"."""
 
 from __future__ import annotations
 
@@ -7,30 +7,35 @@ from typing import Any
 from binade.app.figure import Drawn
 from binade.app.formatting import first_formats
 from binade.app.params import One, Param
-from binade.app.questions.depth.question import depth
-from binade.app.questions.directions.question import directions
-from binade.app.questions.ranking.question import board
+from binade.app.questions.registry import views_of
 from binade.app.questions.shared import boards
-from binade.app.questions.training.question import training
+from binade.app.questions.shared.selection import Board, Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 
-VIEWS = {
-    "board": "Ranking",
-    "depth": "By depth",
-    "training": "In training",
-    "directions": "Forward and backward",
-}
+VIEWS = views_of("worst")
 
 
 def params(opened: Catalog) -> dict[str, Param]:
-    return {"view": One(tuple(VIEWS)), "metric": One(boards.METRICS), "format": One(first_formats(opened))}
+    own: dict[str, Param] = {
+        name: param for question in VIEWS.values() for name, param in question.params(opened).items()
+    }
+    return {
+        "view": One(tuple(VIEWS)),
+        "metric": One(boards.METRICS),
+        "format": One(first_formats(opened)),
+        **own,
+    }
 
 
-def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
+    """What is ranked; the answer itself where that is nothing."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
     if boards.is_error(measure.key) and not fmt:
         return Drawn(problems=("No operand of a GEMM is scored here: choose a statistic of the values.",))
-    view = {"board": board, "depth": depth, "training": training, "directions": directions}[values["view"]]
-    return view(opened, where, fmt, measure)
+    return Board(selection.opened, selection.where, format=fmt, measure=measure)
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    found = board(selection, values)
+    return found if isinstance(found, Drawn) else VIEWS[values["view"]].draw(found, values)

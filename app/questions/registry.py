@@ -1,68 +1,48 @@
-"""The twelve questions, and where each is answered."""
+"""All questions, in the order in which the overview and the views of a page show them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from binade.app.questions.attention.question import ATTENTION
+from binade.app.questions.blocks.question import BLOCKS
+from binade.app.questions.codes.question import CODES
+from binade.app.questions.depth.question import DEPTH
+from binade.app.questions.directions.question import DIRECTIONS
+from binade.app.questions.distribution.question import DISTRIBUTION
+from binade.app.questions.drift.question import DRIFT
+from binade.app.questions.normality.question import NORMALITY
+from binade.app.questions.question import Question
+from binade.app.questions.ranking.question import RANKING
+from binade.app.questions.recipes.question import RECIPES
+from binade.app.questions.training.question import TRAINING
+from binade.app.questions.what_if.question import WHAT_IF
+from binade.app.questions.why.question import WHY
+
+QUESTIONS: tuple[Question, ...] = (
+    DISTRIBUTION,
+    RANKING,
+    WHY,
+    WHAT_IF,
+    NORMALITY,
+    DEPTH,
+    TRAINING,
+    DIRECTIONS,
+    RECIPES,
+    DRIFT,
+    BLOCKS,
+    ATTENTION,
+    CODES,
+)
 
 
-@dataclass(frozen=True)
-class Question:
-    """A question as it stands on the overview, the page and view that answer it, and how."""
-
-    text: str
-    page: str
-    icon: str
-    help: str
-    params: dict[str, str] = field(default_factory=dict)
+def views_of(page: str) -> dict[str, Question]:
+    """The questions that a page answers, by the name of the view."""
+    return {question.view: question for question in QUESTIONS if question.page == page}
 
 
-QUESTIONS = (
-    Question(
-        "Which tensors suffer most?", "worst", ":material/leaderboard:",
-        "A ranked board over layer, module, operation and tensor", {"view": "board"},
-    ),
-    Question(
-        "Why do they suffer?", "tensor", ":material/search_insights:",
-        "Magnitudes over the format’s codebook, channels, tokens", {"view": "why"},
-    ),
-    Question(
-        "Would another format fix it?", "tensor", ":material/experiment:",
-        "Round it to any formats with any options", {"view": "whatif"},
-    ),
-    Question(
-        "Is it normal?", "tensor", ":material/show_chart:",
-        "Q–Q plots against laws, other tensors and selections", {"view": "law"},
-    ),
-    Question(
-        "Does it get worse with depth?", "worst", ":material/layers:",
-        "Any metric by tensor and layer", {"view": "depth"},
-    ),
-    Question(
-        "Does it change in training?", "worst", ":material/timeline:",
-        "Any metric by iteration and layer", {"view": "training"},
-    ),
-    Question(
-        "Which gradients flush to zero?", "worst", ":material/swap_horiz:",
-        "Forward against backward, side by side", {"view": "directions", "metric": "flush_to_zero"},
-    ),
-    Question(
-        "Which part costs the most loss?", "recipes", ":material/balance:",
-        "QK, PV or the linears: each recipe’s loss and gradients against bf16’s",
-    ),
-    Question(
-        "Is it rounding, or has it drifted?", "tensor", ":material/alt_route:",
-        "bf16’s tensor, the same rounded, the quantized run’s", {"view": "drift"},
-    ),
-    Question(
-        "Which blocks fail?", "tensor", ":material/view_module:",
-        "Scales and SQNR block by block, down to the values", {"view": "blocks"},
-    ),
-    Question(
-        "What happens inside attention?", "tensor", ":material/visibility:",
-        "Probabilities, entropy and scores, head by head", {"view": "attention"},
-    ),
-    Question(
-        "What is the format really using?", "tensor", ":material/tag:",
-        "Codes, tiers of precision, entropy", {"view": "codes"},
-    ),
-)  # fmt: skip
+def describe() -> str:
+    """The questions as a Markdown table, for the docs."""
+    rows = []
+    for question in QUESTIONS:
+        place = f"{question.page.capitalize()} › {question.title}" if question.view else question.title
+        rows.append(f"| {question.text} | {place} | {question.help} |")
+    return "\n".join(["| Question | Page › view | What it shows |", "|---|---|---|", *rows])

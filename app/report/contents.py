@@ -17,18 +17,21 @@ import pandas as pd
 from binade.app.figure import Drawn, Figure
 from binade.app.formatting import big, first_formats
 from binade.app.pages import overview
-from binade.app.params import TITLES
+from binade.app.pages.registry import PAGES
+from binade.app.params import TITLES, read
 from binade.app.questions.attention import question as attention
 from binade.app.questions.codes import question as codes
 from binade.app.questions.depth import question as depth
 from binade.app.questions.directions import question as directions
 from binade.app.questions.distribution import question as distribution
+from binade.app.questions.question import Question
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.ranking import question as ranking
 from binade.app.questions.recipes import question as recipes
+from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.runs import runs_with_reference
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import Board, SelectedTensor, Selection
 from binade.app.questions.training import question as training
 from binade.app.questions.why import question as why
 from binade.app.report import hifp8
@@ -63,6 +66,7 @@ def parts(opened: Catalog, where: Filter, command: str) -> Iterator[Part]:
     yield _statistics(opened, where, scored, lying)
     yield _hifp8(opened, where, scored)
     yield _attention(opened, where)
+    yield from (_answer(opened, where, question) for question in QUESTIONS if question.in_report)
     yield run_tables.part(opened, run_tables.selected(opened, where))
     yield run_tables.definitions()
     yield run_tables.made_with(command)
@@ -99,7 +103,7 @@ def _chosen(where: Filter, name: str, facets: dict[str, list]) -> list:
 
 def _lie(opened: Catalog, where: Filter, by: str, axis: str = "log2") -> Drawn:
     """Histogram, Q-Q plot and boxes of the groups of one field."""
-    chosen = distribution.selection(opened, where, opened.rows_of([]), by)
+    chosen = distribution.groups_of(opened, where, opened.rows_of([]), by)
     return distribution.values_lie(opened, where, None, chosen, axis, "normal")
 
 
@@ -131,12 +135,12 @@ def _heatmaps(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
     found: list[Plate] = []
     for fmt in formats:
         for metric in ("sqnr_db", "flush_to_zero", "saturated"):
-            drawn = depth.depth(opened, where, fmt, MEASURES[metric])
+            drawn = depth.draw(Board(opened, where, format=fmt, measure=MEASURES[metric]), {})
             if metric == "saturated" and not _any(drawn):
                 continue
             found += [Plate(f"heatmaps/{metric}_{fmt}", figure) for figure in drawn.figures]
     for metric in OF_VALUES:
-        drawn = depth.depth(opened, where, "", MEASURES[metric])
+        drawn = depth.draw(Board(opened, where, format="", measure=MEASURES[metric]), {})
         found += [Plate(f"heatmaps/{metric}", figure) for figure in drawn.figures]
     problems: list[str] = []
     for fmt in formats:
@@ -156,25 +160,25 @@ def _tokens(opened: Catalog, where: Filter, fmt: str) -> tuple[Plate | None, str
     table = ranking_compute.ranking(opened, where, fmt, "sqnr_db")
     if table.empty:
         return None, ""
-    look, problem = _look(opened, where, table.iloc[0]["tensor_id"], fmt)
-    if look is None:
+    selected, problem = _selected(opened, where, table.iloc[0]["tensor_id"], fmt)
+    if selected is None:
         return None, problem
-    figure = why.tokens(look)
+    figure = why.tokens(selected)
     if figure is None:
         return None, ""
     caption = f"{figure.caption}\nThe tensor with the lowest SQNR in {fmt}."
     return Plate(f"heatmaps/tokens_worst_{fmt}", replace(figure, caption=caption)), ""
 
 
-def _look(opened: Catalog, where: Filter, tensor_id: str, fmt: str) -> tuple[Look | None, str]:
+def _selected(opened: Catalog, where: Filter, tensor_id: str, fmt: str) -> tuple[SelectedTensor | None, str]:
     """A tensor with its values, or what is missing."""
     rows = opened.rows_of([tensor_id])
-    label = full_labels(rows)[tensor_id]
+    labels = full_labels(rows)
     try:
         x = opened.load(tensor_id)
     except (CatalogError, TensorFileError) as error:
-        return None, f"{label}: its values are not to be had ({error})."
-    return Look(opened, where, rows.iloc[0], x, FORMATS[fmt], label), ""
+        return None, f"{labels[tensor_id]}: its values are not to be had ({error})."
+    return SelectedTensor(opened, where, row=rows.iloc[0], x=x, format=FORMATS[fmt], labels=labels), ""
 
 
 def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
@@ -185,7 +189,7 @@ def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Pa
     problems: list[str] = []
     for fmt in formats:
         for metric in ("sqnr_db", "flush_to_zero"):
-            drawn = directions.directions(opened, where, fmt, MEASURES[metric])
+            drawn = directions.draw(Board(opened, where, format=fmt, measure=MEASURES[metric]), {})
             for figure in drawn.figures:
                 operation = figure.name.removeprefix("direction_")
                 titled = _titled(figure, f"{MEASURES[metric].label} in {fmt}, {operation}")
@@ -250,19 +254,19 @@ def _statistics(opened: Catalog, where: Filter, formats: tuple[str, ...], lying:
         found += plates("statistics", [f for f in drawn.figures if f.name == "boxes"], f"_{by}")
     verdicts = []
     for fmt in formats:
-        ranked = ranking.board(opened, where, fmt, MEASURES["sqnr_db"])
+        ranked = ranking.draw(Board(opened, where, format=fmt, measure=MEASURES["sqnr_db"]), {})
         verdicts.append(f"{fmt}: {ranked.verdict}")
         found += [Plate(f"statistics/ranking_sqnr_db_{fmt}", figure) for figure in ranked.figures]
         tables += [
             Table(f"ranking_{fmt}", f"Worst in {fmt}", figure.table.head(MAX_WORST).drop(columns=["value"]))
             for figure in ranked.figures
         ]
-        trained = training.training(opened, where, fmt, MEASURES["sqnr_db"])
+        trained = training.draw(Board(opened, where, format=fmt, measure=MEASURES["sqnr_db"]), {})
         found += [Plate(f"statistics/training_sqnr_db_{fmt}", f) for f in trained.figures if f.name == "training"]
     for metric in OF_VALUES:
-        ranked = ranking.board(opened, where, "", MEASURES[metric])
+        ranked = ranking.draw(Board(opened, where, format="", measure=MEASURES[metric]), {})
         found += [Plate(f"statistics/ranking_{metric}", figure) for figure in ranked.figures]
-    trained = training.training(opened, where, "", MEASURES["absmax"])
+    trained = training.draw(Board(opened, where, format="", measure=MEASURES["absmax"]), {})
     found += [Plate(f"statistics/{f.name if f.name == 'losses' else f'{f.name}_absmax'}", f) for f in trained.figures]
     text = "Moments over the finite values, ranked places, and how they change in training."
     return Part("statistics", "Statistics", tuple(found), tuple(tables), text, " ".join(verdicts[:1]))
@@ -278,13 +282,13 @@ def _hifp8(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
         table = ranking_compute.ranking(opened, where, "hifp8", "sqnr_db")
         chosen = pd.concat([part.head(LOOKED_AT // 2) for _, part in table.groupby("operation", sort=False)])
         for number, tensor_id in enumerate(chosen["tensor_id"].head(LOOKED_AT), 1):
-            look, problem = _look(opened, where, tensor_id, "hifp8")
-            if look is None:
+            selected, problem = _selected(opened, where, tensor_id, "hifp8")
+            if selected is None:
                 problems.append(problem)
                 continue
-            drawn = codes.drawn(look, {})
+            drawn = codes.draw(selected, {})
             problems += drawn.problems
-            verdicts.append(f"{look.label}: {drawn.verdict}")
+            verdicts.append(f"{selected.label}: {drawn.verdict}")
             found += plates("hifp8", drawn.figures, f"_{number}")
     else:
         problems.append("No operand was scored in hifp8: its codes are not counted.")
@@ -312,19 +316,31 @@ def _attention(opened: Catalog, where: Filter) -> Part:
         problems.append(f"{len(chosen)} of {len(places)} layers of runs are drawn: narrow the filter for others.")
     for number, row in enumerate(chosen.to_dict("records"), 1):
         fmt = row["quant_type"] if row["quant_type"] in FORMATS and row["quant_type"] != "bf16" else "hifp8"
-        look, problem = _look(opened, where, row["tensor_id"], fmt)
-        if look is None:
+        selected, problem = _selected(opened, where, row["tensor_id"], fmt)
+        if selected is None:
             problems.append(problem)
             continue
-        found += _maps(look, f"_{number:02d}_{_slug(str(row['recipe']))}_L{int(row['layer_index'])}")
+        found += _maps(selected, f"_{number:02d}_{_slug(str(row['recipe']))}_L{int(row['layer_index'])}")
     return Part("attention_maps", "Attention maps", tuple(found), text=text, problems=tuple(problems))
 
 
-def _maps(look: Look, suffix: str) -> list[Plate]:
-    maps = attention.maps_of(look)
+def _answer(opened: Catalog, where: Filter, question: Question) -> Part:
+    """A question as its page shows it, with the default parameters."""
+    page = PAGES[question.page]
+    assert page.params and page.draw
+    given = {name: [text] for name, text in question.address.items()}
+    drawn = page.draw(Selection(opened, where), read(page.params(opened), given)[0])
+    name = _slug(question.title)
+    tables = tuple(Table(_slug(title), title, table) for title, table in drawn.tables.items())
+    found = plates(name, drawn.figures)
+    return Part(name, question.title, found, tables, f"{question.text} {question.help}.", drawn.verdict, drawn.problems)
+
+
+def _maps(selected: SelectedTensor, suffix: str) -> list[Plate]:
+    maps = attention.maps_of(selected)
     if maps is None:
         return []
-    by_head = attention.heads(look, maps)
+    by_head = attention.heads(selected, maps)
     head = 1
     if entropy := by_head.get("entropy"):
         head = int(entropy.table.loc[entropy.table["entropy"].fillna(1e9).idxmin(), "head"])

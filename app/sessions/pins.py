@@ -11,25 +11,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn
-from binade.app.pages import overview, runs, tensor, worst
+from binade.app.pages.registry import PAGES
 from binade.app.params import TITLES, Param, read, read_filter
-from binade.app.questions.distribution import question as explore
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import runs_with_reference as overview_of_runs
+from binade.app.questions.shared.selection import Selection
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
-
-PAGES: Mapping[str, ModuleType] = MappingProxyType(
-    {"overview": overview, "explore": explore, "worst": worst, "tensor": tensor, "recipes": recipes, "runs": runs}
-)
 
 
 def runs_of(catalog: Catalog, pins: Sequence[Pin], among: Sequence[str] = ()) -> list[str]:
@@ -136,7 +131,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     raises for what a pin asks: it is a problem then.
     """
     page = PAGES.get(pin.page)
-    if page is None:
+    if page is None or page.draw is None or page.params is None:
         return Drawn(problems=(f"The page {pin.page[:40]!r} has no charts.",))
     if not catalog.totals().tensors:
         return Drawn(problems=(f"There are no runs in {catalog.root}.",))
@@ -154,7 +149,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
         return Drawn(problems=(*problems, f"Nothing is drawn in the stead of what is not here: {gone}."))
     if isinstance(catalog, _Narrowed) and not where.run_id:
         where = catalog.narrow(where)  # for the captions, which tell the filter
-    drawn = page.drawn(catalog, where, values, list(tensors))
+    drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
     problems = (*problems, *drawn.problems)
     if not pin.chart:
         return replace(drawn, problems=problems)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from binade.app.pages.registry import PAGES
 from binade.data import untrusted
 from binade.data.runs import now
 from binade.data.untrusted import LINE, LINES, Record, RefusedError, at_most
@@ -32,9 +33,7 @@ TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,6})?(\
 
 def pages() -> tuple[str, ...]:
     """The pages that a session can show."""
-    from binade.app.sessions.pins import PAGES  # imports this module
-
-    return (*PAGES, "sql")
+    return tuple(page.name for page in PAGES.values() if page.kept)
 
 
 def _known_page(page: str) -> str:

@@ -221,7 +221,7 @@ def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
 
 def test_hifp8_precisions_are_those_of_the_values(root):
     with Catalog.open(root) as opened:
-        table = hifp8.precisions(opened, Filter(), "tensor_name").set_index(["group", "precision"])["count"]
+        table = hifp8.precision_shares(opened, Filter(), "tensor_name").set_index(["group", "precision"])["count"]
     for name in ("weight", "grad_output", "attention_probs"):
         found = [x.double().reshape(-1) for x, words in tensors(1) if words.get("tensor_name", "input") == name]
         values = torch.cat(found).abs().numpy()

@@ -9,9 +9,11 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure, grid, source
+from binade.app.params import One, Param, Whole
 from binade.app.questions.attention import charts, compute
-from binade.app.questions.shared.selected_tensor import Look
-from binade.data.catalog import CatalogError
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import SelectedTensor
+from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
@@ -46,11 +48,15 @@ class Maps:
         return source(Filter(), f"{row['tensor_name']}, {row['tensor_id']}, {shape} ({note})")
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    maps = maps_of(look)
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"map": One(tuple(NAMES)), "head": Whole(1, 10**6, 1), "sequence": Whole(1, 10**6, 1)}
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    maps = maps_of(selected)
     if maps is None:
         return Drawn(problems=(NOTHING,))
-    by_head = heads(look, maps)
+    by_head = heads(selected, maps)
     if problems := beyond(maps.shape, values):
         return Drawn(by_head.figures, by_head.verdict, problems)
     name = values["map"] if values["map"] in maps.heads else next(iter(maps.heads))
@@ -58,15 +64,15 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     return Drawn((*by_head.figures, one), by_head.verdict)
 
 
-def maps_of(look: Look) -> Maps | None:
+def maps_of(selected: SelectedTensor) -> Maps | None:
     """The maps of the tensor's layer, run, iteration, micro-batch and rank; None where none has values."""
     found, rows = {}, {}
     for name in NAMES:
-        row = _sibling(look, name)
+        row = _sibling(selected, name)
         if row is None:
             continue
         try:
-            read = compute.heads(look.opened.load(row["tensor_id"]))
+            read = compute.heads(selected.opened.load(row["tensor_id"]))
         except (CatalogError, TensorFileError):
             read = None
         if read is not None:
@@ -74,9 +80,9 @@ def maps_of(look: Look) -> Maps | None:
     return Maps(found, rows) if found else None
 
 
-def _sibling(look: Look, name: str) -> pd.Series | None:
+def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
     """The attention map of the same layer, run, iteration, micro-batch and rank."""
-    row = look.row
+    row = selected.row
     if row["tensor_name"] == name:
         return row
     same = {
@@ -84,7 +90,7 @@ def _sibling(look: Look, name: str) -> pd.Series | None:
         for field in ("run_id", "layer_index", "iteration", "micro_batch", "rank")
         if not pd.isna(row[field])
     }
-    rows = look.opened.tensors(Filter(tensor_name=[name], **same))
+    rows = selected.opened.tensors(Filter(tensor_name=[name], **same))
     # One import may hold logs in several formats.
     alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
     return None if rows.empty else rows.loc[alike.idxmax()]
@@ -105,19 +111,19 @@ def within(value: int | None, count: int) -> int:
     return int(value) if value and 1 <= value <= count else 1
 
 
-def heads(look: Look, maps: Maps) -> Drawn:
+def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
     """Entropy and flush by head, where probabilities were recorded; the scores' range, where scores were."""
     figures, verdict = [], ""
     if (probs := maps.heads.get("attention_probs")) is not None:
         row = maps.rows["attention_probs"]
         entropy = compute.entropy(probs)
         axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
-        flushed = compute.flushed(probs, look.format.name, axis)
+        flushed = compute.flushed(probs, selected.format.name, axis)
         worst = flushed.loc[flushed["flush_to_zero"].fillna(-1).idxmax()]
         focused = entropy.loc[entropy["entropy"].fillna(1e9).idxmin()]
         verdict = (
-            f"In {look.format.name}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its nonzero "
-            f"probabilities flush, holding {worst['mass']:.2%} of the probability. "
+            f"In {selected.format.name}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its "
+            f"nonzero probabilities flush, holding {worst['mass']:.2%} of the probability. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
         first = maps.source("attention_probs")
@@ -128,7 +134,7 @@ def heads(look: Look, maps: Maps) -> Drawn:
             Figure("entropy", chart, entropy, caption, note, 330, "head", "probs", "Choose a head to see its map.")
         )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
-        chart = charts.flushed_by_head(flushed, look.format, maps.words)
+        chart = charts.flushed_by_head(flushed, selected.format, maps.words)
         figures.append(Figure("flushed", chart, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
         table = compute.ranges(scores)
@@ -148,3 +154,17 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     chart = charts.head_map(values, size, title, subtitle, name == "attention_probs")
     caption = f"{maps.source(name)}\nHead {head}, sequence {sequence}; grey: zero or masked."
     return Figure("head_map", chart, grid(values), caption, height=360, group="maps")
+
+
+ATTENTION = Question(
+    text="What happens inside attention?",
+    title="Attention",
+    icon=":material/visibility:",
+    help="Probabilities, entropy and scores, head by head",
+    page="tensor",
+    view="attention",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.attention.view",
+    in_report=False,  # report/contents.py places its figures
+)

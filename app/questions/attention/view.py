@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import streamlit as st
 
 from binade.app import show
 from binade.app.questions.attention import question
 from binade.app.questions.attention.question import NOTHING, Maps
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.tensor_kinds import label_of
 
 
-def view(look: Look) -> None:
-    maps = question.maps_of(look)
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
+    maps = question.maps_of(selected)
     if maps is None:
         st.info(NOTHING, icon=":material/block:")
         return
-    drawn = question.heads(look, maps)
+    drawn = question.heads(selected, maps)
     if drawn.verdict:
         show.verdict(drawn.verdict)
     for cell, name in zip(st.columns(2, gap="large"), ("entropy", "flushed"), strict=True):

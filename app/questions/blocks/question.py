@@ -8,10 +8,13 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure, grid
+from binade.app.params import One, Param, Whole
 from binade.app.questions.blocks import charts, compute
+from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import Subject, about_format
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.style import MEASURES
+from binade.data.catalog import Catalog
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
@@ -37,36 +40,40 @@ class Blocks:
         return self.subject.blocks.x.shape[1]
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    found, problem = blocks_of(look, values["block_metric"])
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"block_metric": One(tuple(METRIC_TITLES)), "block": Whole(0, 10**9)}
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    found, problem = blocks_of(selected, values["block_metric"])
     if found is None:
         return Drawn(problems=(problem,))
-    whole = overall(look, found, values["block_metric"])
+    whole = overall(selected, found, values["block_metric"])
     if problem := beyond(found, values["block"]):
         return replace(whole, problems=(*whole.problems, problem), tables={"worst blocks": found.worst})
-    figures = (*whole.figures, block(look, found, values["block"])[0])
+    figures = (*whole.figures, block(selected, found, values["block"])[0])
     return Drawn(figures, whole.verdict, whole.problems, {"worst blocks": found.worst})
 
 
-def blocks_of(look: Look, metric: str) -> tuple[Blocks | None, str]:
+def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str]:
     """(the blocks, why there are none)."""
-    if not look.x.numel():
+    if not selected.x.numel():
         return None, "The tensor is empty: it has no blocks."
-    found = look.subject()
+    found = selected.rounded()
     table = compute.block_table(found)
-    dim = look.dim if found.every == 1 else -1
-    shape = tuple(look.x.shape) if found.every == 1 else (0, look.x.shape[look.dim])
-    per_line = compute.blocks_per_line(shape, dim, look.format.name)
+    dim = selected.dim if found.every == 1 else -1
+    shape = tuple(selected.x.shape) if found.every == 1 else (0, selected.x.shape[selected.dim])
+    per_line = compute.blocks_per_line(shape, dim, selected.format.name)
     rank = "sqnr_db" if metric == "scale_exponent" else metric
     worst = compute.worst_blocks(table, rank)
     if worst.empty:
         return None, "No block has anything to lose: all values are zero or not finite."
     definition = f"{METRICS[rank].label}: {METRICS[rank].definition}."
-    caption = f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. {definition}"
+    caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. {definition}"
     return Blocks(found, table, worst, per_line, caption), ""
 
 
-def overall(look: Look, found: Blocks, metric: str) -> Drawn:
+def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     """The map of all blocks and their scales."""
     table, size, per_line = found.table, found.size, found.per_line
     what = f"{len(table):,} blocks of {size}" + (f" · {found.subject.note}" if found.subject.note else "")
@@ -75,21 +82,21 @@ def overall(look: Look, found: Blocks, metric: str) -> Drawn:
     note = "Bright is bad; a cell of several blocks shows its worst. Grey: nothing to lose."
     figures = [Figure("block_map", chart, grid(cells), found.caption, note=note, height=380, group="blocks")]
     exponents, problems = compute.scale_histogram(table), []
-    if look.format.block_size:
+    if selected.format.block_size:
         spread = f"{len(exponents)} exponents · all-zero blocks left out"
-        chart = charts.scale_exponents(exponents, look.format, spread)
+        chart = charts.scale_exponents(exponents, selected.format, spread)
         figures.append(Figure("scales", chart, exponents, found.caption, height=380, group="blocks"))
     else:
-        problems.append(f"{look.format.title} has no block scales: the blocks are runs of {size} values.")
-    return Drawn(tuple(figures), _verdict(look, table, size), tuple(problems))
+        problems.append(f"{selected.format.title} has no block scales: the blocks are runs of {size} values.")
+    return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 
-def _verdict(look: Look, table: pd.DataFrame, size: int) -> str:
+def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
     finite = table["sqnr_db"].dropna()
     median = MEASURES["sqnr_db"].text(float(finite.median())) if len(finite) else "no value"
     low = int((finite < 10).sum())
     return (
-        f"{low:,} of {len(table):,} blocks of {size} stay below 10 dB in {look.format.name}; "
+        f"{low:,} of {len(table):,} blocks of {size} stay below 10 dB in {selected.format.name}; "
         f"the median is {median} dB, the worst {MEASURES['sqnr_db'].text(float(finite.min()))} dB."
     )
 
@@ -100,7 +107,7 @@ def beyond(found: Blocks, asked: int | None) -> str:
     return f"There is no block {asked:,}: the last is {last:,}." if asked is not None and asked > last else ""
 
 
-def block(look: Look, found: Blocks, asked: int | None) -> tuple[Figure, int]:
+def block(selected: SelectedTensor, found: Blocks, asked: int | None) -> tuple[Figure, int]:
     """(the values of one block, its number): the one asked for, with None the worst."""
     number = int(found.worst.iloc[0]["block"]) if asked is None else asked
     values = compute.block_values(found.subject, number)
@@ -110,7 +117,21 @@ def block(look: Look, found: Blocks, asked: int | None) -> tuple[Figure, int]:
     where = f"line {line:,}, values {first:,} to {first + len(values) - 1:,} along the contracted axis"
     scale = "" if pd.isna(row["scale_exponent"]) else f" · scale 2^{row['scale_exponent']:.0f}"
     text = MEASURES["sqnr_db"].text(row["sqnr_db"])
-    chart = charts.block_values(values, look.format, f"Block {number:,}: {text} dB{scale}", where)
+    chart = charts.block_values(values, selected.format, f"Block {number:,}: {text} dB{scale}", where)
     words = f"{found.caption}\nBlock {number:,}: {where}{scale}."
     note = "Ring: the value. Dot: what it was rounded to. Red: the error."
     return Figure("block_values", chart, values, words, note=note, height=330), number
+
+
+BLOCKS = Question(
+    text="Which blocks fail?",
+    title="Blocks",
+    icon=":material/view_module:",
+    help="Scales and SQNR block by block, down to the values",
+    page="tensor",
+    view="blocks",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.blocks.view",
+    in_report=False,
+)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
 from binade.app import show
 from binade.app.questions.blocks import question
 from binade.app.questions.blocks.question import METRIC_TITLES, Blocks
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.style import short
 from binade.quant.metrics import METRICS
 
 
-def view(look: Look) -> None:
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
     metric = st.segmented_control(
         "Metric", METRIC_TITLES, key="block_metric", required=True, format_func=lambda name: METRIC_TITLES[name]
     )
     metric = metric or "sqnr_db"
-    found, problem = question.blocks_of(look, metric)
+    found, problem = question.blocks_of(selected, metric)
     if found is None:
         st.info(problem, icon=":material/block:")
         return
-    drawn = question.overall(look, found, metric)
+    drawn = question.overall(selected, found, metric)
     show.verdict(drawn.verdict)
     for cell, name in zip(st.columns(2, gap="large"), ("block_map", "scales"), strict=True):
         with cell:
@@ -30,10 +32,10 @@ def view(look: Look) -> None:
                 show.draw(figure)
             else:
                 show.problems(drawn)
-    _drill(look, found)
+    _drill(selected, found)
 
 
-def _drill(look: Look, found: Blocks) -> None:
+def _drill(selected: SelectedTensor, found: Blocks) -> None:
     table, worst = found.table, found.worst
     left, right = st.columns([2, 3], gap="large")
     number = st.column_config.NumberColumn
@@ -76,7 +78,7 @@ def _drill(look: Look, found: Blocks) -> None:
             step=1,
             placeholder=f"the worst: {worst.iloc[0]['block']:.0f}",
         )
-    figure, block = question.block(look, found, None if asked is None else int(asked))
+    figure, block = question.block(selected, found, None if asked is None else int(asked))
     with right:
         show.draw(figure)
     _values(figure.table, block)

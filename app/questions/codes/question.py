@@ -6,18 +6,19 @@ from typing import Any
 
 from binade.app.figure import Drawn, Figure
 from binade.app.questions.codes import charts, compute
+from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    found = look.subject()
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    found = selected.rounded()
     table = compute.codes(found)
     if not table["count"].sum():
         return Drawn(problems=("No value is coded: none is finite, or the tensor is empty.",))
-    element = look.format.element
+    element = selected.format.element
     used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
     share = table.groupby("tier")["share"].sum()
     verdict = (
@@ -25,14 +26,27 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
         f"Zero: {share.get(ZERO, 0):.1%}, denormal: {share.get(DENORMAL, 0):.1%} of the values."
     )
     caption = (
-        f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. "
+        f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. "
         f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
     )
     counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
-    note = f"{about_format(look.format)}. Codes that never occur have no bar."
-    bars = Figure("codes", charts.codes(table, look.format, counted), table, caption, note=note, height=400)
+    note = f"{about_format(selected.format)}. Codes that never occur have no bar."
+    bars = Figure("codes", charts.codes(table, selected.format, counted), table, caption, note=note, height=400)
     tiers = compute.tiers(table)
     parts = Figure(
         "tiers", charts.tiers(tiers, f"{counted} · codes used of all"), tiers, caption, height=120 + 40 * len(tiers)
     )
     return Drawn((bars, parts), verdict)
+
+
+CODES = Question(
+    text="What is the format really using?",
+    title="Codes",
+    icon=":material/tag:",
+    help="Codes, tiers of precision, entropy",
+    page="tensor",
+    view="codes",
+    draw=draw,
+    layout="binade.app.questions.codes.view",
+    in_report=False,  # report/contents.py places its figures
+)

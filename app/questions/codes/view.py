@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import streamlit as st
 
 from binade.app import show
 from binade.app.questions.codes import question
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 
 
-def view(look: Look) -> None:
-    drawn = question.drawn(look, {})
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
+    drawn = question.draw(selected, values)
     show.problems(drawn)
     if drawn.verdict:
         show.verdict(drawn.verdict)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure
 from binade.app.questions.depth import charts, compute
-from binade.app.questions.shared.board_charts import POOLED, caption, chart_title, definition, nothing_selected
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import Board
 from binade.app.style import Measure
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
 
 
-def depth(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
-    table = compute.depth(opened, where, fmt, measure.key)
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    measure = board.measure
+    table = compute.depth(board.opened, board.where, board.format, measure.key)
     if table.empty:
-        return nothing_selected(measure)
+        return board.nothing
     figure = Figure(
         "depth",
-        charts.depth(table, measure, chart_title(fmt, measure, " by layer and tensor"), POOLED),
+        charts.depth(table, measure, board.title(" by layer and tensor"), board.POOLED),
         table,
-        caption(where, fmt, measure, f"{len(table):,} cells of layer and tensor"),
-        note=f"{definition(fmt, measure)} Bright is bad.",
+        board.caption(f"{len(table):,} cells of layer and tensor"),
+        note=f"{board.definition} Bright is bad.",
         hint="Choose a cell to look into its worst tensor.",
         height=charts.depth_height(table),
         choose="tensor_id",
@@ -37,3 +39,15 @@ def _depth_verdict(table: pd.DataFrame, measure: Measure) -> str:
         first, last = int(table["layer_index"].min()), int(table["layer_index"].max())
         return f"{int(worse.sum())} of {len(change)} tensors are worse in layer {last} than in layer {first}."
     return "There is one layer in the filter: nothing to compare." if layers == 1 else ""
+
+
+DEPTH = Question(
+    text="Does it get worse with depth?",
+    title="By depth",
+    icon=":material/layers:",
+    help="Any metric by tensor and layer",
+    page="worst",
+    view="depth",
+    draw=draw,
+    in_report=False,  # report/contents.py places its figures
+)

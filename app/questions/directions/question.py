@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from binade.app.figure import Drawn, Figure
 from binade.app.questions.directions import charts, compute
+from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts as ranking_charts
 from binade.app.questions.shared import board_charts
-from binade.app.questions.shared.board_charts import POOLED, caption, nothing_selected
-from binade.app.style import Measure
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
+from binade.app.questions.shared.selection import Board
 
 
-def directions(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
-    table = compute.directions(opened, where, fmt, measure.key)
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    measure = board.measure
+    table = compute.directions(board.opened, board.where, board.format, measure.key)
     if table.empty:
-        return nothing_selected(measure)
-    totals = compute.direction_totals(opened, where, fmt, measure.key).set_index("operation")["value"]
+        return board.nothing
+    totals = compute.direction_totals(board.opened, board.where, board.format, measure.key).set_index("operation")[
+        "value"
+    ]
     parts = [f"{name} {measure.quantity(totals[name])}" for name in ("forward", "backward") if name in totals]
     worst = table[table["operation"] == "backward"].head(1)
     words = f"{measure.label}: {', '.join(parts)}."
@@ -29,9 +32,9 @@ def directions(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Dr
             continue
         figure = Figure(
             f"direction_{operation}",
-            charts.direction(table, measure, operation, f"{len(part)} tensors · {POOLED}", table),
+            charts.direction(table, measure, operation, f"{len(part)} tensors · {board.POOLED}", table),
             part,
-            caption(where, fmt, measure, f"{operation}, all layers together"),
+            board.caption(f"{operation}, all layers together"),
             height=ranking_charts.ranking_height(
                 table.groupby("operation").head(board_charts.BARS).query("operation == 'forward'")
             ),
@@ -40,3 +43,17 @@ def directions(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Dr
         )
         figures.append(figure)
     return Drawn(tuple(figures), words)
+
+
+DIRECTIONS = Question(
+    text="Which gradients flush to zero?",
+    title="Forward and backward",
+    icon=":material/swap_horiz:",
+    help="Forward against backward, side by side",
+    page="worst",
+    view="directions",
+    draw=draw,
+    link={"metric": "flush_to_zero"},
+    layout="binade.app.questions.directions.view",
+    in_report=False,  # report/contents.py places its figures
+)

@@ -179,7 +179,7 @@ def _controls(one_by_one: bool) -> tuple[str, str, str]:
 def _views(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str, axis: str, law: str) -> None:
     """The charts and tables of what is selected."""
     ids = chosen["tensor_id"].tolist() or None
-    shown = question.selection(opened, where, chosen, by)
+    shown = question.groups_of(opened, where, chosen, by)
     if ids is None and shown.of > MAX_SELECTED:
         st.caption(f"{shown.of} groups: the {MAX_SELECTED} with the most values are drawn.")
     _explain_missing(shown)
@@ -188,7 +188,7 @@ def _views(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str, axis: 
     _formats(opened, where, ids)
 
 
-def _explain_missing(shown: question.Selection) -> None:
+def _explain_missing(shown: question.Groups) -> None:
     if shown.not_kept:
         st.info(
             f"The values of {plain('; '.join(shown.not_kept))} were not kept: drawn from the sketch instead.",

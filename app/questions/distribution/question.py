@@ -11,11 +11,13 @@ from binade.app import style
 from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import big
 from binade.app.params import TITLES, One, Param
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, format_charts
 from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
 from binade.app.questions.shared.scores import format_comparison
+from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
@@ -28,7 +30,7 @@ AXES = {"log2": "log₂ magnitude", "linear": "linear"}
 
 
 @dataclass(frozen=True)
-class Selection:
+class Groups:
     """What is drawn: the distributions, what they are grouped by, from what they come in words; tensors whose values
     were not kept, and those whose file cannot be read with the reason: both drawn from the sketch."""
 
@@ -48,10 +50,11 @@ def params(opened: Catalog) -> dict[str, Param]:
     return {"by": One(GROUPINGS), "axis": One(tuple(AXES)), "law": One(LAWS)}
 
 
-def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened, where, tensors = selection.opened, selection.where, list(selection.tensors)
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
     ids = chosen["tensor_id"].tolist() or None
-    chosen_groups = selection(opened, where, chosen, values["by"])
+    chosen_groups = groups_of(opened, where, chosen, values["by"])
     problems = [f"Tensor {name[:80]!r} is not here." for name in tensors if name not in set(chosen["tensor_id"])]
     problems += [f"The values of {label} were not kept: drawn from the sketch." for label in chosen_groups.not_kept]
     problems += [f"The file of {label} cannot be read: drawn from the sketch." for label, _ in chosen_groups.damaged]
@@ -64,7 +67,7 @@ def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[
     )
 
 
-def selection(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> Selection:
+def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> Groups:
     """The groups of the filter's tensors; of chosen ones, each by itself."""
     if not chosen.empty:
         return _exact(opened, chosen)
@@ -74,10 +77,10 @@ def selection(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]
     text = f"{total:,} tensor{'s' * (total != 1)} · from sketches"
-    return Selection([d for d in found if d.total], TITLES[by].lower(), text, groups)
+    return Groups([d for d in found if d.total], TITLES[by].lower(), text, groups)
 
 
-def _exact(opened: Catalog, chosen: pd.DataFrame) -> Selection:
+def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
     labels = unique_labels(chosen)
     found, not_kept, damaged = [], [], []
@@ -103,10 +106,10 @@ def _exact(opened: Catalog, chosen: pd.DataFrame) -> Selection:
     if own + fine < len(found):
         parts.append(f"{len(found) - own - fine} from the sketch")
     kept = [d for d in found if d.total]
-    return Selection(kept, "tensor", " · ".join(parts), len(found), tuple(not_kept), tuple(damaged))
+    return Groups(kept, "tensor", " · ".join(parts), len(found), tuple(not_kept), tuple(damaged))
 
 
-def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Selection, axis: str, law: str) -> Drawn:
+def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Groups, axis: str, law: str) -> Drawn:
     """Histogram, Q-Q plot and boxes. Each gets all groups, so that colours agree."""
     found = shown.found
     if not found:
@@ -205,3 +208,17 @@ def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list
         for index, panel in enumerate(format_charts.format_panels(table))
     ]
     return panels, operands
+
+
+DISTRIBUTION = Question(
+    text="How do the values lie?",
+    title="Explore",
+    icon=":material/query_stats:",
+    help="Histograms, Q–Q plots, boxes and statistics of any selection",
+    page="explore",
+    draw=draw,
+    params=params,
+    on_overview=False,
+    layout="binade.app.questions.distribution.page",
+    in_report=False,  # report/contents.py places its figures
+)

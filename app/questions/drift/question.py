@@ -9,12 +9,14 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Drawn, Figure
+from binade.app.params import Known, Param
 from binade.app.questions.drift import compute
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
 from binade.app.questions.shared.runs import runs_with_reference
-from binade.app.questions.shared.selected_tensor import Look
-from binade.data.catalog import CatalogError
+from binade.app.questions.shared.selection import SelectedTensor
+from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
 from binade.quant.metrics import METRICS
 
@@ -36,12 +38,12 @@ class Candidates:
     reference_label: str
 
 
-def candidates(look: Look) -> Candidates | None:
+def candidates(selected: SelectedTensor) -> Candidates | None:
     """None where no quantized run and bf16 run of the same data have this tensor."""
-    table = runs_with_reference(look.opened.runs(), look.opened.parts())
+    table = runs_with_reference(selected.opened.runs(), selected.opened.parts())
     of = table.set_index("run_id")
-    twins = look.opened.twins(look.row["tensor_id"])
-    reference = of.loc[look.row["run_id"]]["reference"]
+    twins = selected.opened.twins(selected.row["tensor_id"])
+    reference = of.loc[selected.row["run_id"]]["reference"]
     quantized = twins[twins["run_id"].isin(table.loc[table["quantized"] & (table["reference"] == reference), "run_id"])]
     if reference is None or quantized.empty:
         return None
@@ -50,43 +52,61 @@ def candidates(look: Look) -> Candidates | None:
     return Candidates(quantized["run_id"].tolist(), labels, quantized, base, of.loc[reference, "label"])
 
 
-def chosen_run(look: Look, runs: list[str], wanted: str | None) -> str:
+def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) -> str:
     """The run that is wanted, else the tensor's own, else the first."""
     if wanted in runs:
         return str(wanted)
-    return look.row["run_id"] if look.row["run_id"] in runs else runs[0]
+    return selected.row["run_id"] if selected.row["run_id"] in runs else runs[0]
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    found = candidates(look)
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"against": Known(lambda name: name in set(opened.runs()["run_id"]))}
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    found = candidates(selected)
     if found is None:
         return Drawn(problems=(NOTHING,))
-    return compared(look, found, chosen_run(look, found.runs, values["against"]))
+    return compared(selected, found, chosen_run(selected, found.runs, values["against"]))
 
 
-def compared(look: Look, given: Candidates, run: str) -> Drawn:
+def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     """tables: `three_way`."""
     if given.base.empty:
         return Drawn(problems=("The bf16 run has not recorded this tensor.",))
     twin = given.twins[given.twins["run_id"] == run].iloc[0]
     ids = given.base.iloc[0]["tensor_id"], twin["tensor_id"]
     try:
-        reference, own = (look.opened.load(tensor_id) for tensor_id in ids)
+        reference, own = (selected.opened.load(tensor_id) for tensor_id in ids)
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of one of the two are not to be had: {error}.",))
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors are not of one shape: nothing to compare.",))
-    fmt = look.format.name if pd.isna(twin["format"]) else twin["format"]
-    found = compute.three_way(reference, own, fmt, look.dim)
+    fmt = selected.format.name if pd.isna(twin["format"]) else twin["format"]
+    found = compute.three_way(reference, own, fmt, selected.dim)
     label = given.labels[run]
     caption = (
-        f"{look.source()}\nThe same tensor (by identity) of {given.reference_label} and of {label}; rounded "
+        f"{selected.source()}\nThe same tensor (by identity) of {given.reference_label} and of {label}; rounded "
         f"to {fmt}. Errors are against bf16’s tensor. Relative error: {METRICS['relative_error'].definition}."
     )
     figures = []
     histogram = log2_histogram([d for d in found.distributions if d.total])
     if not histogram.empty:
         groups = [d.group for d in found.distributions]
-        chart = distribution_charts.log2_histogram(histogram, f"{look.label} · {label} against bf16", "values")
+        chart = distribution_charts.log2_histogram(histogram, f"{selected.label} · {label} against bf16", "values")
         figures.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
     return Drawn(tuple(figures), found.verdict, tables={"three_way": found.table})
+
+
+DRIFT = Question(
+    text="Is it rounding, or has it drifted?",
+    title="Rounding or drift",
+    icon=":material/alt_route:",
+    help="bf16’s tensor, the same rounded, the quantized run’s",
+    page="tensor",
+    view="drift",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.drift.view",
+    in_report=False,
+)

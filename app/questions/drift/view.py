@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
 from binade.app import show
 from binade.app.questions.drift import question
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.quant.metrics import METRICS
 
 WORDS = {
@@ -17,15 +19,15 @@ WORDS = {
 }
 
 
-def view(look: Look) -> None:
-    found = question.candidates(look)
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
+    found = question.candidates(selected)
     if found is None:
         st.info(question.NOTHING, icon=":material/balance:")
         return
-    st.session_state["against"] = question.chosen_run(look, found.runs, st.session_state.get("against"))
+    st.session_state["against"] = question.chosen_run(selected, found.runs, st.session_state.get("against"))
     run = st.selectbox("Quantized run", found.runs, key="against", format_func=lambda name: found.labels[name])
     with st.spinner("Comparing …"):
-        drawn = question.compared(look, found, run)
+        drawn = question.compared(selected, found, run)
     show.problems(drawn)
     if not drawn.verdict:
         return

@@ -8,11 +8,13 @@ from typing import Any
 import pandas as pd
 
 from binade.app.figure import Drawn, Figure
+from binade.app.params import Known, One, Param
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
-from binade.app.questions.shared.selected_tensor import Look
-from binade.data.catalog import CatalogError
+from binade.app.questions.shared.selection import SelectedTensor
+from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.quant import sketch
@@ -22,29 +24,33 @@ AGAINST = (*laws.LAWS, "tensor", "selection")
 TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
+def params(opened: Catalog) -> dict[str, Param]:
+    return {"law": One(AGAINST), "other": Known(lambda name: not opened.rows_of([name]).empty)}
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     """tables: `laws`, where it is held against a law."""
     against = values["law"]
-    own = distributions.distribution_of("this tensor", look.x, (look.row["mean"], look.row["std"]))
+    own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
     if not own.total:
         return Drawn(problems=("Nothing to draw: there is no finite value.",))
     precision = "exact" if own.exact else "within 1/128 of each value: float32 too large to sort"
     other = None
     if against in laws.LAWS:
-        first = _against_law(look, own, against, precision)
+        first = _against_law(selected, own, against, precision)
     else:
-        other, problem = _other(look, against, values["other"])
-        first = _against(look, own, other, precision) if other else Drawn()
+        other, problem = _other(selected, against, values["other"])
+        first = _against(selected, own, other, precision) if other else Drawn()
         first = replace(first, problems=(*problem, *first.problems))
     table = distributions.boxes([d for d in (own, other) if d is not None and d.total])
     marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
     chart = distribution_charts.boxes(table, f"{marks} · {precision}", "which")
     height = distribution_charts.boxes_height(table)
-    boxes = Figure("boxes", chart, table, f"{look.source(precision)}\n{marks}.", height=height)
+    boxes = Figure("boxes", chart, table, f"{selected.source(precision)}\n{marks}.", height=height)
     return replace(first, figures=(*first.figures, boxes))
 
 
-def _against_law(look: Look, own: Distribution, law: str, precision: str) -> Drawn:
+def _against_law(selected: SelectedTensor, own: Distribution, law: str, precision: str) -> Drawn:
     table = laws.laws_table([own])
     points = laws.qq([own], law)
     if points.empty:
@@ -52,46 +58,48 @@ def _against_law(look: Look, own: Distribution, law: str, precision: str) -> Dra
     closest = table.iloc[0]
     verdict = (
         f"Closest of the four laws: {TITLES[closest['law']]}, Kolmogorov–Smirnov distance {closest['ks']:.3f}. "
-        f"Kurtosis {look.row['kurtosis']:.3g}, 3 for a normal."
+        f"Kurtosis {selected.row['kurtosis']:.3g}, 3 for a normal."
     )
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
     if law == "student_t":
         note += f" ν makes the plot straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
-    caption = f"{look.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
-    chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {look.label}", "tensor", law=law)
+    caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
+    chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
     return Drawn((Figure("qq", chart, points, caption, note=note, height=420),), verdict, tables={"laws": table})
 
 
-def _other(look: Look, against: str, tensor_id: str | None) -> tuple[Distribution | None, tuple[str, ...]]:
+def _other(
+    selected: SelectedTensor, against: str, tensor_id: str | None
+) -> tuple[Distribution | None, tuple[str, ...]]:
     """(what the tensor is held against, what is to be said of it)."""
     if against == "selection":
-        found = [d for d in distributions.distributions(look.opened, look.where) if d.total]
+        found = [d for d in distributions.distributions(selected.opened, selected.where) if d.total]
         if not found:
             return None, ("The filter selects no finite value.",)
-        said = f"The selection: {look.where.sentence()}. Drawn from its sketch, bins of 1/8 binade."
+        said = f"The selection: {selected.where.sentence()}. Drawn from its sketch, bins of 1/8 binade."
         return replace(found[0], group="the selection"), (said,)
     if not tensor_id:
         return None, ("The filter selects no other tensor.",)
-    row = look.opened.rows_of([tensor_id]).iloc[0]
+    row = selected.opened.rows_of([tensor_id]).iloc[0]
     try:
         return distributions.distribution_of(
-            "the other tensor", look.opened.load(tensor_id), (row["mean"], row["std"])
+            "the other tensor", selected.opened.load(tensor_id), (row["mean"], row["std"])
         ), ()
     except (CatalogError, TensorFileError):
-        (d,) = distributions.distributions(look.opened, Filter(), None, [tensor_id])
+        (d,) = distributions.distributions(selected.opened, Filter(), None, [tensor_id])
         said = "Its values are not on disk: drawn from its sketch, bins of 1/8 binade."
         return replace(d, group="the other tensor"), (said,)
 
 
-def _against(look: Look, own: Distribution, other: Distribution, precision: str) -> Drawn:
+def _against(selected: SelectedTensor, own: Distribution, other: Distribution, precision: str) -> Drawn:
     points = laws.qq_between([own], other)
     if points.empty:
         return Drawn(problems=("Nothing to draw: there is no finite value.",))
     theirs = "exact" if other.exact else "from the sketch"
     distances = _distances(own, other)
     verdict = ", ".join(f"{METRICS[name].label} {value:.3g}" for name, value in distances.items()) + "."
-    caption = f"{look.source(precision)}\nQuantiles against those of {other.group} ({theirs}). " + " ".join(
+    caption = f"{selected.source(precision)}\nQuantiles against those of {other.group} ({theirs}). " + " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name in distances
     )
     chart = distribution_charts.qq_between(
@@ -110,3 +118,17 @@ def _distances(a: Distribution, b: Distribution) -> dict[str, float]:
 def _sketch(d: Distribution) -> sketch.Sketch:
     inner = pd.Series(d.low).where(abs(d.low) <= abs(d.high), d.high).to_numpy("float32")
     return sketch.merge([sketch.Sketch(inner.view("uint32") >> 20, d.count)])
+
+
+NORMALITY = Question(
+    text="Is it normal?",
+    title="Is it normal",
+    icon=":material/show_chart:",
+    help="Q–Q plots against laws, other tensors and selections",
+    page="tensor",
+    view="law",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.normality.view",
+    in_report=False,
+)

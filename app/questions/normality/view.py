@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
@@ -9,14 +11,14 @@ from binade.app import show
 from binade.app.address import plain
 from binade.app.questions.normality import question
 from binade.app.questions.normality.question import AGAINST, TITLES
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.quant.metrics import METRICS
 
 
-def view(look: Look, labels: dict[str, str]) -> None:
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
     against = st.segmented_control("Against", AGAINST, key="law", required=True, format_func=lambda name: TITLES[name])
-    other = _other(look, labels) if against == "tensor" else None
-    drawn = question.drawn(look, {"law": against or AGAINST[0], "other": other})
+    other = _other(selected) if against == "tensor" else None
+    drawn = question.draw(selected, {"law": against or AGAINST[0], "other": other})
     if drawn.verdict:
         show.verdict(drawn.verdict)
         for said in drawn.problems:
@@ -51,11 +53,11 @@ def _table(table: pd.DataFrame) -> None:
     st.caption("KS: the largest gap between the two cumulative shares; 0 is the same, 1 is nothing in common.")
 
 
-def _other(look: Look, labels: dict[str, str]) -> str | None:
+def _other(selected: SelectedTensor) -> str | None:
     """The tensor of the filter that is chosen to compare with; None where there is no other."""
-    others = [tensor_id for tensor_id in labels if tensor_id != look.row["tensor_id"]]
+    others = [tensor_id for tensor_id in selected.labels if tensor_id != selected.row["tensor_id"]]
     if not others:
         return None
     if st.session_state.get("other") not in others:
         st.session_state["other"] = others[0]
-    return st.selectbox("The other tensor", others, key="other", format_func=lambda name: labels[name])
+    return st.selectbox("The other tensor", others, key="other", format_func=lambda name: selected.labels[name])

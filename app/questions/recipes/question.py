@@ -12,9 +12,11 @@ from binade.app import style
 from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import losses_of
 from binade.app.params import One, Param, Whole
+from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -30,7 +32,8 @@ def params(opened: Catalog) -> dict[str, Param]:
     return {"view": One(tuple(VIEWS)), "gradient": One(NAMES), "at": Whole(0, 10**9)}
 
 
-def drawn(opened: Catalog, where: Filter, values: dict[str, Any], tensors: list[str]) -> Drawn:
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened, where = selection.opened, selection.where
     table = runs_with_reference(runs_of(opened, where), opened.parts())
     if not has_reference(table):
         return Drawn(problems=(no_reference(table),))
@@ -176,3 +179,16 @@ def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
 
 def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
     return comparable_runs(table).tail(style.MAX_GROUPS)
+
+
+RECIPES = Question(
+    text="Which part costs the most loss?",
+    title="Recipes",
+    icon=":material/balance:",
+    help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s",
+    page="recipes",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.recipes.page",
+    in_report=False,  # report/contents.py places its figures
+)

@@ -8,10 +8,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Drawn, source
-from binade.app.questions.shared import boards
 from binade.app.style import Measure
-from binade.data.filter import Filter
 
 BARS = 20  # of a ranking that are drawn
 
@@ -55,26 +52,3 @@ def axis_domain(figures: pd.Series) -> list[float]:
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
     high = max(float(high), 0.0) if pd.notna(high) else 0.0
     return [low * 1.1, high * 1.18 if high > low else low + 1.0]
-
-
-POOLED = "all runs and iterations of the filter together"
-
-
-def definition(fmt: str, measure: Measure) -> str:
-    if boards.is_error(measure.key):
-        pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
-        return f"{measure.label} in {fmt}: {measure.definition}; several tensors together: {pooled}."
-    return f"{measure.label}: {measure.definition}; the largest of the tensors that are taken together."
-
-
-def caption(where: Filter, fmt: str, measure: Measure, what: str) -> str:
-    return f"{source(where, what)}\n{definition(fmt, measure)}"
-
-
-def chart_title(fmt: str, measure: Measure, rest: str = "") -> str:
-    return f"{measure.label} in {fmt}{rest}" if boards.is_error(measure.key) else f"{measure.label}{rest}"
-
-
-def nothing_selected(measure: Measure) -> Drawn:
-    what = "operands of a GEMM, which alone are scored" if boards.is_error(measure.key) else "tensors with a value"
-    return Drawn(problems=(f"The filter selects no {what}.",))

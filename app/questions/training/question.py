@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import losses_of
+from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.board_charts import caption, chart_title, definition, nothing_selected
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
 from binade.app.style import Measure
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 
-def training(opened: Catalog, where: Filter, fmt: str, measure: Measure) -> Drawn:
-    table = compute.training(opened, where, fmt, measure.key)
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    measure = board.measure
+    table = compute.training(board.opened, board.where, board.format, measure.key)
     if table.empty:
-        return nothing_selected(measure)
+        return board.nothing
     figure = Figure(
         "training",
-        charts.training(table, measure, chart_title(fmt, measure, " by iteration"), "all tensors of a layer together"),
+        charts.training(table, measure, board.title(" by iteration"), "all tensors of a layer together"),
         table,
-        caption(where, fmt, measure, f"{len(table):,} points of iteration and layer"),
-        note=definition(fmt, measure),
+        board.caption(f"{len(table):,} points of iteration and layer"),
+        note=board.definition,
         hint="Choose a point to look into its worst tensor.",
         height=420,
         choose="tensor_id",
     )
-    return Drawn((figure, *_losses(opened, where)), _training_verdict(table, measure))
+    return Drawn((figure, *_losses(board.opened, board.where)), _training_verdict(table, measure))
 
 
 def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
@@ -68,3 +72,15 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     height = 340 + style.legend_height(style.groups_of(shown))
     words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
     return [Figure("losses", loss_chart.losses(shown), shown, words, note=thinned_note(step), height=height)]
+
+
+TRAINING = Question(
+    text="Does it change in training?",
+    title="In training",
+    icon=":material/timeline:",
+    help="Any metric by iteration and layer",
+    page="worst",
+    view="training",
+    draw=draw,
+    in_report=False,  # report/contents.py places its figures
+)

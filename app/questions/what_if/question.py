@@ -11,12 +11,15 @@ from torch import Tensor
 
 from binade.app import style
 from binade.app.figure import Drawn, Figure, source
+from binade.app.params import Many, One, Param
+from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.what_if import compute
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
+from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
 
 DEFAULT = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
@@ -56,18 +59,23 @@ class Plan:
         return compute.LIMIT if len(self.ids) == 1 else EACH
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    made = plan(look, values)
+def params(opened: Catalog) -> dict[str, Param]:
+    options: dict[str, Param] = {name: One(allowed) for name, allowed in CHOICES.items()}
+    return {"formats": Many(tuple(FORMATS), DEFAULT), "over": One(OVER), **options}
+
+
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    made = plan(selected, values)
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
-    return results(look, made, try_all(look.opened, made))
+    return results(selected, made, try_all(selected.opened, made))
 
 
-def plan(look: Look, values: dict[str, Any]) -> Plan:
+def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     formats, over, said = values["formats"], values["over"], []
     if not formats:
         return Plan([], [], over, ("Choose a format.",))
-    axis = look.x.shape[look.dim] if look.x.dim() else 1
+    axis = selected.x.shape[selected.dim] if selected.x.dim() else 1
     hadamard = 0 if values["hadamard"] == "off" else int(values["hadamard"])
     if hadamard and axis % hadamard and over == "tensor":
         said.append(f"A rotation of {hadamard} does not divide the contracted axis of {axis}: not applied.")
@@ -81,16 +89,16 @@ def plan(look: Look, values: dict[str, Any]) -> Plan:
             said.append(f"{title} as chosen does not apply to {', '.join(without)}: at its default there.")
     trials = compute.with_defaults(trials)
     if over == "tensor":
-        return Plan(trials, [look.row["tensor_id"]], over, tuple(said))
-    ids, note = _operands(look, hadamard)
+        return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))
+    ids, note = _operands(selected, hadamard)
     if not ids:
         note = "The filter selects no operand with values on disk."
     return Plan(trials, ids, over, (*said, note) if note else tuple(said))
 
 
-def _operands(look: Look, hadamard: int) -> tuple[list[str], str]:
+def _operands(selected: SelectedTensor, hadamard: int) -> tuple[list[str], str]:
     """(the operands of the filter with values on disk, spread evenly over it where there are many, what to say)."""
-    rows = look.opened.tensors(look.where)
+    rows = selected.opened.tensors(selected.where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
     if hadamard:
         rows = rows[[row.shape[int(row.contracted_axis)] % hadamard == 0 for row in rows.itertuples()]]
@@ -116,7 +124,7 @@ def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda co
     return compute.try_formats(tensors(), made.trials, together=len(made.ids) > 1, limit=made.limit, done=done)
 
 
-def results(look: Look, made: Plan, tried: Tried) -> Drawn:
+def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     """tables: `trials`."""
     table, shown = tried
     best = table.loc[table["sqnr_db"].fillna(-1e9).idxmax()]
@@ -125,9 +133,11 @@ def results(look: Look, made: Plan, tried: Tried) -> Drawn:
         f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits a value "
         f"({flushed} flushed)."
     )
-    sampled = look.x.numel() > made.limit if len(made.ids) == 1 else True
+    sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
     how = f"a sample of whole lines, at most {made.limit:,} values a tensor" if sampled else "exact"
-    what = look.source(how) if made.over == "tensor" else source(look.where, f"{len(made.ids)} operands ({how})")
+    what = (
+        selected.source(how) if made.over == "tensor" else source(selected.where, f"{len(made.ids)} operands ({how})")
+    )
     definitions = " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
@@ -146,3 +156,17 @@ def results(look: Look, made: Plan, tried: Tried) -> Drawn:
         figures.append(Figure("trial_histogram", chart, histogram, words, height=height))
     said = (*made.said, f"Of {how}.") if sampled else made.said
     return Drawn(tuple(figures), verdict, said, {"trials": table})
+
+
+WHAT_IF = Question(
+    text="Would another format fix it?",
+    title="What if",
+    icon=":material/experiment:",
+    help="Round it to any formats with any options",
+    page="tensor",
+    view="whatif",
+    draw=draw,
+    params=params,
+    layout="binade.app.questions.what_if.view",
+    in_report=False,
+)

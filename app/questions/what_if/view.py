@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
 from binade.app import show
 from binade.app.formatting import bytes_text
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.what_if import question
 from binade.app.questions.what_if.question import CHOICES, OVER, TITLES, Plan, Tried
 from binade.quant.formats import FORMATS
@@ -23,7 +25,7 @@ HELP = {
 REMEMBERED = 32
 
 
-def view(look: Look) -> None:
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
     values = {"formats": st.multiselect("Formats", list(FORMATS), key="formats", placeholder="choose formats")}
     for cell, (name, allowed) in zip(st.columns(len(CHOICES)), CHOICES.items(), strict=True):
         values[name] = cell.selectbox(TITLES[name], allowed, key=name, help=HELP[name])
@@ -34,21 +36,21 @@ def view(look: Look) -> None:
         required=True,
         format_func=lambda name: {"tensor": "this tensor"}.get(name, "the filter’s operands"),
     )
-    made = question.plan(look, values)
+    made = question.plan(selected, values)
     if not made.trials or not made.ids:
         st.info(made.said[-1], icon=":material/experiment:")
         return
-    asked = (str(look.opened.root), *made.ids, *(one.label for one in made.trials))
+    asked = (str(selected.opened.root), *made.ids, *(one.label for one in made.trials))
     memory, steps = _memory(), len(made.ids) * len(made.trials)
     if asked not in memory:
         if show.stopped("Rounding", asked):
             return
         with show.progress("Rounding", asked) as done:
-            tried = question.try_all(look.opened, made, lambda count: done(count, steps))
+            tried = question.try_all(selected.opened, made, lambda count: done(count, steps))
         while len(memory) >= REMEMBERED:
             memory.pop(next(iter(memory)), None)
         memory[asked] = tried
-    _results(look, made, memory[asked])
+    _results(selected, made, memory[asked])
 
 
 @st.cache_resource
@@ -57,8 +59,8 @@ def _memory() -> dict[tuple, Tried]:
     return {}
 
 
-def _results(look: Look, made: Plan, tried: Tried) -> None:
-    drawn = question.results(look, made, tried)
+def _results(selected: SelectedTensor, made: Plan, tried: Tried) -> None:
+    drawn = question.results(selected, made, tried)
     for said in drawn.problems:
         st.caption(said)
     show.verdict(drawn.verdict)

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 
 from binade.app.figure import Drawn, Figure, grid
+from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import charts, compute
 from binade.app.style import MEASURES, short
 from binade.quant.metrics import sqnr_db
 
 
-def drawn(look: Look, values: dict[str, Any]) -> Drawn:
-    found = look.subject()
+def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+    found = selected.rounded()
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
     sums = found.blocks.sums
@@ -24,51 +25,66 @@ def drawn(look: Look, values: dict[str, Any]) -> Drawn:
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
     flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
     verdict = (
-        f"In {look.format.name}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
+        f"In {selected.format.name}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
         f"{share['saturated']:.2%} of all saturated{lost}."
     )
     table = compute.codebook_histogram(found)
     caption = (
-        f"{look.source(found.note or 'exact')}\n{about_format(look.format)}. Flushed: nonzero values below half the "
-        "smallest code. Saturated: above the largest. Shares are of all values."
+        f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. Flushed: nonzero values below "
+        "half the smallest code. Saturated: above the largest. Shares are of all values."
     )
     figures, problems = [], []
     if table.empty:
         problems.append("Nothing to draw: no value is finite and nonzero.")
     else:
-        edges = compute.zone_edges(look.format.element, look.format.rounding)
+        edges = compute.zone_edges(selected.format.element, selected.format.rounding)
         zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
-        chart = charts.codebook(table, zones, look.format, edges, f"{look.label} · {found.note or 'all values'}")
-        words = f"{about_format(look.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
+        chart = charts.codebook(
+            table, zones, selected.format, edges, f"{selected.label} · {found.note or 'all values'}"
+        )
+        words = f"{about_format(selected.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
         figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
-        figures += filter(None, (_channels(look), tokens(look)))
+        figures += filter(None, (_channels(selected), tokens(selected)))
     return Drawn(tuple(figures), verdict, tuple(problems))
 
 
-def _channels(look: Look) -> Figure | None:
-    table = compute.channels(look.x)
-    if table.empty or not look.x.dim():
+def _channels(selected: SelectedTensor) -> Figure | None:
+    table = compute.channels(selected.x)
+    if table.empty or not selected.x.dim():
         return None
-    count = look.x.shape[-1]
+    count = selected.x.shape[-1]
     run = int(table["last"].iloc[0] - table["channel"].iloc[0]) + 1
     taken = f" · each bar the largest of {run} channels" if run > 1 else ""
     finite = table.loc[np.isfinite(table["absmax"]), "absmax"]
     middle = float(finite.median()) if len(finite) > 1 else math.nan
     note = f"The largest channel is {short(finite.max() / middle)} times the median one." if middle > 0 else ""
-    caption = f"{look.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
+    caption = f"{selected.source()}\nabsmax: the largest magnitude over all tokens; the last axis is the channel."
     chart = charts.channels(table, f"{count:,} channels{taken}")
     return Figure("channels", chart, table, caption, note=note, height=330, group="axes")
 
 
-def tokens(look: Look) -> Figure | None:
+def tokens(selected: SelectedTensor) -> Figure | None:
     """Its magnitudes by token and channel; None where it has no values."""
-    matrix = compute.rows_by_channels(look.x)
+    matrix = compute.rows_by_channels(selected.x)
     if not matrix.numel():
         return None
-    values = compute.pooled(look.x)
+    values = compute.pooled(selected.x)
     cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
     taken = f"each cell the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "each cell a value"
     chart = charts.tokens_by_channels(values, tuple(matrix.shape), taken)
-    caption = f"{look.source()}\nlog2 of the largest magnitude of each cell ({taken}); grey: zero or not finite."
+    caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); grey: zero or not finite."
     note = "Bright columns are outlier channels."
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
+
+
+WHY = Question(
+    text="Why do they suffer?",
+    title="Why",
+    icon=":material/search_insights:",
+    help="Magnitudes over the format’s codebook, channels, tokens",
+    page="tensor",
+    view="why",
+    draw=draw,
+    layout="binade.app.questions.why.view",
+    in_report=False,  # report/contents.py places its figures
+)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import streamlit as st
 
 from binade.app import show
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question
 from binade.app.style import MEASURES, short
 from binade.quant.metrics import outlier_ratio
@@ -15,10 +16,10 @@ from binade.quant.metrics import outlier_ratio
 FACTS = ("absmax", "crest_factor", "dynamic_range", "kurtosis", "outlier_ratio", "zero_share")
 
 
-def view(look: Look) -> None:
-    drawn = question.drawn(look, {})
+def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
+    drawn = question.draw(selected, values)
     show.verdict(drawn.verdict)
-    _facts(look)
+    _facts(selected)
     show.problems(drawn)
     if figure := drawn.get("codebook"):
         show.draw(figure)
@@ -28,8 +29,8 @@ def view(look: Look) -> None:
                 show.draw(figure)
 
 
-def _facts(look: Look) -> None:
-    row = look.row
+def _facts(selected: SelectedTensor) -> None:
+    row = selected.row
     values = {
         "absmax": row["absmax"],
         "crest_factor": row["absmax"] / row["rms"] if row["rms"] else math.nan,
@@ -37,8 +38,8 @@ def _facts(look: Look) -> None:
         "kurtosis": row["kurtosis"],
         "zero_share": row["zeros"] / row["numel"] if row["numel"] else math.nan,
     }
-    if look.x.numel() <= 1 << 24:
-        values["outlier_ratio"] = outlier_ratio(look.x)
+    if selected.x.numel() <= 1 << 24:
+        values["outlier_ratio"] = outlier_ratio(selected.x)
     shown = [name for name in FACTS if name in values]
     cells = [cell for row in range(0, len(shown), 3) for cell in st.columns(3)[: len(shown) - row]]
     for cell, name in zip(cells, shown, strict=True):

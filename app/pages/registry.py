@@ -1,0 +1,69 @@
+"""All pages of the app, in the order of the navigation. No Streamlit here: what a page shows is imported by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from binade.app.figure import Drawn
+from binade.app.pages import overview, runs, tensor, worst
+from binade.app.params import Param
+from binade.app.questions.question import Question
+from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.selection import Selection
+from binade.data.catalog import Catalog
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the app.
+
+    name, title, icon   in the address and in the navigation
+    layout              the module whose `page()` shows it; "" where `question` is shown as every question is
+    params, draw        its parameters and its figures, of a page that can be drawn again elsewhere
+    kept                whether a session can keep it
+    writes              whether it is left out of a read-only app
+    question            that it answers, of a page of one question
+    """
+
+    name: str
+    title: str
+    icon: str
+    layout: str
+    params: Callable[[Catalog], dict[str, Param]] | None = None
+    draw: Callable[[Selection, dict[str, Any]], Drawn] | None = None
+    kept: bool = False
+    writes: bool = False
+    question: Question | None = None
+
+
+def _of(question: Question) -> Page:
+    """The page that answers a question: the page it is a view of, or its own."""
+    if question.page in SHARED:
+        return SHARED[question.page]
+    return Page(
+        question.page, question.title, question.icon, question.layout, question.params, question.draw, True,
+        question=question,
+    )  # fmt: skip
+
+
+SHARED = {
+    "worst": Page(
+        "worst", "Worst", ":material/trending_down:", "binade.app.pages.worst_page", worst.params, worst.draw, True
+    ),
+    "tensor": Page(
+        "tensor", "Tensor", ":material/grid_on:", "binade.app.pages.tensor_page", tensor.params, tensor.draw, True
+    ),
+}
+_HOME = Page(
+    "overview", "Overview", ":material/home:", "binade.app.pages.overview_page", overview.params, overview.draw, True
+)
+_OTHERS = (
+    Page("runs", "Runs", ":material/science:", "binade.app.pages.runs_page", runs.params, runs.draw, True),
+    Page("sessions", "Sessions", ":material/bookmarks:", "binade.app.sessions.page"),
+    Page("sql", "SQL", ":material/database:", "binade.app.pages.sql_page", kept=True, writes=True),
+    Page("collect", "Collect", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True),
+    Page("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page"),
+)
+PAGES = {page.name: page for page in (_HOME, *map(_of, QUESTIONS), *_OTHERS)}

@@ -1,0 +1,97 @@
+"""What a page has selected, which a question draws its answer from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+from torch import Tensor
+
+from binade.app.figure import Drawn, source
+from binade.app.questions.shared import boards
+from binade.app.questions.shared.rounded import Subject, subject
+from binade.app.style import Measure
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.formats import FORMATS, Format
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A catalog and a filter. tensors: the ids of tensors that are chosen one by one, where a page offers that."""
+
+    opened: Catalog
+    where: Filter
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Board(Selection):
+    """A metric over the filter's tensors; of a metric that says what a format does, in this format."""
+
+    format: str
+    measure: Measure
+
+    POOLED = "all runs and iterations of the filter together"
+
+    @property
+    def definition(self) -> str:
+        measure = self.measure
+        if boards.is_error(measure.key):
+            pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
+            return f"{measure.label} in {self.format}: {measure.definition}; several tensors together: {pooled}."
+        return f"{measure.label}: {measure.definition}; the largest of the tensors that are taken together."
+
+    def caption(self, what: str) -> str:
+        return f"{source(self.where, what)}\n{self.definition}"
+
+    def title(self, rest: str = "") -> str:
+        scored = boards.is_error(self.measure.key)
+        return f"{self.measure.label} in {self.format}{rest}" if scored else f"{self.measure.label}{rest}"
+
+    @property
+    def nothing(self) -> Drawn:
+        """The answer where no tensor has a value."""
+        scored = boards.is_error(self.measure.key)
+        what = "operands of a GEMM, which alone are scored" if scored else "tensors with a value"
+        return Drawn(problems=(f"The filter selects no {what}.",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectedTensor(Selection):
+    """One tensor: its row in the index, its values, and the format that it is rounded to.
+
+    labels: of the tensors that can be selected, by id; this one is among them.
+    """
+
+    row: pd.Series
+    x: Tensor
+    format: Format
+    labels: dict[str, str]
+
+    @property
+    def label(self) -> str:
+        return self.labels[self.row["tensor_id"]]
+
+    @property
+    def dim(self) -> int:
+        """The axis that its GEMM contracts; the last axis of a result, which no GEMM contracts."""
+        axis = self.row["contracted_axis"]
+        return -1 if pd.isna(axis) else int(axis)
+
+    @property
+    def shape(self) -> str:
+        return " × ".join(f"{n:,}" for n in self.x.shape) or "scalar"
+
+    def source(self, note: str = "exact") -> str:
+        """The first line of a caption."""
+        return source(Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
+
+    def rounded(self) -> Subject:
+        """The values, or a sample of them, rounded to the format."""
+        return subject(self.x, self.format.name, self.dim)
+
+
+def formats_first(first: str) -> tuple[str, ...]:
+    """All formats, this one first."""
+    return (first, *(name for name in FORMATS if name != first))
