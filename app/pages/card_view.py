@@ -22,7 +22,7 @@ NOT_LOGGED = ("model", "size", "dataset", "recipe")
 
 def show_card(row: pd.Series) -> None:
     """Nothing for a tensor of which there is nothing to tell."""
-    sentences = notes(row)
+    sentences = notes({str(name): value for name, value in row.items()})
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")

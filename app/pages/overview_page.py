@@ -11,7 +11,7 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import follow, go, link, plain, write
 from binade.app.filters import sidebar
-from binade.app.formatting import big, bytes_text
+from binade.app.formatting import big, bytes_text, first_formats
 from binade.app.pages import overview
 from binade.app.questions.registry import QUESTIONS
 from binade.app.state import catalog_page
@@ -22,7 +22,7 @@ from binade.data.filter import Filter
 @catalog_page("Overview")
 def page(opened: Catalog) -> None:
     params = overview.params(opened)
-    formats = params["format"].allowed
+    formats = first_formats(opened)
     follow(opened, "overview", params)
     where = sidebar(opened)
     write(where, params)

@@ -70,5 +70,5 @@ def in_filter(opened: Catalog, where: Filter, wanted: str | None, fmt: str) -> s
     if scored:
         table = ranking.ranking(opened, where, fmt if fmt in scored else scored[0], "sqnr_db")
         if not table.empty:
-            return table.iloc[0]["tensor_id"]
-    return opened.tensors(where, limit=1).iloc[0]["tensor_id"]
+            return str(table.iloc[0]["tensor_id"])
+    return str(opened.tensors(where, limit=1).iloc[0]["tensor_id"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from importlib import import_module
 from itertools import groupby
 from typing import Any
@@ -34,8 +33,7 @@ def show_answer(drawn: Drawn, where: Filter, values: Mapping[str, Any]) -> None:
     show.problems(drawn)
     for _, group in groupby(drawn.figures, key=lambda figure: figure.group or figure.name):
         together = list(group)
-        cells = st.columns(len(together), gap="large") if len(together) > 1 else [nullcontext()]
-        for cell, figure in zip(cells, together, strict=True):
+        for cell, figure in zip(st.columns(len(together), gap="large"), together, strict=True):
             with cell:
                 open_tensor(show.draw(figure), where, values)
     for title, table in drawn.tables.items():

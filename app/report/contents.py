@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import altair as alt
 import pandas as pd
@@ -84,7 +85,7 @@ def quick(overview_part: Part) -> Figure | None:
     figures = [plate.figure for plate in overview_part.plates]
     if not figures:
         return None
-    charts = [figure.chart.properties(width=640, height=280) for figure in figures]
+    charts: list[Any] = [figure.chart.properties(width=640, height=280) for figure in figures]
     chart = alt.concat(*charts, columns=2, spacing=46).resolve_scale(color="independent", strokeDash="independent")
     return replace(figures[0], name="quick_analysis", chart=chart, caption=figures[0].caption)
 
@@ -95,7 +96,7 @@ def _present(opened: Catalog, where: Filter, names: tuple[str, ...]) -> list[str
     return [name for name in names if name == "quant_type" or len(_chosen(where, name, facets)) > 1]
 
 
-def _chosen(where: Filter, name: str, facets: dict[str, list]) -> list:
+def _chosen(where: Filter, name: str, facets: dict[str, list[Any]]) -> list[Any]:
     """The values that occur in the selection itself: `facets` leaves each field's own restriction out."""
     wanted = getattr(where, name)
     return [value for value in facets.get(name, []) if not wanted or value in wanted]
@@ -218,9 +219,10 @@ def _comparisons(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Pa
 
 def _titled(figure: Figure, text: str) -> Figure:
     """The figure under a title that tells what it is where it stands alone."""
-    title = figure.chart.title.copy()
+    chart: Any = figure.chart
+    title = chart.title.copy()
     title.text = text
-    return replace(figure, chart=figure.chart.properties(title=title))
+    return replace(figure, chart=chart.properties(title=title))
 
 
 def _gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
@@ -229,7 +231,7 @@ def _gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
     iterations = recipes.iterations_of(opened, name)
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
-    of = Filter(tensor_name=[name], iteration=[iterations[0]])
+    of = Filter(tensor_name=(name,), iteration=(iterations[0],))
     values = sum(
         int(opened.pairs(run["run_id"], run["reference"], of)["numel"].sum())
         for _, run in recipes.runs_compared(runs).iterrows()
@@ -300,7 +302,7 @@ def _hifp8(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> Part:
 
 
 def _attention(opened: Catalog, where: Filter) -> Part:
-    rows = opened.tensors(Filter(**where.to_dict() | {"tensor_name": list(attention.NAMES)}))
+    rows = opened.tensors(replace(where, tensor_name=tuple(attention.NAMES)))
     wanted = where.tensor_name
     rows = rows[rows["path"].notna() & (rows["tensor_name"].isin(wanted) if wanted else True)]
     text = "Entropy, flushed probabilities and scores head by head, and the map of the most focused head."
@@ -343,7 +345,7 @@ def _maps(selected: SelectedTensor, suffix: str) -> list[Plate]:
     by_head = attention.heads(selected, maps)
     head = 1
     if entropy := by_head.get("entropy"):
-        head = int(entropy.table.loc[entropy.table["entropy"].fillna(1e9).idxmin(), "head"])
+        head = int(entropy.table["head"].iloc[entropy.table["entropy"].fillna(1e9).argmin()])
     found = list(plates("attention_maps", by_head.figures, suffix))
     for name in maps.heads:
         figure = attention.head_map(maps, name, head, 1)

@@ -13,7 +13,7 @@ from binade.app import style
 from binade.app.figure import Figure, source
 from binade.app.formatting import big
 from binade.app.params import TITLES
-from binade.app.questions.codes.charts import TIER_COLORS
+from binade.app.questions.codes.charts import tier_color
 from binade.app.questions.shared import distributions
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.labels import group_name
@@ -44,7 +44,7 @@ def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> 
     sketch = catalog.distribution(where, by)
     moments = catalog.moments(where, by)
     zeros = dict(zip(moments["group"].map(group_name), moments["zeros"], strict=True))
-    inner = np.minimum(sketch["low"].abs(), sketch["high"].abs()).to_numpy()
+    inner = sketch[["low", "high"]].abs().min(axis=1).to_numpy()
     with np.errstate(divide="ignore"):
         exponent = np.log2(inner)
     band = np.full(len(sketch), FLUSHED, object)
@@ -55,7 +55,7 @@ def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> 
     counts = counts.reindex(columns=list(PRECISIONS), fill_value=0)
     counts[ZERO] = [int(zeros[group]) for group in counts.index]
     counts[FLUSHED] -= counts[ZERO]
-    long = counts.rename_axis(columns="precision").stack().rename("count").reset_index()
+    long = counts.rename_axis(columns="precision").stack().reset_index().rename(columns={0: "count"})
     total = long.groupby("group")["count"].transform("sum")
     return long.assign(share=long["count"] / total.clip(lower=1))
 
@@ -75,9 +75,9 @@ def magnitudes(found: Distribution) -> pd.DataFrame:
 
 COLORS = {
     CLIPPED: style.CLIPPED,
-    THREE: TIER_COLORS["3 mantissa bits"],
-    TWO: TIER_COLORS["2 mantissa bits"],
-    ONE: TIER_COLORS["1 mantissa bit"],
+    THREE: tier_color("3 mantissa bits"),
+    TWO: tier_color("2 mantissa bits"),
+    ONE: tier_color("1 mantissa bit"),
     DENORMAL: "#db9a3a",
     FLUSHED: style.BAD,
     ZERO: style.GREY,
@@ -89,7 +89,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
     shown = table.assign(order=table["precision"].map({name: index for index, name in enumerate(COLORS)}))
     names = [name for name in COLORS if shown.loc[shown["precision"] == name, "count"].any()]
     scale = alt.Scale(domain=names, range=[COLORS[name] for name in names])
-    return (
+    result: alt.Chart = (
         alt.Chart(shown[shown["count"] > 0])
         .mark_bar(size=18)
         .encode(
@@ -119,6 +119,7 @@ def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Cha
         )
         .properties(title=style.title("Precision that HiFloat8 gives", subtitle))
     )
+    return result
 
 
 def _precisions_height(table: pd.DataFrame) -> int:

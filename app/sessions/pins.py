@@ -98,7 +98,7 @@ class _Narrowed:
         found = self.catalog.runs()
         return found[found["run_id"].isin(self.run_ids)].reset_index(drop=True)
 
-    def facets(self, where: Filter | None = None) -> dict[str, list]:
+    def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
         found = self.catalog.facets(self.narrow(where))
         own = [run for run in found.get("run_id", []) if run in self.run_ids]
         return found | {"run_id": own}
@@ -106,7 +106,7 @@ class _Narrowed:
     def narrow(self, where: Filter | None) -> Filter:
         where = where or Filter()
         kept = [run for run in self.run_ids if not where.run_id or run in where.run_id]
-        return replace(where, run_id=kept or [""])  # no run has no name: nothing is selected
+        return replace(where, run_id=tuple(kept) or ("",))  # no run has no name: nothing is selected
 
     def __getattr__(self, name: str) -> Any:
         asked = getattr(self.catalog, name)

@@ -88,8 +88,8 @@ def ranges(scores: Heads) -> pd.DataFrame:
     """By head, of the finite scores (a mask's infinities are left out): columns head, low, q1, median, q3, high."""
     rows = []
     for head in range(scores.x.shape[1]):
-        x = scores.x[:, head].float()
-        x = x[x.isfinite() & (x > torch.finfo(scores.x.dtype).min / 2)].numpy()
+        own = scores.x[:, head].float()
+        x = own[own.isfinite() & (own > torch.finfo(scores.x.dtype).min / 2)].numpy()
         marks = np.quantile(x, [0, 0.25, 0.5, 0.75, 1]) if len(x) else [math.nan] * 5
         rows.append(
             {"head": head + 1, **dict(zip(["low", "q1", "median", "q3", "high"], map(float, marks), strict=True))}
@@ -100,8 +100,8 @@ def ranges(scores: Heads) -> pd.DataFrame:
 def head_map(x: Heads, sequence: int, head: int) -> np.ndarray:
     """One head's [queries, keys], thinned to MAX_SIDE each way by the largest of each cell; float32, NaN where only
     infinities lie."""
-    matrix = x.x[sequence, head].float()
-    matrix = torch.where(matrix.isfinite(), matrix, math.nan).numpy()
+    own = x.x[sequence, head].float()
+    matrix: np.ndarray = torch.where(own.isfinite(), own, math.nan).numpy()
     for axis in (0, 1):
         step = -(-matrix.shape[axis] // MAX_SIDE)
         if step > 1:

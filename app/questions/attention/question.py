@@ -85,15 +85,15 @@ def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
     row = selected.row
     if row["tensor_name"] == name:
         return row
-    same = {
-        field: [row[field].item() if hasattr(row[field], "item") else row[field]]
+    same: dict[str, Any] = {
+        field: (row[field].item() if hasattr(row[field], "item") else row[field],)
         for field in ("run_id", "layer_index", "iteration", "micro_batch", "rank")
         if not pd.isna(row[field])
     }
-    rows = selected.opened.tensors(Filter(tensor_name=[name], **same))
+    rows = selected.opened.tensors(Filter(tensor_name=(name,), **same))
     # One import may hold logs in several formats.
     alike = rows["quant_type"].eq(row["quant_type"]).astype(int) + rows["stage"].eq(row["stage"])
-    return None if rows.empty else rows.loc[alike.idxmax()]
+    return None if rows.empty else rows.iloc[int(alike.argmax())]
 
 
 def beyond(shape: tuple[int, ...], asked: Mapping[str, Any]) -> tuple[str, ...]:
@@ -119,8 +119,8 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         entropy = compute.entropy(probs)
         axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
         flushed = compute.flushed(probs, selected.format.name, axis)
-        worst = flushed.loc[flushed["flush_to_zero"].fillna(-1).idxmax()]
-        focused = entropy.loc[entropy["entropy"].fillna(1e9).idxmin()]
+        worst = flushed.iloc[int(flushed["flush_to_zero"].fillna(-1).argmax())]
+        focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
             f"In {selected.format.name}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its "
             f"nonzero probabilities flush, holding {worst['mass']:.2%} of the probability. "
@@ -134,8 +134,8 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
             Figure("entropy", chart, entropy, caption, note, 330, "head", "probs", "Choose a head to see its map.")
         )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
-        chart = charts.flushed_by_head(flushed, selected.format, maps.words)
-        figures.append(Figure("flushed", chart, flushed, f"{first}\n{held}", held, 330, group="probs"))
+        bars = charts.flushed_by_head(flushed, selected.format, maps.words)
+        figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
         table = compute.ranges(scores)
         caption = f"{maps.source('attention_scores')}\nScores: what softmax is taken of."

@@ -30,16 +30,16 @@ def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
         if figure := drawn.get("scores"):
             show.draw(figure)
     with right:
-        _map(maps)
+        _map(maps, values)
 
 
 def _choose(head: int) -> None:
     st.session_state["head"] = int(head)
 
 
-def _map(maps: Maps) -> None:
+def _map(maps: Maps, values: dict[str, Any]) -> None:
     shape = maps.shape
-    for problem in question.beyond(shape, st.session_state):
+    for problem in question.beyond(shape, values):
         st.info(problem, icon=":material/block:")
     for name, count in (("head", shape[1]), ("sequence", shape[0])):
         st.session_state[name] = question.within(st.session_state.get(name), count)

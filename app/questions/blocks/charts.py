@@ -29,7 +29,7 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
 def scale_exponents(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
     """Of compute.scale_histogram."""
     shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45, floor=0.0)
-    return (
+    result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(color=style.FORMAT_COLORS[fmt.name], strokeWidth=0)
         .encode(
@@ -50,9 +50,12 @@ def scale_exponents(table: pd.DataFrame, fmt: Format, subtitle: str | list[str])
         )
         .properties(title=style.title("Block scales", subtitle))
     )
+    return result
 
 
-def block_values(table: pd.DataFrame, fmt: Format, title: str, subtitle: str | list[str]) -> alt.LayerChart:
+def block_values(
+    table: pd.DataFrame, fmt: Format, title: str, subtitle: str | list[str]
+) -> alt.LayerChart | alt.FacetChart:
     """Of compute.block_values: each value as it is (ring) and as it was rounded (dot), and the way between."""
     tooltip = [
         alt.Tooltip("index:Q", title="place in the block"),

@@ -84,8 +84,8 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     exponents, problems = compute.scale_histogram(table), []
     if selected.format.block_size:
         spread = f"{len(exponents)} exponents · all-zero blocks left out"
-        chart = charts.scale_exponents(exponents, selected.format, spread)
-        figures.append(Figure("scales", chart, exponents, found.caption, height=380, group="blocks"))
+        scales = charts.scale_exponents(exponents, selected.format, spread)
+        figures.append(Figure("scales", scales, exponents, found.caption, height=380, group="blocks"))
     else:
         problems.append(f"{selected.format.title} has no block scales: the blocks are runs of {size} values.")
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))

@@ -7,31 +7,30 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.codes import compute
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
 from binade.quant.formats import Format
 
-TIER_COLORS = {
-    "7 mantissa bits": "#3730a3",
-    "10 mantissa bits": "#3730a3",
-    "6 mantissa bits": "#3730a3",
-    "3 mantissa bits": "#4f46e5",
-    "2 mantissa bits": "#0284c7",
-    "1 mantissa bit": "#0d9488",
-    "0 mantissa bits": "#0d9488",
-    DENORMAL: "#b4633a",
-    ZERO: style.GREY,
-    SPECIAL: "#db2777",
-}
+# By the bits of the mantissa; the last for more.
+MANTISSA_COLORS = ("#0d9488", "#0d9488", "#0284c7", "#4f46e5", "#4338ca", "#3b34b6", "#3730a3")
+OTHER_COLORS = {DENORMAL: "#b4633a", ZERO: style.GREY, SPECIAL: "#db2777"}
+
+
+def tier_color(tier: str) -> str:
+    """The colour of a tier of precision, as `blocks.code_tiers` names it."""
+    if tier in OTHER_COLORS:
+        return OTHER_COLORS[tier]
+    return MANTISSA_COLORS[min(int(tier.split()[0]), len(MANTISSA_COLORS) - 1)]
 
 
 def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
     """Of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
     shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(style.short))
-    names = [name for name in TIER_COLORS if name in set(shown["tier"])]
+    names = sorted(set(shown["tier"]), key=compute.tier_rank)
     color = alt.Color(
         "tier:N",
-        scale=alt.Scale(domain=names, range=[TIER_COLORS[name] for name in names]),
+        scale=alt.Scale(domain=names, range=[tier_color(name) for name in names]),
         legend=alt.Legend(title=None, orient="top", columns=3),
     )
     width = fmt.element.bits
@@ -51,7 +50,8 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
         shown["text"] = [
             text if text != "0" or code == 0 else "−0" for text, code in zip(shown["text"], shown["code"], strict=True)
         ]
-        return alt.Chart(shown).mark_bar().encode(x=x, y=y, color=color, tooltip=tooltip).properties(title=title)
+        few_bars: alt.Chart = alt.Chart(shown).mark_bar().encode(x=x, y=y, color=color, tooltip=tooltip)
+        return few_bars.properties(title=title)
     x = alt.X(
         "order:Q",
         title="codes, from the most negative value to the largest",
@@ -59,7 +59,10 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
         axis=alt.Axis(labels=False, ticks=False, grid=False),
     )
     bars = alt.Chart(shown).mark_rect(strokeWidth=0)
-    return bars.encode(x=x, x2="end:Q", y=y, y2="floor:Q", color=color, tooltip=tooltip).properties(title=title)
+    result: alt.Chart = bars.encode(x=x, x2="end:Q", y=y, y2="floor:Q", color=color, tooltip=tooltip).properties(
+        title=title
+    )
+    return result
 
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -89,7 +92,9 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         scale=alt.Scale(domain=[0, 1.5], nice=False),
     )
     x["axis"]["values"] = [0, 0.25, 0.5, 0.75, 1]
-    scale = alt.Scale(domain=list(TIER_COLORS), range=list(TIER_COLORS.values()))
+    names = table["tier"].tolist()
+    scale = alt.Scale(domain=names, range=[tier_color(name) for name in names])
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("tier:N", scale=scale, legend=None))
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="share:Q", text="text:N")
-    return (bars + text).properties(title=style.title("Precision that the values get", subtitle))
+    result: alt.LayerChart = (bars + text).properties(title=style.title("Precision that the values get", subtitle))
+    return result

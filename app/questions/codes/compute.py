@@ -33,9 +33,12 @@ def tiers(table: pd.DataFrame) -> pd.DataFrame:
     found = table.groupby("tier", sort=False).agg(
         codes=("code", "size"), used=("count", lambda counts: int((counts > 0).sum())), share=("share", "sum")
     )
-    last = {DENORMAL: 97, ZERO: 98, SPECIAL: 99}
-    rank = {tier: last.get(tier) or -int(tier.split()[0]) for tier in found.index}
-    return found.reset_index().sort_values("tier", key=lambda names: names.map(rank), ignore_index=True)
+    return found.reset_index().sort_values("tier", key=lambda names: names.map(tier_rank), ignore_index=True)
+
+
+def tier_rank(tier: str) -> int:
+    """Its place among the tiers: the widest mantissa first, then denormal, zero and special codes."""
+    return {DENORMAL: 97, ZERO: 98, SPECIAL: 99}.get(tier) or -int(tier.split()[0])
 
 
 def entropy_bits(table: pd.DataFrame) -> float:

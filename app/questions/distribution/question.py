@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import altair as alt
 import pandas as pd
 
 from binade.app import style
@@ -118,7 +119,9 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     caption = source(where, f"{shown.subtitle} ({_how(found)})")
     groups = [d.group for d in found]
     height = CHART + style.legend_height(groups)
-    figures, problems = [], []
+    figures: list[Figure] = []
+    problems: list[str] = []
+    chart: alt.TopLevelMixin
     table = distributions.linear_histogram(found) if axis == "linear" else distributions.log2_histogram(found)
     draw = distribution_charts.linear_histogram if axis == "linear" else distribution_charts.log2_histogram
     if table.empty:

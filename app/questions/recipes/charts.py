@@ -35,7 +35,8 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         )
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
-    return (zero + lines).properties(title=style.title("Loss gap to bf16 by iteration", subtitle))
+    result: alt.LayerChart = (zero + lines).properties(title=style.title("Loss gap to bf16 by iteration", subtitle))
+    return result
 
 
 def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -64,7 +65,8 @@ def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     )
     bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
-    return (bars + text).properties(title=style.title("What each recipe costs", subtitle))
+    result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
+    return result
 
 
 def costs_height(table: pd.DataFrame) -> int:
@@ -82,7 +84,7 @@ def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> al
     """Of analysis.recipes.gradient_summary by group (a run) and place: a dot each."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
-    return (
+    result: alt.Chart = (
         alt.Chart(table)
         .mark_point(filled=True, size=80, opacity=0.9)
         .encode(
@@ -104,6 +106,7 @@ def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> al
         )
         .properties(title=style.title(name, subtitle))
     )
+    return result
 
 
 def agreement_height(table: pd.DataFrame) -> int:

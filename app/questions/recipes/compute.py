@@ -7,6 +7,7 @@ tokens in the same order), tensors by identity (`Catalog.twins`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,7 @@ from binade.data.store import TensorFileError
 from binade.quant.metrics import errors
 
 
-def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict]]) -> pd.DataFrame:
+def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
     """Each run's loss against its reference's at the same iteration, warm-up left out.
 
     Columns run_id, label, iteration, loss, gap (nats per token; positive: worse than bf16). Iterations that the

@@ -92,8 +92,7 @@ def _gradients(opened: Catalog, where: Filter, table: pd.DataFrame) -> None:
     if show.stopped("Comparing gradients", asked):
         return
     with show.progress("Comparing gradients", asked) as done:
-        told = partial(done, of=len(runs))
-        drawn = question.gradients(where, table, name, at, iterations, compared, told)
+        drawn = question.gradients(where, table, name, at, iterations, compared, lambda count: done(count, len(runs)))
     if not drawn.figures:
         st.info(drawn.problems[0], icon=":material/block:")
         return

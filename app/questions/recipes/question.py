@@ -117,12 +117,12 @@ def _noise(costs: pd.DataFrame) -> str:
 
 
 def iterations_of(opened: Catalog, name: str) -> list[int]:
-    return opened.facets(Filter(tensor_name=[name])).get("iteration", [])
+    return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
-    """A run's gradients of one name and iteration against the reference's: as `analysis.recipes.gradients`."""
-    where = Filter(tensor_name=[name], iteration=[at])
+    """A run's gradients of one name and iteration against the reference's: as `compute.gradients`."""
+    where = Filter(tensor_name=(name,), iteration=(at,))
     return compute.gradients(opened, opened.pairs(run_id, reference, where))
 
 
@@ -146,7 +146,9 @@ def gradients(
     together = pd.concat(parts, ignore_index=True)
     if together.empty:
         return Drawn(problems=("No gradient of these runs has a twin with values in its bf16 run.",))
-    together["place"] = [f"L{int(row.layer_index)} {row.module}" for row in together.itertuples()]
+    together["place"] = [
+        f"L{int(layer)} {module}" for layer, module in zip(together["layer_index"], together["module"], strict=True)
+    ]
     summary = compute.gradient_summary(together, ["group", "place"])
     worst = compute.gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
     verdict = (

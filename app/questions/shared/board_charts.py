@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal
 
 import altair as alt
 import pandas as pd
@@ -19,12 +20,12 @@ def with_labels(table: pd.DataFrame, measure: Measure) -> pd.DataFrame:
     return table.assign(figure=figure, label=table["value"].map(measure.text))
 
 
-def scale_type(shown: pd.DataFrame, measure: Measure) -> str:
+def scale_type(shown: pd.DataFrame, measure: Measure) -> Literal["log", "linear"]:
     return "log" if measure.log and (shown["figure"].dropna() > 0).all() else "linear"
 
 
 def bars(
-    shown: pd.DataFrame, measure: Measure, y: str, order: list[str], color: str | alt.Color, domain: list[float]
+    shown: pd.DataFrame, measure: Measure, y: str, order: list[str], color: Any, domain: list[float]
 ) -> alt.LayerChart:
     tooltip = [
         alt.Tooltip(f"{y}:N", title="tensor"),
@@ -44,7 +45,8 @@ def bars(
         .add_params(choice)
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-    return bars + text
+    result: alt.LayerChart = bars + text
+    return result
 
 
 def axis_domain(figures: pd.Series) -> list[float]:

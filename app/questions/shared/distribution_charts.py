@@ -22,7 +22,7 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _histogram(
-    table: pd.DataFrame, x: str, y: str, title: alt.TitleParams, by: str, groups: list[str], tooltip: list
+    table: pd.DataFrame, x: str, y: str, title: alt.TitleParams, by: str, groups: list[str], tooltip: list[alt.Tooltip]
 ) -> alt.Chart:
     """Filled bars for one group; outlines for several, which would only muddy each other."""
     x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8))
@@ -30,15 +30,17 @@ def _histogram(
     color = style.color(groups, by, line=True)
     if len(groups) == 1:
         bars = alt.Chart(table, title=title).mark_rect(strokeWidth=0)
-        return bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+        result: alt.Chart = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+        return result
     lines = alt.Chart(_outline(table), title=title).mark_line(interpolate="step-after", strokeWidth=1.8)
-    return lines.encode(
+    outlines: alt.Chart = lines.encode(
         x=x_axis,
         y=y_axis,
         color=color,
         strokeDash=style.dash(groups, by),
         tooltip=[alt.Tooltip("group:N", title=by), *tooltip],
     )
+    return outlines
 
 
 def linear_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.Chart:
@@ -131,7 +133,8 @@ def _qq(table: pd.DataFrame, by: str, groups: list[str] | None, titles: tuple[st
             tooltip=tooltip,
         )
     )
-    return line.encode(x="x:Q", y="y:Q") + points
+    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + points
+    return result
 
 
 BOX_TITLES = {
@@ -147,7 +150,7 @@ BOX_TITLES = {
 
 def boxes(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.FacetChart:
     """Of analysis.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups as in the histograms.
 
     log2: the table is of analysis.magnitudes.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -123,10 +124,10 @@ def distributions(
     """
     sketch = catalog.distribution(where, by, tensor_ids)
     moments = catalog.moments(where, by, tensor_ids)
-    moments = moments.set_index(moments["group"].map(group_name))
+    moments.index = pd.Index(moments["group"].map(group_name))
     found = []
     for group, bins in sketch.groupby("group", sort=True, dropna=False):
-        row = moments.loc[group_name(group)]
+        row: Any = moments.loc[group_name(group)]
         low, high = (bins[name].to_numpy().clip(row["min"], row["max"]) for name in ("low", "high"))
         mean, std = float(row["mean"]), float(row["std"])
         found.append(Distribution(group_name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
@@ -139,7 +140,7 @@ def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[s
     For histograms of magnitudes: mean and deviation are not computed, the outermost bins end at their own edges.
     """
     crossed = catalog.crossed(where, columns)
-    found = {}
+    found: dict[str, list[Distribution]] = {}
     for column in ("all", *columns):
         groups = "all" if column == "all" else crossed[column].map(group_name)
         found[column] = []
@@ -148,7 +149,9 @@ def each_by(catalog: Catalog, where: Filter, columns: tuple[str, ...]) -> dict[s
             low, high = bin_edges(counts.index.to_numpy())
             order = np.lexsort((high, low))
             count = counts.to_numpy()[order]
-            found[column].append(Distribution(group, low[order], high[order], count, math.nan, math.nan, exact=False))
+            found[column].append(
+                Distribution(str(group), low[order], high[order], count, math.nan, math.nan, exact=False)
+            )
     return found
 
 
@@ -227,7 +230,7 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     parts = 8 if span * 8 * len(tables) <= 4000 else 1
     table["eighth"] = np.floor(table["eighth"] * parts / 8)
     table["order"] = table["group"].map({d.group: index for index, d in enumerate(found)})
-    table = table.groupby(["order", "group", "total", "exponent", "eighth"], as_index=False)["count"].sum()
+    table = table.groupby(["order", "group", "total", "exponent", "eighth"])["count"].sum().reset_index()
     low = table["exponent"] + np.log2(1 + table["eighth"] / parts)
     high = table["exponent"] + np.log2(1 + (table["eighth"] + 1) / parts)
     share = table["count"] / table["total"] / (high - low)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 
 UNNAMED = "unnamed"  # a tensor of which its log does not tell what it is
 
 
-def group_name(group: object) -> str:
+def group_name(group: Any) -> str:
     """A group as people read it; a tensor for which the word does not apply or is not known is in "none"."""
     return "none" if pd.isna(group) else str(group)
 

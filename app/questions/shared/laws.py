@@ -44,20 +44,25 @@ class Fit:
         freedom = f"ν = {self.freedom:.3g}, " if self.freedom is not None else ""
         return f"{freedom}{where} = {self.location:.3g}, {size} = {self.scale:.3g}"
 
+    @property
+    def _freedom(self) -> float:
+        assert self.freedom is not None
+        return self.freedom
+
     def tail(self, share: np.ndarray) -> np.ndarray:
         """The standard law's value above which a share of at most one half lies."""
         if self.law == "normal":
-            return stats.norm.isf(share)
+            return np.asarray(stats.norm.isf(share))
         if self.law == "laplace":
-            return -np.log(2 * share)
+            return np.asarray(-np.log(2 * share))
         if self.law == "student_t":
-            return stats.t.isf(share, self.freedom)
+            return np.asarray(stats.t.isf(share, self._freedom))
         return 1 - 2 * share
 
     def cdf(self, values: np.ndarray) -> np.ndarray:
         z = (values - self.location) / self.scale
         if self.law == "student_t":
-            return stats.t.cdf(z, self.freedom)
+            return np.asarray(stats.t.cdf(z, self._freedom))
         if self.law == "uniform":
             return np.clip((z + 1) / 2, 0, 1)
         return {"normal": stats.norm, "laplace": stats.laplace}[self.law].cdf(z)
@@ -89,7 +94,7 @@ def _fit_student(d: Distribution) -> Fit | None:
         return None
 
     def bend(log_freedom: float) -> float:
-        return -np.corrcoef(stats.t.ppf(p, math.exp(log_freedom)), sample)[0, 1]
+        return float(-np.corrcoef(stats.t.ppf(p, math.exp(log_freedom)), sample)[0, 1])
 
     best = minimize_scalar(bend, bounds=(math.log(0.5), math.log(MAX_FREEDOM)), method="bounded")
     freedom = math.exp(best.x)

@@ -35,4 +35,7 @@ def losses(table: pd.DataFrame) -> alt.LayerChart:
         )
     )
     start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
-    return (start + lines).properties(title=style.title("Training loss", "cross entropy of each iteration"))
+    result: alt.LayerChart = (start + lines).properties(
+        title=style.title("Training loss", "cross entropy of each iteration")
+    )
+    return result

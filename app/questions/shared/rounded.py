@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ class Subject:
         return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
 
 
-def subject(x: Tensor, fmt: str, dim: int = -1, limit: int = 1 << 20, **options) -> Subject:
+def subject(x: Tensor, fmt: str, dim: int = -1, limit: int = 1 << 20, **options: Any) -> Subject:
     """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of whole lines."""
     part, every = sample(x, dim, limit)
     along = dim if every == 1 else -1

@@ -7,6 +7,7 @@ tokens in the same order.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pandas as pd
 
@@ -25,7 +26,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized."""
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started"]].copy()
-    wide = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
+    wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
     for part in PARTS:
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
     table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
@@ -36,19 +37,21 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     return table
 
 
-def _key(config: str) -> tuple:
+def _key(config: str) -> tuple[str, ...]:
     read = json.loads(config)
     return tuple(str(read.get(name)) for name in SAME_DATA)
 
 
-def _reference(table: pd.DataFrame, keys: list[tuple], index: int) -> str | None:
+def _reference(table: pd.DataFrame, keys: list[tuple[str, ...]], index: int) -> str | None:
     for other in reversed(range(len(table))):
         if keys[other] == keys[index] and not table["quantized"].iloc[other] and table["recipe"].iloc[other] == "bf16":
-            return table["run_id"].iloc[other]
+            result: str | None = table["run_id"].iloc[other]
+            return result
     return None
 
 
 def _name(run: pd.Series) -> str:
     if run["recipe"] == "bf16" and run["quantized"]:
         return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
-    return run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
+    result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]
+    return result

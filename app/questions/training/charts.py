@@ -21,7 +21,7 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     kind = scale_type(shown, measure)
     y_scale = alt.Scale(type="log") if kind == "log" else alt.Scale(zero=False)
     x_axis = alt.Axis(tickMinStep=1, format="d")
-    return (
+    result: alt.Chart = (
         alt.Chart(shown)
         .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45, cursor="pointer"))
         .encode(
@@ -38,3 +38,4 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
         .add_params(choice)
         .properties(title=style.title(title, subtitle))
     )
+    return result

@@ -62,9 +62,9 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     table = table[table["run_id"].isin(runs)].tail(style.MAX_GROUPS)
     records = losses_of(opened, table["run_id"].tolist())
     rows = [
-        {"group": run.label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run in table.itertuples()
-        for record in records[run.run_id]
+        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
+        for run_id, label in zip(table["run_id"], table["label"], strict=True)
+        for record in records[run_id]
     ]
     if not rows:
         return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,7 +30,7 @@ class Trial:
     `ignored`. hadamard: the block of the rotation before rounding, 0 for none."""
 
     format: str
-    options: dict[str, object] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     hadamard: int = 0
     ignored: tuple[str, ...] = ()
 
@@ -40,7 +41,7 @@ class Trial:
         return f"{self.format} · {', '.join(parts)}" if parts else self.format
 
 
-def trial(fmt: str, *, hadamard: int = 0, **options: object) -> Trial:
+def trial(fmt: str, *, hadamard: int = 0, **options: Any) -> Trial:
     """A trial with the options that the format has; None leaves an option at its default."""
     chosen, ignored = {}, []
     for name in KNOBS:

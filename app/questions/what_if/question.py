@@ -101,7 +101,12 @@ def _operands(selected: SelectedTensor, hadamard: int) -> tuple[list[str], str]:
     rows = selected.opened.tensors(selected.where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
     if hadamard:
-        rows = rows[[row.shape[int(row.contracted_axis)] % hadamard == 0 for row in rows.itertuples()]]
+        rows = rows[
+            [
+                shape[int(axis)] % hadamard == 0
+                for shape, axis in zip(rows["shape"], rows["contracted_axis"], strict=True)
+            ]
+        ]
     note = ""
     if len(rows) > MOST_TENSORS:
         note = f"{MOST_TENSORS} of the filter’s {len(rows):,} operands, spread evenly, are tried."
@@ -111,11 +116,12 @@ def _operands(selected: SelectedTensor, hadamard: int) -> tuple[list[str], str]:
 
 def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda count: None) -> Tried:
     """(a row a trial, the distributions before and after); done is told how many are through."""
-    rows = opened.rows_of(made.ids).set_index("tensor_id")
+    rows = opened.rows_of(made.ids)
+    axes = dict(zip(rows["tensor_id"], rows["contracted_axis"], strict=True))
 
     def tensors() -> Iterator[tuple[Tensor, int]]:
         for tensor_id in made.ids:
-            axis = rows.loc[tensor_id, "contracted_axis"]
+            axis = axes[tensor_id]
             try:
                 yield opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
             except (CatalogError, TensorFileError):
@@ -127,7 +133,7 @@ def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda co
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     """tables: `trials`."""
     table, shown = tried
-    best = table.loc[table["sqnr_db"].fillna(-1e9).idxmax()]
+    best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
     sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))
     verdict = (
         f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits a value "

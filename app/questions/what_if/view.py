@@ -54,7 +54,7 @@ def show_view(selected: SelectedTensor, values: dict[str, Any]) -> None:
 
 
 @st.cache_resource
-def _memory() -> dict[tuple, Tried]:
+def _memory() -> dict[tuple[str, ...], Tried]:
     """The last results. Not st.cache_data: what computes them moves a progress bar, which that would replay."""
     return {}
 
@@ -76,7 +76,10 @@ def _table(table: pd.DataFrame) -> None:
         flushed=table["flush_to_zero"] * 100,
         clipped=table["saturated"] * 100,
         codes=[f"{row.codes_used:,} of {row.codes_total:,}" for row in table.itertuples()],
-        scales=[_range(row.scale_exponent_min, row.scale_exponent_max) for row in table.itertuples()],
+        scales=[
+            _range(low, high)
+            for low, high in zip(table["scale_exponent_min"], table["scale_exponent_max"], strict=True)
+        ],
         size=table["nbytes"].map(bytes_text),
     )
     st.dataframe(

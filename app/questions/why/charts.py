@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import altair as alt
 import numpy as np
 import pandas as pd
@@ -17,7 +19,7 @@ ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 def codebook(
     table: pd.DataFrame, zones: pd.DataFrame, fmt: Format, edges: tuple[float, float], subtitle: str | list[str]
-) -> alt.LayerChart:
+) -> alt.LayerChart | alt.FacetChart:
     """Of compute.codebook_histogram and zones: magnitudes over their scale, the format's codes as ticks beneath, what
     flushes and what saturates shaded and told in percent."""
     share = zones.set_index("zone")["share"]
@@ -68,11 +70,12 @@ def codebook(
         thickness=1, size=9, orient="vertical", color=style.GREY, clip=True
     )
     marks = marks.encode(x="log2:Q", y="y:Q", tooltip=[alt.Tooltip("log2:Q", title="a code at log₂", format=".3~f")])
+    sides: tuple[tuple[str, Literal["left", "right"], int], ...] = (("flushed", "left", 6), ("saturated", "right", -6))
     words = [
         alt.Chart(bands[bands["zone"] == zone])
         .mark_text(align=align, dx=dx, dy=10, baseline="top", fontSize=12, fontWeight=600)
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
-        for zone, align, dx in (("flushed", "left", 6), ("saturated", "right", -6))
+        for zone, align, dx in sides
     ]
     title = style.title(f"Magnitudes over the codebook of {fmt.title}", subtitle)
     return alt.layer(shading, bars, marks, *words).properties(title=title)
@@ -85,7 +88,7 @@ def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
     tooltip += [alt.Tooltip("last:Q", title="to", format=",")] if runs else []
     tooltip += [alt.Tooltip("absmax:Q", title="absmax", format=".4~g")]
     high = float(table["last"].max()) + 1
-    return (
+    result: alt.Chart = (
         alt.Chart(table.assign(end=table["last"] + 1, floor=0.0))
         .mark_rect(color=style.FINE, strokeWidth=0)
         .encode(
@@ -97,6 +100,7 @@ def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
         )
         .properties(title=style.title("Largest magnitude by channel", subtitle))
     )
+    return result
 
 
 def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str]) -> alt.LayerChart:

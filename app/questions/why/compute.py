@@ -66,7 +66,8 @@ def code_magnitudes(element: Element) -> np.ndarray:
     positive = np.array([v for v in element.finite_values if v > 0])
     if element.bits > 8:
         positive = positive[np.frexp(positive)[0] == 0.5]
-    return np.log2(positive)
+    result: np.ndarray = np.log2(positive)
+    return result
 
 
 def rows_by_channels(x: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarr
         return np.zeros((0, 0), np.float32)
     height, width = (max(1, -(-n // most)) for n, most in zip(matrix.shape, (rows, columns), strict=True))
     strips = []
-    for strip in matrix.split(height):
+    for strip in torch.split(matrix, height):
         top = strip.abs().amax(0).float()
         short = -len(top) % width
         top = torch.nn.functional.pad(top, (0, short), value=0.0).reshape(-1, width).amax(-1)
@@ -100,7 +101,7 @@ def channels(x: Tensor) -> pd.DataFrame:
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return pd.DataFrame(columns=["channel", "last", "absmax"])
-    strips = [strip.abs().amax(0).float() for strip in matrix.split(max(1, (1 << 22) // matrix.shape[1]))]
+    strips = [strip.abs().amax(0).float() for strip in torch.split(matrix, max(1, (1 << 22) // matrix.shape[1]))]
     absmax = torch.stack(strips).amax(0)
     run = -(-len(absmax) // MAX_CHANNELS)
     padded = torch.nn.functional.pad(absmax, (0, -len(absmax) % run), value=0.0).reshape(-1, run).amax(-1)

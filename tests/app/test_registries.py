@@ -1,0 +1,83 @@
+"""Everything that the app lists has its colour, its label and its help."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+
+from binade.app import style
+from binade.app.pages import registry, runs_page
+from binade.app.params import TITLES
+from binade.app.questions import registry as questions
+from binade.app.questions.codes import charts, compute
+from binade.app.questions.question import Question
+from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.rounded import about_format
+from binade.app.sessions import session
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS
+from binade.data.runs import STATES
+from binade.quant.blocks import code_tiers
+from binade.quant.formats import FORMATS
+
+COLOR = re.compile(r"#[0-9a-f]{6}")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_has_a_color_and_a_line_about_it(name: str):
+    assert COLOR.fullmatch(style.FORMAT_COLORS[name])
+    assert FORMATS[name].title in about_format(FORMATS[name])
+
+
+def test_no_two_formats_share_a_color():
+    assert set(style.FORMAT_COLORS) == set(FORMATS) and len(set(style.FORMAT_COLORS.values())) == len(FORMATS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tier_of_a_format_has_a_color_and_a_rank(name: str):
+    for tier in set(code_tiers(FORMATS[name].element)):
+        assert COLOR.fullmatch(charts.tier_color(tier))
+        assert isinstance(compute.tier_rank(tier), int)
+
+
+@pytest.mark.parametrize("bits", range(24))
+def test_every_width_of_a_mantissa_has_a_color(bits: int):
+    """Formats with four and five bits had none."""
+    tier = f"{bits} mantissa bit{'s' * (bits != 1)}"
+    assert COLOR.fullmatch(charts.tier_color(tier)) and compute.tier_rank(tier) == -bits
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.title)
+def test_every_question_has_what_its_readers_need(question: Question, collected):
+    assert question.text.endswith("?") and question.title and question.help
+    assert question.icon.startswith(":material/")
+    page = registry.PAGES[question.page]
+    assert page.kept and page.draw and page.params and question.page in session.PAGES
+    with Catalog.open(collected) as catalog:
+        params = page.params(catalog)
+        assert set(question.params(catalog)) | set(question.address) <= set(params)
+        assert all(not params[name].read([text])[1] for name, text in question.address.items())
+    if question.layout:
+        module = import_module(question.layout)
+        assert hasattr(module, "show_view") or hasattr(module, "page")
+    assert f"| {question.text} |" in questions.describe() and question.help in questions.describe()
+
+
+def test_no_two_questions_share_a_place():
+    assert len({(question.page, question.view) for question in QUESTIONS}) == len(QUESTIONS)
+
+
+@pytest.mark.parametrize("page", registry.PAGES.values(), ids=registry.PAGES)
+def test_every_page_can_be_shown(page: registry.Page):
+    assert page.title and page.icon.startswith(":material/")
+    assert (callable(import_module(page.layout).page)) if page.layout else page.question
+
+
+def test_every_state_of_a_run_has_a_label():
+    assert set(runs_page.STATES) == set(STATES)
+
+
+def test_every_field_of_the_filter_has_a_title():
+    assert set(FIELDS) <= set(TITLES)
