@@ -11,7 +11,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 
-from binade.data.tensor_kinds import NEUTRAL as GREY
+from binade.data import tensor_kinds
 from binade.data.tensor_kinds import color_of, tensor_names
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
@@ -45,6 +45,7 @@ _FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
 _RECIPE = re.compile(
     rf"((FA|linear|QK|PV|router)_)*({_FORMAT})( at .*| · .*)?"
 )  # "mxfp8 at 08:31:18 UTC", "mxfp8 · ceil"
+GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
 NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import torch
 
-from binade.app.questions.shared.selected_tensor import Look
+from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
 from binade.data.filter import Filter
 from binade.quant.formats import FORMATS
@@ -15,5 +15,7 @@ def test_values_that_overflow_fp16():
     """A value that becomes infinite makes the SQNR -inf dB, shown as "overflows"; it raises no math domain error."""
     row = pd.Series({"contracted_axis": -1, "dtype": "float32", "tensor_id": "t"})
     x = torch.tensor([[1e6, 1.0, -3.0, 0.5]])
-    drawn = why.drawn(Look(None, Filter(), row, x, FORMATS["fp16"], "L1 fc1 input"), {})
+    drawn = why.draw(
+        SelectedTensor(None, Filter(), row=row, x=x, format=FORMATS["fp16"], labels={"t": "L1 fc1 input"}), {}
+    )
     assert "SQNR overflows" in drawn.verdict and "lost to NaN or Inf 25.00%" in drawn.verdict
