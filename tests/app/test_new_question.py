@@ -65,7 +65,7 @@ def visit(name, **query):
 
 overview = visit("overview")
 assert "How many are there?" in [link.proto.label for link in overview.main.get("page_link")]
-assert page in overview.session_state["pages"] and page in session.PAGES
+assert page in overview.session_state["pages"] and page in session.pages()
 assert "How many are there?" in describe()
 at = visit(page, **address)
 assert any("names." in text.value for text in at.markdown), "the page has no verdict"

@@ -54,7 +54,7 @@ def test_every_question_has_what_its_readers_need(question: Question, collected)
     assert question.text.endswith("?") and question.title and question.help
     assert question.icon.startswith(":material/")
     page = registry.PAGES[question.page]
-    assert page.kept and page.draw and page.params and question.page in session.PAGES
+    assert page.kept and page.draw and page.params and question.page in session.pages()
     with Catalog.open(collected) as catalog:
         params = page.params(catalog)
         assert set(question.params(catalog)) | set(question.address) <= set(params)
