@@ -209,7 +209,7 @@ REFUSED = {
     ),
     "no vocabulary": (lambda p: ("--vocab-size", "0"), "--vocab-size is 0: it must be 1 or more"),
     "a negative vocabulary": (lambda p: ("--vocab-size", "-5"), "--vocab-size is -5"),
-    "a vocabulary of words": (lambda p: ("--vocab-size", "many"), "argument --vocab-size: invalid int value: 'many'"),
+    "a vocabulary of words": (lambda p: ("--vocab-size", "many"), "'--vocab-size': 'many' is not a valid integer"),
     "a vocabulary beyond the memory": (lambda p: ("--vocab-size", "9" * 9), " GiB are free on cpu"),
     "a vocabulary without end": (lambda p: ("--vocab-size", "9" * 20), "it must be at most 1000000000"),
 }
@@ -295,7 +295,7 @@ class TestSaid:
     def test_help(self, command, capsys):
         assert command("run", "--help") == 0
         words = " ".join(capsys.readouterr().out.split())
-        for said in (".jsonl.gz or .parquet", "Megatron's .bin/.idx", "Hugging Face tokenizer.json", "--vocab-size N"):
+        for said in (".jsonl.gz or .parquet", "Megatron’s .bin/.idx", "Hugging Face tokenizer.json", "--vocab-size N"):
             assert said in words
 
     def test_list(self, command, capsys):

@@ -51,7 +51,7 @@ from binade.collector.training.config import MODELS, ConfigError
 from binade.collector.training.loop import _backward
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.segment import Identity, Shard
+from binade.data.segment import Identity
 from binade.quant.gemm import Observed
 
 PUBLISHED_WEIGHTS = {"llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224}
@@ -383,7 +383,7 @@ CORE = {
 class Listener(Recorder):
     """A Recorder that notes what it is handed and leaves the statistics, which have tests of their own, out."""
 
-    def _record(self, seen: Observed, identity: Identity, shard: Shard) -> None:
+    def _record(self, seen: Observed, identity: Identity, *measured: object) -> None:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")
