@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,20 @@ def in_use(port: int) -> bool:
         except OSError:
             return True
     return False
+
+
+def _settings() -> dict[str, Any]:
+    """Streamlit's settings. Streamlit itself reads a file only from the working directory or the user's home."""
+    return tomllib.loads(Path(__file__).with_name("streamlit.toml").read_text())
+
+
+def _options(settings: dict[str, Any], prefix: str = "--") -> list[str]:
+    """Settings as options of `streamlit run`, which win over its files and variables."""
+    options = []
+    for name, value in settings.items():
+        nested = isinstance(value, dict)
+        options += _options(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}", str(value)]
+    return options
 
 
 def _serve(port: int) -> int:
@@ -50,7 +65,8 @@ def _serve(port: int) -> int:
     page = Path(__file__).with_name("main.py")
     print(f"Binade: http://{HOST}:{port}", flush=True)
     try:
-        cli.main(["run", str(page), "--server.address", HOST, "--server.port", str(port)], standalone_mode=False)
+        options = ["--server.address", HOST, "--server.port", str(port), *_options(_settings())]
+        cli.main(["run", str(page), *options], standalone_mode=False)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
