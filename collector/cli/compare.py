@@ -384,7 +384,7 @@ def _roundings(catalog: Catalog, finished: Filter) -> tuple[Rounding, ...]:
     operands = catalog.operands(finished)
     quantized = operands[operands["format"].notna()].groupby(["component", "operation"])["tensors"].sum()
     pooled = catalog.moments(finished, by=("component", "operation")).set_index(["component", "operation"])
-    measures = pooled.astype({name: float for name in MEASURES})[list(MEASURES)].to_dict("index")
+    measures = pooled.astype(dict.fromkeys(MEASURES, float))[list(MEASURES)].to_dict("index")
     return tuple(
         Rounding(
             *side,

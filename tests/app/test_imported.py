@@ -19,6 +19,8 @@ from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
 from tests.collector.logs_made import tensor, write
 
+pytestmark = pytest.mark.slow
+
 Visit = Callable[..., AppTest]
 IMAGE = "<img src=x onerror=alert(1)>"
 LINK = "[click](javascript:alert(1))"

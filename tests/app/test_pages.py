@@ -17,6 +17,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
 
+pytestmark = pytest.mark.slow
+
 RECIPES = {"bf16", "hifp8", "mxfp8", "mxfp4"}
 Visit = Callable[..., AppTest]
 

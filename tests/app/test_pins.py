@@ -25,6 +25,8 @@ from binade.data.filter import FIELDS
 from tests.app import roots
 from tests.app.test_pages import first, words
 
+pytestmark = pytest.mark.slow
+
 Visit = Callable[..., AppTest]
 VIEWS_OF = {
     "overview": [{}],

@@ -20,6 +20,8 @@ from binade.app.params import TITLES
 from binade.app.sessions import comparison, notes, references, session, storage
 from binade.app.sessions.session import Pin, RunReference, Session, SessionError, View
 
+pytestmark = pytest.mark.slow
+
 VIEW = View("explore", {"quant_type": ["mxfp8"], "by": ["layer_index"]})
 
 # What a session may hold, said once more and apart from its schema.

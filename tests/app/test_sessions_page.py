@@ -18,6 +18,8 @@ from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, rerun, words
 
+pytestmark = pytest.mark.slow
+
 VIEW = View("worst", {"view": ["depth"], "quant_type": ["mxfp4"], "metric": ["sqnr_db"], "format": ["mxfp4"]})
 
 

@@ -14,6 +14,8 @@ from binade.data.filter import Filter
 from tests.app import roots
 from tests.app.test_pages import Visit, charts, first, words
 
+pytestmark = pytest.mark.slow
+
 PAGES = ("overview", "worst", "tensor", "recipes", "sql")
 
 

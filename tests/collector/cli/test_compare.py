@@ -27,6 +27,8 @@ from binade.quant import fake_quantize
 from tests.conftest import PROJECT, RECIPES, run_collector
 from tests.data.builder import add_segment, assorted, make_run
 
+pytestmark = pytest.mark.slow
+
 SIDES = {
     ("linear", "forward"): "linear_forward",
     ("linear", "backward"): "linear_gradients",
