@@ -78,7 +78,11 @@ def write(where: Filter, params: Mapping[str, Param], **more: list[str]) -> None
     if _address() != wanted:
         st.query_params.from_dict(wanted)
     state["address"], state["filter"] = wanted, where.to_query()
-    state["shown"] = wanted | texts(params, state) | {name: given for name, given in more.items() if given}
+    state["shown"] = (
+        wanted
+        | texts(params, {name: state.get(name) for name in params})
+        | {name: given for name, given in more.items() if given}
+    )
     state.setdefault("left", {})[state["page"]] = own
 
 

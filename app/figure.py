@@ -13,6 +13,17 @@ import pandas as pd
 
 from binade.data.filter import Filter
 
+# What Streamlit and vl-convert can draw.
+Chart = (
+    alt.Chart
+    | alt.ConcatChart
+    | alt.FacetChart
+    | alt.HConcatChart
+    | alt.LayerChart
+    | alt.RepeatChart
+    | alt.VConcatChart
+)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -27,7 +38,7 @@ class Figure:
     """
 
     name: str
-    chart: alt.TopLevelMixin
+    chart: Chart
     table: pd.DataFrame
     caption: str
     note: str = ""

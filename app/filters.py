@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import streamlit as st
 
 from binade.app.address import chosen_filter, clear_filter, key, plain
@@ -43,7 +45,7 @@ def sidebar(catalog: Catalog) -> Filter:
     return chosen_filter()
 
 
-def _widget(name: str, possible: dict[str, list], everything: dict[str, list]) -> None:
+def _widget(name: str, possible: dict[str, list[Any]], everything: dict[str, list[Any]]) -> None:
     if name not in everything:
         return
     chosen = st.session_state.get(key(name), [])

@@ -108,7 +108,8 @@ Param = One | Many | Whole | Known
 
 def read(params: Mapping[str, Param], query: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
     """(every parameter's value, a sentence for each text that makes no sense)."""
-    values, problems = {}, []
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     for name, param in params.items():
         values[name], bad = param.read(query.get(name, []))
         problems += [f"The address asks for {name} {text[:40]!r}, which is not known." for text in bad]
@@ -126,10 +127,10 @@ def texts(params: Mapping[str, Param], values: Mapping[str, Any]) -> dict[str, l
     return found
 
 
-def read_filter(facets: Mapping[str, list], query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
+def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
     """(the filter of those values that occur, a sentence for each that does not or makes no sense)."""
     wanted, problems = Filter.from_query({name: query.get(name, []) for name in FIELDS})
-    kept = {}
+    kept: dict[str, list[str | int]] = {}
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]
         problems += [
@@ -138,4 +139,4 @@ def read_filter(facets: Mapping[str, list], query: Mapping[str, list[str]]) -> t
             if value not in known
         ]
         kept[name] = known
-    return Filter(**kept), problems
+    return Filter.from_dict(kept), problems

@@ -26,7 +26,7 @@ MAX_CSV_ROWS = 5000
 
 
 @st.cache_resource
-def _exporter() -> Callable:
+def _exporter() -> Callable[..., Any]:
     css, js = (Path(__file__).with_name(f"export.{ending}").read_text() for ending in ("css", "js"))
     return st.components.v2.component("binade_export", html=EXPORT_HTML, css=css, js=js)
 

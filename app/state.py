@@ -43,7 +43,7 @@ def _up_to_date() -> Catalog:
 
 
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
-def _sandbox(_opened: Catalog, root: str, state: tuple) -> Sandbox:
+def _sandbox(_opened: Catalog, root: str, state: tuple[object, ...]) -> Sandbox:
     return Sandbox(_opened)
 
 

@@ -74,9 +74,9 @@ class Measure:
     def axis(self) -> str:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
-    def text(self, value: float) -> str:
+    def text(self, value: float | None) -> str:
         """A value as it stands beside a bar or in a sentence, without the unit."""
-        if pd.isna(value):
+        if value is None or math.isnan(value):
             return "no value"
         if math.isinf(value):
             return ("no error" if value > 0 else "overflows") if self.low_is_bad else "∞"
@@ -87,9 +87,10 @@ class Measure:
             return "0"
         return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else f"{shown:.1e}"
 
-    def quantity(self, value: float) -> str:
+    def quantity(self, value: float | None) -> str:
         """A value with its unit; the words of a value that is not finite stand alone."""
-        return f"{self.text(value)} {self.unit}" if self.unit and math.isfinite(value) else self.text(value)
+        finite = value is not None and math.isfinite(value)
+        return f"{self.text(value)} {self.unit}" if self.unit and finite else self.text(value)
 
 
 OWN_METRICS = {
@@ -105,9 +106,9 @@ MEASURES = {
 }
 
 
-def short(value: float) -> str:
+def short(value: float | None) -> str:
     """A number of any size in at most four digits: "0.0123", "1.2e−07", with the minus of the axes."""
-    if pd.isna(value):
+    if value is None or math.isnan(value):
         return "–"
     text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
     return text.replace("-", "−")

@@ -153,7 +153,7 @@ def _chosen(views: list[JobView]) -> JobView:
 # The queue
 
 
-def _queue(root: Path, drawn: tuple, chosen: int, words: str) -> None:
+def _queue(root: Path, drawn: tuple[object, ...], chosen: int, words: str) -> None:
     views = jobs.listing(root)
     if _signature(views) != drawn:
         st.rerun()
@@ -206,7 +206,7 @@ def _title(root: Path, view: JobView) -> None:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
     with st.container(horizontal=True, gap="small"):
         if view.run and view.run.segments:
-            where = Filter(run_id=[view.run.run_id])
+            where = Filter(run_id=(view.run.run_id,))
             link("explore", "Open its tensors", where, ":material/query_stats:")
             link("worst", "Where it hurts", where, ":material/trending_down:")
     if not read_only():
@@ -343,7 +343,7 @@ def _results(view: JobView, table: pd.DataFrame, step: int) -> None:
         chart = ranking(worst, measure, f"Lowest SQNR in {fmt}", "what it has recorded so far")
         chosen = show.draw(Figure("job_worst", chart, worst, caption, height=height, choose="tensor_id"), pin=False)
         if chosen:
-            go("tensor", Filter(run_id=[view.run.run_id]), tensor=chosen, format=fmt)
+            go("tensor", Filter(run_id=(view.run.run_id,)), tensor=chosen, format=fmt)
 
 
 def _log(root: Path, view: JobView) -> None:

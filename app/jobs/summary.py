@@ -110,7 +110,7 @@ def losses(view: JobView) -> tuple[pd.DataFrame, int]:
 def worst(catalog: Catalog, run_id: str) -> tuple[str | None, pd.DataFrame]:
     """(format, the first rows of the ranking by SQNR) of what a run has published so far, in the coarsest of the
     formats that its operands were scored with; (None, empty) while there are none."""
-    where = Filter(run_id=[run_id])
+    where = Filter(run_id=(run_id,))
     formats = sorted(catalog.scored_formats(where), key=lambda name: (FORMATS[name].bits_per_value, name))
     if not formats:
         return None, pd.DataFrame()

@@ -249,8 +249,10 @@ def _draw(opened: Catalog, request: Request, session: Session | None, aside: Asi
             aside.write(name, text)
             if archive:
                 archive.add(name, text)
-        for table in [table for part in found for table in part.tables] if archive else []:
-            archive.table(table)
+        if archive:
+            for part in found:
+                for table in part.tables:
+                    archive.table(table)
         aside.write(MANIFEST, _manifest(opened, request, aside.files))
     return total
 

@@ -63,7 +63,8 @@ def _shifted(text: str) -> str:
 
 def captioned(svg: str, caption: list[str], colors: dict[str, str], font: str) -> str:
     """The drawing with its caption beneath, on the card's ground."""
-    width, height = (float(re.search(rf'<svg[^>]* {side}="([0-9.]+)"', svg)[1]) for side in ("width", "height"))
+    sizes = dict(re.findall(r' (width|height)="([0-9.]+)"', svg[: svg.index(">") + 1]))
+    width, height = float(sizes["width"]), float(sizes["height"])
     lines = wrapped(caption, width)
     full = height + (LINE * len(lines) + MARGIN if lines else 0)
     texts = "".join(
@@ -79,7 +80,7 @@ def captioned(svg: str, caption: list[str], colors: dict[str, str], font: str) -
 
 def paint(request: dict[str, Any]) -> list[bytes]:
     if request.get("bundle"):
-        return [vl_convert.javascript_bundle().encode()]
+        return [vl_convert.javascript_bundle().encode()]  # type: ignore[call-arg]  # the stub lacks the default
     svg = vl_convert.vegalite_to_svg(request["spec"])
     whole = drawable(captioned(svg, request["caption"], request["colors"], request["font"]))
     return [vl_convert.svg_to_png(whole, scale=request["scale"]), whole.encode()]

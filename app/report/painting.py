@@ -85,6 +85,7 @@ class Painters:
 
     def _ask(self, request: dict[str, Any]) -> list[bytes]:
         process = self._process()
+        assert process.stdin and process.stdout
         try:
             process.stdin.write(json.dumps(request, allow_nan=False).encode() + b"\n")
             process.stdin.flush()
@@ -104,4 +105,5 @@ class Painters:
                 [sys.executable, str(PAINTER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
             )
             self._processes.append(self._here.process)
-        return self._here.process
+        process: subprocess.Popen[bytes] = self._here.process
+        return process

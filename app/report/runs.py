@@ -34,7 +34,7 @@ def part(opened: Catalog, runs: pd.DataFrame) -> Part:
     table = runs[list(COLUMNS)].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
     texts = []
     for row in runs.head(MAX_CONFIGS).itertuples():
-        config = json.loads(row.config)
+        config = json.loads(str(row.config))
         texts.append((f"{row.run_id}: made again by", again(config)))
         texts.append((f"{row.run_id}: configuration", json.dumps(config, indent=1, ensure_ascii=False)))
     problems = []

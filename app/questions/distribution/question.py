@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Drawn, Figure, source
+from binade.app.figure import Chart, Drawn, Figure, source
 from binade.app.formatting import big
 from binade.app.params import TITLES, One, Param
 from binade.app.questions.question import Question
@@ -121,7 +120,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     height = CHART + style.legend_height(groups)
     figures: list[Figure] = []
     problems: list[str] = []
-    chart: alt.TopLevelMixin
+    chart: Chart
     table = distributions.linear_histogram(found) if axis == "linear" else distributions.log2_histogram(found)
     draw = distribution_charts.linear_histogram if axis == "linear" else distribution_charts.log2_histogram
     if table.empty:
