@@ -8,6 +8,7 @@ read_json(Queue, path)
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -49,14 +50,13 @@ def read_json(kind: type[T], path: Path) -> T:
 
 
 def write_json(path: Path, record: DataclassInstance) -> None:
-    """Replace the file. A full disk has no room for a second file, so then the first one is overwritten in place.
+    """Replace the file. A full disk has no room for a second file: then the first one is overwritten in one write.
     Raises OSError."""
     content = json.dumps(asdict(record)).encode()
     try:
         write_atomic(path, content)
-    except OSError:
-        if not path.exists():
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
             raise
-        with open(path, "r+b") as file:
-            file.write(content)
-            file.truncate()
+        with open(path, "r+b", buffering=0) as file:
+            file.write(content.ljust(path.stat().st_size))  # spaces after the end keep it valid without a second step

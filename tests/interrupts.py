@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -22,6 +23,7 @@ def interrupted(task: Callable[[], Any], at: int) -> bool:
                 raise KeyboardInterrupt
         return trace
 
+    gc.disable()  # hypothesis registers a callback, and an interrupt inside that ends the test
     sys.settrace(trace)
     try:
         task()
@@ -29,4 +31,5 @@ def interrupted(task: Callable[[], Any], at: int) -> bool:
         return True
     finally:
         sys.settrace(None)
+        gc.enable()
     return False

@@ -50,18 +50,13 @@ def page() -> None:
     views = jobs.listing(root)
     if not views:
         _empty(root)
-        st.fragment(_until_there_is_one, run_every=IDLE)(root)
+        _redraw_on_change(root, views)
         return
     _tend(root, views)
     _head(root, views)
-    active = any(view.active for view in views)
-    with st.container():
-        chosen = _chosen(views)
-    # What a fragment draws must stay at its place whatever is drawn before it: a drawing of it that comes late would
-    # meet other elements there, and the browser's page would break.
+    chosen = _chosen(views)
     left, right = st.columns([1, 2.1], gap="large")
-    queue, title, live = left.container(), right.container(), right.container()
-    with queue:
+    with left:
         words = ""
         if len(views) > MANY:
             words = st.text_input(
@@ -71,11 +66,11 @@ def page() -> None:
                 icon=":material/search:",
                 label_visibility="collapsed",
             )
-        st.fragment(_queue, run_every=PULSE if active else IDLE)(root, _signature(views), chosen.job.id, words)
-    with title:
+        _queue(views, chosen, words)
+    with right:
         _title(root, chosen)
-    with live:
-        st.fragment(_live, run_every=PULSE if chosen.active else None)(root, chosen.job.id, chosen.state)
+        _live(root, chosen)
+    _redraw_on_change(root, views)
 
 
 def _empty(root: Path) -> None:
@@ -88,9 +83,23 @@ def _empty(root: Path) -> None:
     st.caption(f"The queue of `{root}`.")
 
 
-def _until_there_is_one(root: Path) -> None:
-    if jobs.listing(root):
-        st.rerun()
+def _redraw_on_change(root: Path, shown: list[JobView]) -> None:
+    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs has changed.
+
+    The fragment itself draws nothing: one that draws can send elements for a place that the page no longer has, and
+    then the page in the browser breaks.
+    """
+    state, active = st.session_state, any(view.active for view in shown)
+    state["jobs_just_drawn"] = True
+
+    @st.fragment(run_every=PULSE if active else IDLE)
+    def look_again() -> None:
+        if state["jobs_just_drawn"]:  # the fragment also runs as a part of the page
+            state["jobs_just_drawn"] = False
+        elif active or _signature(jobs.listing(root)) != _signature(shown):
+            st.rerun()
+
+    look_again()
 
 
 def _tend(root: Path, views: list[JobView]) -> None:
@@ -99,9 +108,8 @@ def _tend(root: Path, views: list[JobView]) -> None:
         _do(lambda: jobs.start_runner(root))
 
 
-def _signature(views: list[JobView]) -> tuple[tuple[int, str, str, tuple[str, ...]], ...]:
-    """What the page must be drawn anew for."""
-    return tuple((view.job.id, view.state, view.job.title, view.job.tags) for view in views)
+def _signature(views: list[JobView]) -> list[object]:
+    return [(view.job, view.state) for view in views]
 
 
 def _head(root: Path, views: list[JobView]) -> None:
@@ -153,10 +161,7 @@ def _chosen(views: list[JobView]) -> JobView:
 # The queue
 
 
-def _queue(root: Path, drawn: tuple[object, ...], chosen: int, words: str) -> None:
-    views = jobs.listing(root)
-    if _signature(views) != drawn:
-        st.rerun()
+def _queue(views: list[JobView], chosen: JobView, words: str) -> None:
     found = told.matching(told.ordered(views), words)
     if not found:
         st.caption("No job has all of these words.")
@@ -164,7 +169,7 @@ def _queue(root: Path, drawn: tuple[object, ...], chosen: int, words: str) -> No
     everything = st.session_state.get("jobs_all", False)
     hidden = 0 if everything else max(0, len(ended) - SHOWN)
     for view in found[: len(found) - hidden]:
-        _row(view, view.job.id == chosen)
+        _row(view, view.job.id == chosen.job.id)
     if hidden:
         st.button(f"Show {hidden} more", key="jobs_more", on_click=st.session_state.update, args=({"jobs_all": True},))
 
@@ -172,8 +177,7 @@ def _queue(root: Path, drawn: tuple[object, ...], chosen: int, words: str) -> No
 def _row(view: JobView, chosen: bool) -> None:
     job = view.job
     with st.container(border=True, key=f"job_{'chosen' if chosen else 'row'}_{job.id}", gap="xsmall"):
-        if st.button(plain(job.title), type="tertiary", key=f"open_{job.id}", on_click=_choose, args=(job.id,)):
-            st.rerun()  # not only the list
+        st.button(plain(job.title), type="tertiary", key=f"open_{job.id}", on_click=_choose, args=(job.id,))
         done = jobs.progress(view)
         if view.active and done.total:
             st.progress(done.share)
@@ -285,14 +289,8 @@ def _do(action: Callable[[], object], done: str = "") -> bool:
     return True
 
 
-def _live(root: Path, number: int, state: str) -> None:
-    """How the job is doing; the page is drawn anew when its state changes."""
-    try:
-        view = jobs.view_of(root, jobs.find(root, number))
-    except JobError:
-        st.rerun()
-    if view.state != state:
-        st.rerun()
+def _live(root: Path, view: JobView) -> None:
+    """How the job is doing."""
     losses, step = told.losses(view)
     _progress(view, losses)
     _results(view, losses, step)

@@ -87,7 +87,7 @@ class Visitor:
 
     def ask(self, question: int) -> None:
         """Choose a question on the overview, and wait for its page."""
-        asked = QUESTIONS[question - 1]
+        asked = [each for each in QUESTIONS if each.on_overview][question - 1]
         self.click(self.page.get_by_role("link", name=asked.text))
         self.page.wait_for_url(re.compile(rf"/{asked.page}(\?|$)"))
         self.page.wait_for_function("() => document.querySelector('h1')?.innerText !== 'Overview'")
