@@ -584,7 +584,7 @@ def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     command = [
         sys.executable,
         "-m",
-        "app",
+        "binade",
         "report",
         "--output",
         str(tmp_path / "draw"),
