@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.browser.driver import launch, serving, settle
+from tests.browser.driver import launch, new_page, serving, settle
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +46,7 @@ def visit(browser: Browser, app: str, request: pytest.FixtureRequest) -> Iterato
     def open_page(path: str = "/", base: str | None = None, **options) -> Page:
         context = browser.new_context(viewport={"width": 1280, "height": 1000}, **options)
         contexts.append(context)
-        page = context.new_page()
+        page = new_page(context)
         page.requests, page.complaints = [], []  # type: ignore[attr-defined]
         page.on("request", lambda request: page.requests.append(request.url))
         page.on("console", lambda m: page.complaints.append(m.text) if m.type == "error" else None)

@@ -12,8 +12,11 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
-from playwright.sync_api import Browser, Page, Playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, WebSocket
+from streamlit.proto.BackMsg_pb2 import BackMsg
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
 from tests.browser.chromium import ARGUMENTS, install
 
@@ -88,8 +91,51 @@ def launch(playwright: Playwright) -> Browser:
     return playwright.chromium.launch(executable_path=install(), args=list(ARGUMENTS))
 
 
+class Unanswered:
+    """Whether the browser has asked the app for a run of its script that has not ended yet.
+
+    The page itself cannot say so: between a click and the app's first answer its script state is still `notRunning`.
+    """
+
+    def __init__(self, page: Page):
+        self.sent = self.started = False
+        page.on("websocket", self._listen)
+
+    def __bool__(self) -> bool:
+        return self.sent or self.started
+
+    def _listen(self, socket: WebSocket) -> None:
+        socket.on("framesent", self._sent)
+        socket.on("framereceived", self._received)
+
+    def _sent(self, frame: bytes | str) -> None:
+        if isinstance(frame, bytes) and BackMsg.FromString(frame).HasField("rerun_script"):
+            self.sent = True
+
+    def _received(self, frame: bytes | str) -> None:
+        message = ForwardMsg.FromString(frame) if isinstance(frame, bytes) else ForwardMsg()
+        if message.HasField("new_session"):
+            self.sent, self.started = False, True
+        elif message.HasField("script_finished"):
+            self.started = message.script_finished == ForwardMsg.FINISHED_EARLY_FOR_RERUN  # then it starts again
+
+
+WATCHED: WeakKeyDictionary[Page, Unanswered] = WeakKeyDictionary()
+
+
+def new_page(context: BrowserContext) -> Page:
+    """A page whose traffic with the app is watched, so that `settle` knows whether an answer is due."""
+    page = context.new_page()
+    WATCHED[page] = Unanswered(page)
+    return page
+
+
 def settle(page: Page) -> None:
-    """Wait until the page is at rest, and still is after the browser has drawn twice."""
-    page.wait_for_function(AT_REST, timeout=60_000)
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    page.wait_for_function(AT_REST, timeout=60_000)
+    """Wait until every run of the script that the browser asked for has ended, and the page is at rest."""
+    for _ in range(2):  # what is drawn last may ask again
+        page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        for _ in range(600):
+            if not WATCHED[page]:
+                break
+            page.wait_for_timeout(100)  # lets the frames come in
+        page.wait_for_function(AT_REST, timeout=60_000)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from binade.app.pages import tensor
-from tests.browser.driver import launch, settle
+from tests.browser.driver import launch, new_page, settle
 
 PAGES = {
     "overview": "/",
@@ -48,7 +48,7 @@ def shoot(browser: Browser, url: str, file: Path, width: int, scheme: str, heigh
     """One picture of one address."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     try:
-        page = context.new_page()
+        page = new_page(context)
         page.goto(url)
         settle(page)
         grow(page)

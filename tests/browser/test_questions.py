@@ -27,7 +27,7 @@ from binade.app.questions.what_if import compute as what_if_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import read_losses
-from tests.browser.driver import PROJECT, serving, settle
+from tests.browser.driver import PROJECT, new_page, serving, settle
 from tests.browser.test_explore import number
 from tests.conftest import run_collector
 
@@ -65,7 +65,7 @@ def window(browser: Browser, first_runs: Path) -> Iterator[Page]:
     """One page in one browser for all questions: each starts anew from the overview."""
     with serving(first_runs) as address:
         context = browser.new_context(viewport={"width": 1280, "height": 1000}, base_url=address)
-        page = context.new_page()
+        page = new_page(context)
         page.complaints = []  # type: ignore[attr-defined]
         page.on("pageerror", lambda error: page.complaints.append(str(error)))  # type: ignore[attr-defined]
         yield page
