@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from binade.quant.codes import encode
 from binade.quant.elements import Element
 from binade.quant.formats import Format
-from binade.quant.quantizer import plan, tensor_absmax
+from binade.quant.quantizer import Options, plan, tensor_absmax
 from binade.quant.reference import Plan, noise_blocks, quantize_blocks, to_blocks
 from binade.quant.rounding import floor_log2
 
@@ -118,7 +118,7 @@ class Blocks:
         return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.plan.format.element)
 
 
-def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Blocks:
+def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Unpack[Options]) -> Blocks:
     """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `quantizer.plan`."""
     decided = plan(fmt, **options)
     size = decided.block_size or GROUP

@@ -60,41 +60,6 @@ def _operand(x: Tensor, fmt: str | None, dim: int, backend: str, tap: Tap | None
     return q
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, formats: GemmFormats, backend: str, tap: Tap | None) -> Tensor:
-        ctx.save_for_backward(x, w)
-        ctx.formats, ctx.backend, ctx.tap = formats, backend, tap
-        xq = _operand(x, formats.forward_a, -1, backend, tap, "a")
-        wq = _operand(w, formats.forward_b, -1, backend, tap, "b")
-        y = xq @ wq.t()
-        if tap:
-            tap(Observed("y", y))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        x, w = ctx.saved_tensors
-        formats, backend, tap = ctx.formats, ctx.backend, ctx.tap
-        gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = gq @ _operand(w, formats.dgrad_b, 0, backend)
-            if tap:
-                tap(Observed("grad_a", dx))
-        if ctx.needs_input_grad[1]:
-            tokens = _operand(grad.flatten(0, -2), formats.wgrad_grad, 0, backend)
-            dw = tokens.t() @ _operand(x.flatten(0, -2), formats.wgrad_a, 0, backend)
-            if tap:
-                tap(Observed("grad_b", dw))
-        return dx, dw, None, None, None
-
-
-def linear(x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None) -> Tensor:
-    """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
-    return cast(Tensor, _Linear.apply(x, weight, formats, backend, tap))  # type: ignore[no-untyped-call]  # torch
-
-
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,7 +85,9 @@ class _Matmul(torch.autograd.Function):
             da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
             if tap:
                 tap(Observed("grad_a", da))
-        if ctx.needs_input_grad[1]:  # contracted over m
+        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b has not
+            if b.dim() == 2:
+                grad, a = grad.flatten(0, -2), a.flatten(0, -2)
             gq = _operand(grad, formats.wgrad_grad, -2, backend)
             aq = _operand(a, formats.wgrad_a, -2, backend)
             db = gq.transpose(-1, -2) @ aq if transpose_b else aq.transpose(-1, -2) @ gq
@@ -140,7 +107,12 @@ def matmul(
 ) -> Tensor:
     """a [..., m, k] · b [..., k, n] (or bᵀ with b [..., n, k]) -> [..., m, n], quantized by `formats`.
 
-    The batch axes of a and b must be equal: nothing is broadcast.
+    The batch axes of a and b must be equal, unless b is a matrix: nothing else is broadcast.
     """
     y = _Matmul.apply(a, b, transpose_b, formats, backend, tap)  # type: ignore[no-untyped-call]  # torch
     return cast(Tensor, y)
+
+
+def linear(x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
+    return matmul(x, weight, formats, transpose_b=True, backend=backend, tap=tap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
-from binade.quant.quantizer import apply, check_tensor, plan, quantize, tensor_absmax
+from binade.quant.quantizer import Options, apply, check_tensor, plan, quantize, tensor_absmax
 from binade.quant.reference import Plan, to_blocks
 from binade.quant.rounding import floor_log2
 from binade.quant.scaling import nan_max
@@ -143,7 +143,9 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
     )
 
 
-def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options: Any) -> dict[str, float]:
+def compare(
+    x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options: Unpack[Options]
+) -> dict[str, float]:
     """All scalar metrics by name (see METRICS): the errors of y against x, x's own kurtosis, crest_factor,
     dynamic_range and outlier_ratio, and the distances of the two as samples, ks, wasserstein and js, from their
     sketches with the bounds stated in `sketch`.
@@ -159,7 +161,8 @@ def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1
     if fmt is not None:
         decided = plan(fmt, **options)
         _, scales = apply(x, decided, dim, want_scales=True)
-        found["saturated"] = saturated_fraction(x, decided, scales, float(tensor_absmax(x)), dim)
+        over = _saturated(x, decided, scales, _absmax(x, decided), dim)
+        found["saturated"] = float(over) / x.numel() if x.numel() else math.nan
         codes = usage(x, fmt, dim, **options)
         used = {name: getattr(codes, name) for name in used}
     own, other = summarize(x), summarize(y)
@@ -172,29 +175,19 @@ def compare(x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1
     )
 
 
-def saturated_fraction(x: Tensor, fmt: Format | Plan, scales: Tensor | None, absmax: float, dim: int) -> float:
-    """#(|x/scale| > largest finite) / n: clipped elements only, not those that round to the largest code.
+def _absmax(x: Tensor, decided: Plan) -> Tensor:
+    """float64 scalar: the tensor's largest magnitude; 0 for a plan that does not need it."""
+    return tensor_absmax(x.detach()).double() if decided.scaling.tensor_scale_bytes else torch.zeros(())
+
+
+def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: Tensor, dim: int) -> Tensor:
+    """How many elements saturate, |x/scale| > largest finite, on x's device; those that round to the largest code
+    are not among them.
 
     Exact: the scale is the format's own, without float32's rounding of a quotient, so a tensor that is scaled by its
     absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
-    as `quantizer.apply` returns them. absmax is used by formats with a tensor scale. A Format stands for its defaults.
+    as `quantizer.apply` returns them.
     """
-    if not x.numel():
-        return math.nan
-    decided = plan(fmt) if isinstance(fmt, Format) else fmt
-    return float(_saturated(x, decided, scales, absmax, dim)) / x.numel()
-
-
-def _saturation(decided: Plan, absmax: float) -> tuple[float, float]:
-    """`Scaling.saturation` with a right side of infinity where no element can saturate."""
-    if not decided.scaling.saturates:
-        return 1.0, math.inf
-    left, right = decided.scaling.saturation(decided.format.element, absmax)
-    return left, float(right)
-
-
-def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: float | Tensor, dim: int) -> Tensor:
-    """How many elements saturate, on x's device."""
     if not decided.scaling.saturates:
         return torch.zeros((), device=x.device)
     left, right = decided.scaling.saturation(decided.format.element, absmax)
@@ -208,7 +201,7 @@ def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: float | 
     return (over & (scales > 0)).sum()
 
 
-def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options: Any) -> Errors:
+def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options: Unpack[Options]) -> Errors:
     """The error of x rounded to a format, blocks along `dim`. Options as in `quantizer.plan`."""
     return score_later(x, plan(fmt, **options), dim, backend)()
 
@@ -228,8 +221,7 @@ def score_later(
         and decided.scaling.kernel is not None
     ):
         check_tensor(x, dim)
-        absmax = float(tensor_absmax(x.detach())) if decided.scaling.tensor_scale_bytes else 0.0
-        found = cpu.score(x.detach(), decided, dim, absmax, *_saturation(decided, absmax))
+        found = cpu.score(x.detach(), decided, dim, float(_absmax(x, decided)))
         if found is not None:
             result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
             return lambda: result
@@ -244,7 +236,7 @@ def _score_counted(codes: Counted, decided: Plan) -> Errors:
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
     q = apply(values, decided)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
-    left, right = _saturation(decided, float(tensor_absmax(values)) if decided.scaling.tensor_scale_bytes else 0.0)
+    left, right = decided.scaling.saturation(decided.format.element, float(_absmax(values, decided)))
     over = counts[np.abs(x) * left > right].sum()
     if not len(x):
         return _from_sums([0.0] * 8, numel, 0.0)
@@ -262,10 +254,9 @@ def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim
     if not numel:
         empty = errors(x, q)
         return lambda: empty
-    has_limit = decided.scaling.tensor_scale_bytes and decided.scaling.saturates  # by the tensor's absmax
-    absmax = tensor_absmax(x.detach()).double() if has_limit else torch.zeros(())
+    absmax = _absmax(x, decided) if decided.scaling.saturates else torch.zeros(())
     if x.device.type == "cpu":
-        found = cpu.measure(x, q, decided, dim, scales, *_saturation(decided, float(absmax)))
+        found = cpu.measure(x, q, decided, dim, scales, float(absmax))
         if found is not None:
             result = _from_sums(found[:8], numel, found[8] / numel)
             return lambda: result
@@ -318,7 +309,7 @@ class Usage:
         return float(self.scale_exponents.max()) if len(self.scale_exponents) else math.nan
 
 
-def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options: Any) -> Usage:
+def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options: Unpack[Options]) -> Usage:
     """The codes and scale exponents that x takes in a format. Options as in `quantizer.plan`."""
     stored = quantize(x, fmt, dim, **options)
     element, block = stored.plan.format.element, stored.plan.block_size

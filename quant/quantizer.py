@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,16 @@ from binade.quant.scaling import SCALINGS
 UNSCALED = SCALINGS[ScaleRule.NONE]
 ROUNDINGS, OVERFLOWS = tuple(Rounding), tuple(Overflow)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Options(TypedDict, total=False):
+    """The keywords of `plan`, which every function that rounds takes."""
+
+    scale_rule: str | None
+    rounding: str | None
+    overflow: str | None
+    block_size: int | None
+    seed: int
 
 
 def plan(
@@ -103,10 +113,12 @@ def apply(
         return torch.empty_like(x), torch.empty(0, device=x.device) if want_scales and has_blocks else None
     absmax = tensor_absmax(x) if scaling.tensor_scale_bytes else torch.zeros((), device=x.device)
     if scaling.kernel is None and not has_blocks:  # scaled here, so that a kernel can still do the rounding
-        one, element = torch.ones((), device=x.device), plan.format.element
-        scaled = scaling.to_element(x.float(), one, element, absmax)
-        values, _ = apply(scaled, replace(plan, scaling=UNSCALED), dim, chosen)
-        return scaling.from_element(values, one, element, absmax).to(x.dtype), None
+        element = plan.format.element
+        scale = torch.ones((), device=x.device)
+        tensor_scale = scaling.tensor_scale(element, absmax)
+        scaled = scaling.to_element(x.float(), scale, element, tensor_scale)
+        values, _ = backends.quantize_dequantize(scaled, replace(plan, scaling=UNSCALED), dim, absmax, chosen, False)
+        return scaling.from_element(values, scale, element, tensor_scale).to(x.dtype), None
     return backends.quantize_dequantize(x, plan, dim, absmax, chosen, want_scales)
 
 
@@ -127,20 +139,16 @@ def fake_quantize(
     fmt: str | Format,
     dim: int = -1,
     *,
-    scale_rule: str | None = None,
-    rounding: str | None = None,
-    overflow: str | None = None,
-    block_size: int | None = None,
-    seed: int = 0,
     backend: str = "auto",
+    **options: Unpack[Options],
 ) -> Tensor:
     """x rounded to a format and back: same shape, dtype and device, the gradient passed straight through.
 
     x         float32, bfloat16 or float16; any shape and strides, empty and 0-dim included
     fmt       a name in FORMATS, or a Format
     dim       the axis that blocks lie along: the one the tensor is contracted over. Its last block may be short
-    options   see `plan`
     backend   auto (Triton for CUDA tensors, torch for CPU), triton, torch: the same bits from each
+    options   scale_rule, rounding, overflow, block_size, seed: see `plan`
 
     NaN stays NaN. In a block format one NaN or Inf makes its whole block NaN, in a tensor-scaled one the whole
     tensor. Elsewhere Inf saturates (or stays, by `overflow`). -0 is kept where the format has it. The result is
@@ -148,8 +156,8 @@ def fake_quantize(
 
     Raises TypeError (not a floating tensor), ValueError (unknown format, impossible option, dim out of range).
     """
-    decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
-    if x.requires_grad if isinstance(x, Tensor) else False:
+    decided = plan(fmt, **options)
+    if isinstance(x, Tensor) and x.requires_grad:
         return cast(Tensor, _StraightThrough.apply(x, decided, dim, backend))  # type: ignore[no-untyped-call]  # torch
     return apply(x, decided, dim, backend)[0]
 
@@ -193,24 +201,15 @@ class Quantized:
         scaling, element = self.plan.scaling, self.plan.format.element
         values = decode_table(element).to(self.codes.device)[self.unpacked_codes()]
         absmax = torch.zeros(()) if self.absmax is None else self.absmax
-        values = scaling.from_element(values, scaling.decode(self.scales), element, absmax)
+        tensor_scale = scaling.tensor_scale(element, absmax)
+        values = scaling.from_element(values, scaling.decode(self.scales), element, tensor_scale)
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return from_blocks(values.to(self.dtype), like, self.dim)
 
 
-def quantize(
-    x: Tensor,
-    fmt: str | Format,
-    dim: int = -1,
-    *,
-    scale_rule: str | None = None,
-    rounding: str | None = None,
-    overflow: str | None = None,
-    block_size: int | None = None,
-    seed: int = 0,
-) -> Quantized:
+def quantize(x: Tensor, fmt: str | Format, dim: int = -1, **options: Unpack[Options]) -> Quantized:
     """x in the format's codes and scales. Arguments and errors as fake_quantize."""
-    decided = plan(fmt, scale_rule=scale_rule, rounding=rounding, overflow=overflow, block_size=block_size, seed=seed)
+    decided = plan(fmt, **options)
     check_tensor(x, dim)
     x = x.detach()
     dim = dim % x.dim() if x.dim() else 0
@@ -221,7 +220,5 @@ def quantize(
     if decided.block_size is not None:  # a block whose scale is NaN has no codes of its own
         values = torch.where(values.isnan(), 0.0, values)
     codes = pack(encode(values.reshape(-1), element), element.bits)
-    stored = decided.scaling.encode(scales)
-    return Quantized(
-        decided, dim, x.shape, x.dtype, codes, stored, absmax if decided.scaling.tensor_scale_bytes else None
-    )
+    kept = absmax if decided.scaling.tensor_scale_bytes else None
+    return Quantized(decided, dim, x.shape, x.dtype, codes, decided.scaling.encode(scales), kept)

@@ -40,10 +40,11 @@ def quantize_blocks(x: Tensor, plan: Plan, absmax: Tensor, u: Tensor | None = No
     A block that holds NaN or Inf gets the scale NaN and is NaN throughout.
     """
     element, scaling = plan.format.element, plan.scaling
-    scale = scaling.block_scale(x, element, absmax)
-    scaled = scaling.to_element(x, scale, element, absmax)
+    tensor_scale = scaling.tensor_scale(element, absmax)
+    scale = scaling.block_scale(x, element, tensor_scale)
+    scaled = scaling.to_element(x, scale, element, tensor_scale)
     values = round_to_element(scaled, element, plan.rounding, plan.overflow, u)
-    return values, scale, scaling.from_element(values, scale, element, absmax)
+    return values, scale, scaling.from_element(values, scale, element, tensor_scale)
 
 
 def to_blocks(x: Tensor, dim: int, block_size: int | None) -> Tensor:

@@ -40,7 +40,7 @@ def times_pow2(x: Tensor, exponent: Tensor) -> Tensor:
     return x * pow2(half) * pow2(exponent - half)
 
 
-def noise(count: int, seed: int, device: torch.device, start: int = 0) -> Tensor:
+def noise(count: int, seed: int, device: torch.device) -> Tensor:
     """Uniform float32 in [0, 1) with 24 bits, one for each element index: a function of (seed, index) alone.
 
     The 32-bit mixing function is "lowbias32" of C. Wellons' hash-prospector, applied to the index after the seed.
@@ -52,7 +52,7 @@ def noise(count: int, seed: int, device: torch.device, start: int = 0) -> Tensor
         h = ((h ^ (h >> 15)) * 0x846CA68B) & mask
         return h ^ (h >> 16)
 
-    index = torch.arange(start, start + count, device=device, dtype=torch.int64) & mask
+    index = torch.arange(count, device=device, dtype=torch.int64) & mask
     key = mix(torch.tensor(seed & mask, device=device, dtype=torch.int64))
     return (mix(index ^ key) >> 8).to(torch.float32) * 2.0**-24
 

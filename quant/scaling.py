@@ -6,6 +6,7 @@ a kernel the scheme runs by `reference` on every backend; a scheme with a tensor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,11 +16,13 @@ from torch import Tensor
 from binade.quant.codes import decode_table, encode
 from binade.quant.elements import E4M3, E8M0, Element, Overflow, Rounding
 from binade.quant.formats import ScaleRule
-from binade.quant.rounding import floor_log2, lift_subnormals, pow2, round_to_element, times_pow2
+from binade.quant.rounding import floor_log2, lift_subnormals, pow2, round_to_element
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E8M0_MAX = 127  # the largest exponent, and minus the smallest
 NVFP4_TENSOR_MAX = 448.0 * 6.0
+
+Scalars = tuple[Tensor, ...]  # of the tensor as a whole
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Scaling:
     shares               what values share, in words; {block} is the block size
 
     Methods take values as [groups, block] float32, block scales as [groups, 1] float32 (a scalar 1 without block
-    scales) and absmax, the tensor's largest magnitude, as a float32 scalar: NaN if any element is NaN.
+    scales), absmax, the tensor's largest magnitude, as a float32 scalar (NaN if any element is NaN), and tensor_scale,
+    what the method of this name returns.
     """
 
     rule: str
@@ -45,15 +49,19 @@ class Scaling:
     saturates: ClassVar[bool] = True
     shares: ClassVar[str]
 
-    def block_scale(self, x: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def tensor_scale(self, element: Element, absmax: Tensor) -> Scalars:
+        """What the three methods below need of the tensor as a whole, as scalars; empty without a tensor scale."""
+        return ()
+
+    def block_scale(self, x: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         """The scale of each block, on the grid of scale_element."""
         return torch.ones((), device=x.device)
 
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         """Values before they are rounded to the element's grid."""
         return x / scale
 
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         """What values on the element's grid stand for."""
         return values * scale
 
@@ -63,7 +71,7 @@ class Scaling:
 
     def saturation(self, element: Element, absmax: float | Tensor) -> tuple[float, float | Tensor]:
         """(left, right): an element saturates where |x| · left > its block's scale · right, both exact in float64."""
-        return 1.0, element.max
+        return 1.0, element.max if self.saturates else math.inf
 
     def encode(self, scale: Tensor) -> Tensor | None:
         """Block scales as they are stored, uint8 [groups]; None without block scales."""
@@ -88,10 +96,10 @@ class Unscaled(Scaling):
 
     shares = "no scale"
 
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         return x
 
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         return values
 
 
@@ -102,7 +110,7 @@ class BlockPow2(Scaling):
     scale_element = E8M0
     shares = "a power-of-two scale for every {block} values"
 
-    def block_scale(self, x: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def block_scale(self, x: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         largest = nan_max(x)
         return torch.where(largest.isfinite(), pow2(block_scale_exponent(largest, element, self.rule)), torch.nan)
 
@@ -115,17 +123,16 @@ class TensorAmax(Scaling):
     saturates = False
     shares = "one scale for the tensor"
 
-    @staticmethod
-    def encode_scale(element: Element, absmax: Tensor) -> Tensor:
+    def tensor_scale(self, element: Element, absmax: Tensor) -> Scalars:
         """max / absmax in float32, absmax at least 1e-12. 0 if absmax is Inf, NaN if NaN."""
         # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
-        return torch.full_like(absmax, element.max) / absmax.clamp(min=1e-12)
+        return (torch.full_like(absmax, element.max) / absmax.clamp(min=1e-12),)
 
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return x * self.encode_scale(element, absmax)
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        return x * tensor_scale[0]
 
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return values / self.encode_scale(element, absmax)
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        return values / tensor_scale[0]
 
     def multiplier(self, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
         return torch.full_like(scale, max(float(absmax), 1e-12) / element.max, dtype=torch.float64)
@@ -144,19 +151,21 @@ class TensorPow2(Scaling):
     saturates = False
     shares = "one power-of-two scale for the tensor"
 
-    @staticmethod
-    def exponent(element: Element, absmax: Tensor) -> Tensor:
+    def tensor_scale(self, element: Element, absmax: Tensor) -> Scalars:
+        """2^k to divide by (1 where absmax is not finite), and to multiply by (NaN there)."""
+        finite = absmax.isfinite()
         exponent = (floor_log2(absmax) - element.precise_emax).clamp(-E8M0_MAX, E8M0_MAX)
-        return torch.where((absmax > 0) & absmax.isfinite(), exponent, 0)
+        scale = pow2(torch.where((absmax > 0) & finite, exponent, 0))
+        return scale, torch.where(finite, scale, torch.nan)
 
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return times_pow2(x, -self.exponent(element, absmax))
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        return x / tensor_scale[0]
 
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return values * torch.where(absmax.isfinite(), pow2(self.exponent(element, absmax)), torch.nan)
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        return values * tensor_scale[1]
 
     def multiplier(self, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return self.from_element(torch.ones_like(absmax), scale, element, absmax).double()
+        return self.tensor_scale(element, absmax)[1].double()
 
 
 @dataclass(frozen=True)
@@ -171,23 +180,23 @@ class NVFP4(Scaling):
     tensor_scale_bytes = 4
     shares = "an E4M3 scale for every {block} values and one for the tensor"
 
-    @staticmethod
-    def encode_scale(absmax: Tensor) -> Tensor:
-        # A tensor over a tensor, as in TensorAmax.
-        scale = (torch.full_like(absmax, NVFP4_TENSOR_MAX) / absmax).clamp(max=FLOAT32_MAX)
-        return torch.where(absmax == 0, torch.ones_like(scale), scale)
+    def tensor_scale(self, element: Element, absmax: Tensor) -> Scalars:
+        """S, and absmax / 2688."""
+        limit = torch.full_like(absmax, NVFP4_TENSOR_MAX)  # a tensor over a tensor, as in TensorAmax
+        encode = (limit / absmax).clamp(max=FLOAT32_MAX)
+        return torch.where(absmax == 0, torch.ones_like(encode), encode), absmax / limit
 
-    def block_scale(self, x: Tensor, element: Element, absmax: Tensor) -> Tensor:
+    def block_scale(self, x: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
         sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=x.device)
-        scaled = nan_max(x) * (self.encode_scale(absmax) * sixth)
+        scaled = nan_max(x) * (tensor_scale[0] * sixth)
         return round_to_element(scaled, E4M3, Rounding.NEAREST, Overflow.SATURATE)
 
-    def to_element(self, x: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        inverse = (1.0 / (scale * (1.0 / self.encode_scale(absmax)))).clamp(max=FLOAT32_MAX)
+    def to_element(self, x: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        inverse = (1.0 / (scale * (1.0 / tensor_scale[0]))).clamp(max=FLOAT32_MAX)
         return (x * inverse).clamp(-element.max, element.max)
 
-    def from_element(self, values: Tensor, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
-        return values * scale * (absmax / torch.full_like(absmax, NVFP4_TENSOR_MAX))
+    def from_element(self, values: Tensor, scale: Tensor, element: Element, tensor_scale: Scalars) -> Tensor:
+        return values * scale * tensor_scale[1]
 
     def multiplier(self, scale: Tensor, element: Element, absmax: Tensor) -> Tensor:
         return scale.double() * float(absmax) / NVFP4_TENSOR_MAX

@@ -41,48 +41,32 @@ class _Format(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The macros of one build of cpu.cpp."""
-
-    value: str
-    tiers: int
-    rounding: int
-    wide: int
-
-    @property
-    def unit(self) -> native.Unit:
-        macros = f"VALUE={self.value}", f"TIERS={self.tiers}", f"ROUNDING={self.rounding}", f"WIDE={self.wide}"
-        return native.Unit("cpu.cpp", macros)
-
-
-def kind_of(plan: Plan, dtype: torch.dtype) -> Kind | None:
-    """The kind of kernel for a plan; None for stochastic rounding and for a scale scheme without a kernel. float16 goes
-    through float32."""
+def unit_of(plan: Plan, dtype: torch.dtype) -> native.Unit | None:
+    """The build of cpu.cpp for a plan; None for stochastic rounding and for a scale scheme without a kernel. float16
+    goes through float32."""
     element = plan.format.element
     if plan.scaling.kernel is None or plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
         return None
-    wide = int(element.emax > 64)
-    return Kind(VALUES.get(dtype, "float"), len(element.tiers), ROUNDINGS[plan.rounding], wide)
+    return native.Unit(
+        "cpu.cpp",
+        (
+            f"VALUE={VALUES.get(dtype, 'float')}",
+            f"TIERS={len(element.tiers)}",
+            f"ROUNDING={ROUNDINGS[plan.rounding]}",
+            f"WIDE={int(element.emax > 64)}",
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The functions of a build."""
-
-    quantize: Callable[..., None]
-    measure: Callable[..., None]
-    score: Callable[..., None]
-
-
-def kernel(kind: Kind, values: int | None = None) -> Kernel | None:
-    """The compiled kernel of a kind, built if `values` more values are worth a build (None: always); else None."""
-    library = native.built(kind.unit, values)
+def kernel(unit: native.Unit, values: int | None = None) -> ctypes.CDLL | None:
+    """The compiled functions of a unit, built if `values` more values are worth a build (None: always); else None."""
+    library = native.built(unit, values)
     return None if library is None else _declare(library)
 
 
 @cache
-def _declare(library: ctypes.CDLL) -> Kernel:
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, its functions' arguments declared."""
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     library.quantize.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, size, size]
     library.measure.argtypes = [pointer, pointer, pointer, size, size, size, real, real, size, size, pointer]
@@ -91,7 +75,7 @@ def _declare(library: ctypes.CDLL) -> Kernel:
         *(ctypes.c_float, real, real, size, size, pointer),
     ]
     library.quantize.restype = library.measure.restype = library.score.restype = None
-    return Kernel(library.quantize, library.measure, library.score)
+    return library
 
 
 @lru_cache(maxsize=64)
@@ -136,8 +120,10 @@ class Layout:
         return cls(axis, inner, block, rows, items, min(block, axis) * min(inner, STRIP))
 
 
-def compiled(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: Kernel) -> tuple[Tensor, Tensor]:
-    """As `quantize_dequantize`, by kernel(kind_of(plan, x.dtype))."""
+def compiled(
+    x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: ctypes.CDLL
+) -> tuple[Tensor, Tensor]:
+    """As `quantize_dequantize`, by kernel(unit_of(plan, x.dtype))."""
     dtype = x.dtype
     x = x.contiguous() if dtype in VALUES else x.float().contiguous()
     layout = Layout.of(x, plan, dim)
@@ -155,16 +141,15 @@ def compiled(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool,
     return y.to(dtype), scales
 
 
-def measure(
-    x: Tensor, y: Tensor, plan: Plan, dim: int, scales: Tensor | None, left: float, right: float
-) -> list[float] | None:
+def measure(x: Tensor, y: Tensor, plan: Plan, dim: int, scales: Tensor | None, absmax: float) -> list[float] | None:
     """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
-    elements of x are finite, not zero, not zero but zero in y, and saturated, which is where |x| · left exceeds their
-    block's scale · right. None if there is no kernel for this plan and dtype, or a build is not worth it.
+    elements of x are finite, not zero, not zero but zero in y, and saturated. None if there is no kernel for this plan
+    and dtype, or a build is not worth it.
 
-    x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them.
+    x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them. absmax is used
+    by schemes that saturate and have a tensor scale.
     """
-    run = _for_errors(x, plan) if x.dtype == y.dtype else None
+    run = _worth_building(x, plan) if x.dtype == y.dtype and x.dtype in VALUES else None
     if run is None:
         return None
     x, y = x.contiguous(), y.contiguous()
@@ -172,17 +157,18 @@ def measure(
     scales = scales.contiguous() if scales is not None and plan.block_size is not None else None
     scales_at = None if scales is None else scales.data_ptr()
     shape = layout.axis, layout.inner, layout.block
+    limits = plan.scaling.saturation(plan.format.element, absmax)
     return _added_up(
         layout,
         lambda first, last, sums: run.measure(
-            x.data_ptr(), y.data_ptr(), scales_at, *shape, left, right, first, last, sums
+            x.data_ptr(), y.data_ptr(), scales_at, *shape, *limits, first, last, sums
         ),
     )
 
 
-def score(x: Tensor, plan: Plan, dim: int, absmax: float, left: float, right: float) -> list[float] | None:
+def score(x: Tensor, plan: Plan, dim: int, absmax: float) -> list[float] | None:
     """As `measure` for y = x rounded by the plan, without keeping y. absmax is used by formats with a tensor scale."""
-    run = _for_errors(x, plan)
+    run = _worth_building(x, plan) if x.dtype in VALUES else None
     if run is None:
         return None
     x = x.contiguous()
@@ -191,17 +177,19 @@ def score(x: Tensor, plan: Plan, dim: int, absmax: float, left: float, right: fl
     scales_at = None if scales is None else scales.data_ptr()
     described = _describe(plan)
     shape = layout.axis, layout.inner, layout.block
+    limits = plan.scaling.saturation(plan.format.element, absmax)
     return _added_up(
         layout,
         lambda first, last, sums: run.score(
-            ctypes.addressof(described), x.data_ptr(), scales_at, *shape, absmax, left, right, first, last, sums
+            ctypes.addressof(described), x.data_ptr(), scales_at, *shape, absmax, *limits, first, last, sums
         ),
     )
 
 
-def _for_errors(x: Tensor, plan: Plan) -> Kernel | None:
-    kind = kind_of(plan, x.dtype) if x.dtype in VALUES else None
-    return kernel(kind, x.numel()) if kind else None
+def _worth_building(x: Tensor, plan: Plan) -> ctypes.CDLL | None:
+    """The kernel for a plan and a tensor; None if there is none, or a build is not worth it."""
+    unit = unit_of(plan, x.dtype)
+    return kernel(unit, x.numel()) if unit else None
 
 
 def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
@@ -245,8 +233,7 @@ def quantize_dequantize(
 
     Scales are float32, as many as [outer, blocks along dim, inner]; None or undefined unless wanted.
     """
-    kind = kind_of(plan, x.dtype)
-    run = kernel(kind, x.numel()) if kind else None
+    run = _worth_building(x, plan)
     if run is None:
         return in_pieces(x, plan, dim, absmax)
     return compiled(x, plan, dim, absmax, want_scales, run)

@@ -48,7 +48,7 @@ def check_cpu_paths(x: torch.Tensor, name: str, dim: int, want: torch.Tensor, **
         return
     decided, absmax = plan(name, **chosen), tensor_absmax(x)
     assert_same_bits(cpu.in_pieces(x, decided, dim, absmax)[0], want, x)
-    if (kind := cpu.kind_of(decided, x.dtype)) is not None and (run := cpu.kernel(kind)) is not None:
+    if (unit := cpu.unit_of(decided, x.dtype)) is not None and (run := cpu.kernel(unit)) is not None:
         assert_same_bits(cpu.compiled(x, decided, dim, absmax, True, run)[0], want, x)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
-from binade.quant import fake_quantize, quantize
-from tests.quant.helpers import MX, RULES, assert_same_bits, formats
+from binade.quant import FORMATS, fake_quantize, quantize
+from binade.quant.elements import Element, FixedPoint
+from tests.quant.helpers import LIBRARY, MX, RULES, assert_same_bits, formats
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 BELOW_4 = float(np.nextafter(np.float32(4), np.float32(0)))
@@ -239,28 +241,32 @@ def test_six_bit_codes_fill_three_bytes_with_four():
     assert stored.codes[:3].tolist() == [word & 255, word >> 8 & 255, word >> 16] and stored.scales.tolist() == [127]
 
 
-@pytest.mark.parametrize("name", formats())
+DTYPES = {FORMATS[name].element: library.dtype for name, library in LIBRARY.items() if library.dtype}
+
+
+def decoded(codes: np.ndarray, element: Element) -> np.ndarray:
+    """float32 values of an element's codes by the library that has it; fixed point by numpy's two's complement."""
+    if isinstance(element, FixedPoint):
+        unused = 64 - element.bits
+        return ((codes << unused) >> unused).astype(np.float32) / 2**element.fraction_bits
+    return codes.astype(np.uint16 if element.bits == 16 else np.uint8).view(DTYPES[element]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in formats() if isinstance(FORMATS[name].element, FixedPoint) or FORMATS[name].element in DTYPES],
+)
 def test_codes_and_scales_decode_by_another_library(name):
     """The stored bytes, read by ml_dtypes, give back dequantize()."""
-    from tests.quant.helpers import LIBRARY
-
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(4))
     stored = quantize(x, name)
-    codes = stored.unpacked_codes().numpy()
-    if name == "mxint8":
-        values = codes.astype(np.uint8).view(np.int8).astype(np.float32) / 64
-    else:
-        dtype = np.dtype(LIBRARY[name].dtype)
-        values = codes.astype(np.uint16 if dtype.itemsize == 2 else np.uint8).view(dtype).astype(np.float32)
-    if name.startswith("mx"):
-        import ml_dtypes
-
+    element, rule = FORMATS[name].element, FORMATS[name].scale_rules[0]
+    values = decoded(stored.unpacked_codes().numpy(), element)
+    if rule in RULES:
         values = values * stored.scales.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32)[:, None]
-    elif name == "nvfp4":
-        import ml_dtypes
-
+    elif rule == "nvfp4":
         scales = stored.scales.numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float32)[:, None]
         values = values * scales * (stored.absmax.numpy() / np.float32(2688))
-    elif name.startswith("fp8"):
+    elif rule == "amax":
         values = values / (np.float32(LIBRARY[name].max) / stored.absmax.numpy())
     assert_same_bits(values.reshape(6, 64), stored.dequantize())

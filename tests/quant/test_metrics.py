@@ -18,7 +18,6 @@ from binade.quant.metrics import (
     errors,
     errors_later,
     outlier_ratio,
-    saturated_fraction,
     score_later,
     sqnr_db,
     stable_rank,
@@ -156,7 +155,7 @@ def test_a_format_means_its_defaults():
     decided = plan("mxfp4")
     q, scales = apply(x, decided, -1, want_scales=True)
     assert errors_later(x, q, decided, scales, -1)() == score(x, "mxfp4")
-    assert saturated_fraction(x, FORMATS["mxfp4"], scales, 0.0, -1) == score(x, "mxfp4").saturated
+    assert compare(x, q, FORMATS["mxfp4"])["saturated"] == score(x, "mxfp4").saturated
 
 
 @pytest.mark.parametrize("name", formats())
