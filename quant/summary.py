@@ -87,17 +87,12 @@ def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = No
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 
         numel, fetch = x.numel(), triton_summary.one_pass(x)
-        return lambda: _from_sums(numel, **vars(fetch()))
+        return lambda: _from_pass(numel, fetch())
     codes = codes or counted(x)
     if codes is None:
-        found = _from_values(x)
+        found = _from_pass(x.numel(), _one_pass(x))
         return lambda: found
     return lambda: _from_codes(codes)
-
-
-def _histogram(codes: Tensor, size: int) -> np.ndarray:
-    """Counts of int32 codes in [0, size), int64."""
-    return torch.bincount(codes, minlength=size).cpu().numpy()
 
 
 def _from_codes(codes: Counted) -> Summary:
@@ -106,30 +101,26 @@ def _from_codes(codes: Counted) -> Summary:
     total, nans = int(counts.sum()), int(counts[np.isnan(values)].sum())
     values, counts = values[finite], counts[finite]
     n = int(counts.sum())
-    infs = total - nans - n
-    if not n:
-        return _summary(total, np.zeros(0, np.int64), counts, nans=nans, infs=infs)
     bins = values.view(np.uint32) >> 20
     first = np.flatnonzero(np.diff(bins, prepend=-1))  # values come in the order of their bins
-    wide, weights = values.astype(np.float64), counts / n
+    wide, weights = values.astype(np.float64), counts / max(n, 1)
     mean = float(weights @ wide)
     d = wide - mean
     square = d * d
     magnitude = np.abs(values)
-    nonzero = magnitude[magnitude > 0]
     return _summary(
         total,
         bins[first],
         np.add.reduceat(counts, first),
-        low=float(values.min()),
-        high=float(values.max()),
-        absmin=float(nonzero.min()) if nonzero.size else math.nan,
+        low=float(values.min(initial=math.inf)),
+        high=float(values.max(initial=-math.inf)),
+        absmin=float(magnitude[magnitude > 0].min(initial=math.inf)),
         mean=mean,
         rms=math.sqrt(weights @ (wide * wide)),
         central=(float(weights @ square), float(weights @ (square * d)), float(weights @ (square * square))),
         zeros=int(counts[magnitude == 0].sum()),
         nans=nans,
-        infs=infs,
+        infs=total - nans - n,
     )
 
 
@@ -138,16 +129,20 @@ def _summary(
     bins: np.ndarray,
     counts: np.ndarray,
     *,
-    low: float = math.nan,
-    high: float = math.nan,
-    absmin: float = math.nan,
-    mean: float = math.nan,
-    rms: float = math.nan,
-    central: tuple[float, float, float] = (math.nan,) * 3,
-    zeros: int = 0,
+    low: float,
+    high: float,
+    absmin: float,
+    mean: float,
+    rms: float,
+    central: tuple[float, float, float],
+    zeros: int,
     nans: int,
     infs: int,
 ) -> Summary:
+    """absmin is infinite where all is zero. Without a bin, nothing is finite: low to central have no meaning."""
+    if not len(bins):
+        low = high = mean = rms = math.nan
+        central = (math.nan,) * 3
     second, third, fourth = central
     spread = second > 0
     return Summary(
@@ -155,10 +150,10 @@ def _summary(
         min=low,
         max=high,
         mean=mean,
-        std=math.sqrt(second) if second == second else math.nan,
+        std=math.sqrt(second),
         rms=rms,
-        absmax=max(abs(low), abs(high)) if low == low else math.nan,
-        absmin=absmin,
+        absmax=max(abs(low), abs(high)),
+        absmin=absmin if absmin < math.inf else math.nan,
         skewness=third / second**1.5 if spread else math.nan,
         kurtosis=fourth / second**2 if spread else math.nan,
         zeros=zeros,
@@ -169,7 +164,23 @@ def _summary(
     )
 
 
-def _from_values(x: Tensor) -> Summary:
+@dataclass(frozen=True)
+class Pass:
+    """What one pass over a tensor finds: counts [BINS] of the finite values, sums of their (x - shift)^k for k = 1 to
+    4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
+
+    counts: np.ndarray
+    sums: np.ndarray
+    shift: float
+    low: float
+    high: float
+    absmin: float
+    zeros: int
+    nans: int
+    infs: int
+
+
+def _one_pass(x: Tensor) -> Pass:
     counts = np.zeros(BINS, np.int64)
     sums = np.zeros(4)
     nans = infs = zeros = 0
@@ -178,7 +189,7 @@ def _from_values(x: Tensor) -> Summary:
     for chunk in torch.split(x, CHUNK):
         chunk = chunk.contiguous().float()
         bins = (chunk.view(torch.int32) >> 20) & (BINS - 1)
-        part = _histogram(bins, BINS)
+        part = torch.bincount(bins, minlength=BINS).cpu().numpy()
         if part[INFINITY_BIN:SIGN_BIN].any() or part[SIGN_BIN + INFINITY_BIN :].any():
             nans += int(chunk.isnan().sum())
             infs += int(chunk.isinf().sum())
@@ -201,45 +212,30 @@ def _from_values(x: Tensor) -> Summary:
         wide = wide - shift
         square = wide * wide
         sums += [float(wide.sum()), float(square.sum()), float(square @ wide), float(square @ square)]
-    return _from_sums(x.numel(), counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
+    return Pass(counts, sums, shift or 0.0, low, high, absmin, zeros, nans, infs)
 
 
-def _from_sums(
-    numel: int,
-    counts: np.ndarray,
-    sums: np.ndarray,
-    shift: float,
-    low: float,
-    high: float,
-    absmin: float,
-    zeros: int,
-    nans: int,
-    infs: int,
-) -> Summary:
-    """From dense counts of the finite values and their sums of (x - shift)^k, k = 1 to 4."""
-    n = int(counts.sum())
-    used = counts.nonzero()[0]
-    if n:
-        s1, s2, s3, s4 = (float(v) for v in sums / n)
-        mean = shift + s1
-        central = (s2 - s1**2, s3 - 3 * s1 * s2 + 2 * s1**3, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4)
-        central = (max(central[0], 0.0), *central[1:])
-        rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
-        if low == high:  # no spread, even if the rounded sums show some
-            mean, rms, central = low, abs(low), (0.0, 0.0, 0.0)
-    else:
-        mean, central, rms = math.nan, (math.nan,) * 3, math.nan
+def _from_pass(numel: int, found: Pass) -> Summary:
+    used = found.counts.nonzero()[0]
+    shift = found.shift
+    s1, s2, s3, s4 = (float(v) for v in found.sums / max(int(found.counts.sum()), 1))
+    mean = shift + s1
+    rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
+    second, third = max(s2 - s1**2, 0.0), s3 - 3 * s1 * s2 + 2 * s1**3
+    central = second, third, s4 - 4 * s1 * s3 + 6 * s1**2 * s2 - 3 * s1**4
+    if found.low == found.high:  # no spread, even if the rounded sums show some
+        mean, rms, central = found.low, abs(found.low), (0.0, 0.0, 0.0)
     return _summary(
         numel,
         used,
-        counts[used],
-        low=low if n else math.nan,
-        high=high if n else math.nan,
-        absmin=absmin if absmin < math.inf else math.nan,
+        found.counts[used],
+        low=found.low,
+        high=found.high,
+        absmin=found.absmin,
         mean=mean,
         rms=rms,
         central=central,
-        zeros=zeros,
-        nans=nans,
-        infs=infs,
+        zeros=found.zeros,
+        nans=found.nans,
+        infs=found.infs,
     )

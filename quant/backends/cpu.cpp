@@ -8,6 +8,7 @@
 // WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes a second, of all ten.
 // Needs strict IEEE float32: no contraction, no reassociation, subnormals and signed zeros kept.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -131,18 +132,41 @@ inline float quantized(float x, const Scale& s, const Format& f, float top, bool
     return nvfp4 ? value * s.out * s.last : value * s.out;
 }
 
+// Up to STRIP neighbouring blocks of one row of blocks, inner > 1: `length` rows of `width` values from `base` on. The
+// scales start at `scale`.
+struct Strip {
+    int64_t base, length, width, scale;
+};
+
+// Where blocks and strips of a [outer, axis, inner] tensor lie.
+struct Grid {
+    int64_t axis, inner, block;
+
+    int64_t per_axis() const { return (axis + block - 1) / block; }
+
+    // Of block b, inner = 1: its first value. Blocks follow each other in memory.
+    int64_t at(int64_t b) const { return (b / per_axis()) * axis + (b % per_axis()) * block; }
+
+    int64_t length(int64_t b) const { return std::min(axis - (b % per_axis()) * block, block); }
+
+    Strip strip(int64_t s) const {
+        const int64_t per_row = (inner + STRIP - 1) / STRIP;
+        const int64_t column = (s % per_row) * STRIP, row = s / per_row;
+        return {at(row) * inner + column, length(row), std::min(inner - column, STRIP), row * inner + column};
+    }
+};
+
 struct Quantizer {
     const Format f;  // a copy: stores through y cannot alias it
     const VALUE* x;
     VALUE* y;
     float* scales;
-    int64_t axis, inner, block;
+    Grid grid;
     bool packed;  // y has room for one strip only, its rows STRIP apart
     float top, encode, decode;
 
-    Quantizer(const Format& format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner, int64_t block,
-              float absmax, bool packed)
-        : f(format), x(x), y(y), scales(scales), axis(axis), inner(inner), block(block), packed(packed) {
+    Quantizer(const Format& format, const VALUE* x, VALUE* y, float* scales, const Grid& grid, float absmax, bool packed)
+        : f(format), x(x), y(y), scales(scales), grid(grid), packed(packed) {
         top = pow2(f.emax) * (WIDE ? 1.0f : 2.0f);
         encode = decode = 1.0f;
         if (f.rule == AMAX) encode = f.max / (absmax < 1e-12f ? 1e-12f : absmax);
@@ -171,12 +195,10 @@ struct Quantizer {
         const Format g = f;
         const float t = top;
         const bool nvfp4 = g.rule == NVFP4;
-        const int64_t per_row = (axis + block - 1) / block;
         for (int64_t b = first; b < last; b++) {
-            const int64_t begin = (b % per_row) * block;
-            const int64_t length = axis - begin < block ? axis - begin : block;
-            const VALUE* from = x + (b / per_row) * axis + begin;
-            VALUE* to = y + (b / per_row) * axis + begin;
+            const int64_t at = grid.at(b), length = grid.length(b);
+            const VALUE* from = x + at;
+            VALUE* to = y + at;
             int32_t magnitude = 0;
             for (int64_t i = 0; i < length; i++) {
                 int32_t m = to_bits(load(from + i)) & 0x7FFFFFFF;
@@ -184,56 +206,39 @@ struct Quantizer {
             }
             const Scale s = block_scale(magnitude, g, encode, decode);
             if (scales) scales[b] = s.reported;
-            if (nvfp4)
-                for (int64_t i = 0; i < length; i++)
-                    store(to + i, quantized(load(from + i), s, g, t, true));
-            else
-                for (int64_t i = 0; i < length; i++)
-                    store(to + i, quantized(load(from + i), s, g, t, false));
+            for (int64_t i = 0; i < length; i++) store(to + i, quantized(load(from + i), s, g, t, nvfp4));
         }
     }
 
-    // Strips [first, last): a strip is up to STRIP neighbouring blocks of one row of blocks, inner > 1.
+    // Strips [first, last).
     void strips(int64_t first, int64_t last) const {
         const Format g = f;
         const float t = top;
         const bool nvfp4 = g.rule == NVFP4;
-        const int64_t per_column = (axis + block - 1) / block;
-        const int64_t per_row = (inner + STRIP - 1) / STRIP;
         int32_t magnitude[STRIP];
         float in[STRIP], out[STRIP];
-        for (int64_t strip = first; strip < last; strip++) {
-            const int64_t column = (strip % per_row) * STRIP;
-            const int64_t row = strip / per_row;
-            const int64_t begin = (row % per_column) * block;
-            const int64_t length = axis - begin < block ? axis - begin : block;
-            const int64_t width = inner - column < STRIP ? inner - column : STRIP;
-            const int64_t base = ((row / per_column) * axis + begin) * inner + column;
+        for (int64_t s = first; s < last; s++) {
+            const Strip strip = grid.strip(s);
+            const int64_t width = strip.width;
             std::memset(magnitude, 0, sizeof magnitude);
-            for (int64_t i = 0; i < length; i++) {
-                const VALUE* from = x + base + i * inner;
+            for (int64_t i = 0; i < strip.length; i++) {
+                const VALUE* from = x + strip.base + i * grid.inner;
                 for (int64_t j = 0; j < width; j++) {
                     int32_t m = to_bits(load(from + j)) & 0x7FFFFFFF;
                     magnitude[j] = m > magnitude[j] ? m : magnitude[j];
                 }
             }
             for (int64_t j = 0; j < width; j++) {
-                const Scale s = block_scale(magnitude[j], g, encode, decode);
-                in[j] = s.in;
-                out[j] = s.out;
-                if (scales) scales[row * inner + column + j] = s.reported;
+                const Scale found = block_scale(magnitude[j], g, encode, decode);
+                in[j] = found.in;
+                out[j] = found.out;
+                if (scales) scales[strip.scale + j] = found.reported;
             }
-            for (int64_t i = 0; i < length; i++) {
-                const VALUE* from = x + base + i * inner;
-                VALUE* to = packed ? y + i * STRIP : y + base + i * inner;
-                if (nvfp4)
-                    for (int64_t j = 0; j < width; j++)
-                        store(to + j, quantized(
-                                          load(from + j), Scale{in[j], out[j], decode, 0.0f}, g, t, true));
-                else
-                    for (int64_t j = 0; j < width; j++)
-                        store(to + j, quantized(
-                                          load(from + j), Scale{in[j], out[j], 1.0f, 0.0f}, g, t, false));
+            for (int64_t i = 0; i < strip.length; i++) {
+                const VALUE* from = x + strip.base + i * grid.inner;
+                VALUE* to = packed ? y + i * STRIP : y + strip.base + i * grid.inner;
+                for (int64_t j = 0; j < width; j++)
+                    store(to + j, quantized(load(from + j), Scale{in[j], out[j], decode, 0.0f}, g, t, nvfp4));
             }
         }
     }
@@ -243,40 +248,25 @@ struct Quantizer {
 struct Sums {
     static constexpr int64_t TILE = 512;
     float a[TILE], b[TILE];
-    double most[TILE];  // |a| · left beyond it is saturated
+    double most[TILE];
     double left;
     int64_t filled = 0;
     double total[9] = {};
 
-    void add_run(const VALUE* x, const VALUE* y, int64_t length, double limit) {
-        while (length > 0) {
-            const int64_t n = length < TILE - filled ? length : TILE - filled;
+    // limit(i): |a| · left beyond it is saturated.
+    template <typename Limit>
+    void add(const VALUE* x, const VALUE* y, int64_t length, Limit limit) {
+        for (int64_t at = 0; at < length;) {
+            const int64_t n = std::min(length - at, TILE - filled);
             for (int64_t i = 0; i < n; i++) {
-                a[filled + i] = load(x + i);
-                b[filled + i] = load(y + i);
-                most[filled + i] = limit;
+                a[filled + i] = load(x + at + i);
+                b[filled + i] = load(y + at + i);
+                most[filled + i] = limit(at + i);
             }
-            advance(n);
-            x += n, y += n, length -= n;
+            at += n;
+            filled += n;
+            if (filled == TILE) finish();
         }
-    }
-
-    void add_row(const VALUE* x, const VALUE* y, const double* limits, int64_t length) {
-        while (length > 0) {
-            const int64_t n = length < TILE - filled ? length : TILE - filled;
-            for (int64_t i = 0; i < n; i++) {
-                a[filled + i] = load(x + i);
-                b[filled + i] = load(y + i);
-                most[filled + i] = limits[i];
-            }
-            advance(n);
-            x += n, y += n, limits += n, length -= n;
-        }
-    }
-
-    void advance(int64_t n) {
-        filled += n;
-        if (filled == TILE) finish();
     }
 
     void finish() {
@@ -311,50 +301,28 @@ struct Sums {
     }
 };
 
-// Where a block or strip of a [outer, axis, inner] tensor lies.
-struct Grid {
-    int64_t axis, inner, block;
-
-    // Of block b, inner = 1: its first value. Blocks follow each other in memory.
-    int64_t at(int64_t b) const {
-        const int64_t per_row = (axis + block - 1) / block;
-        return (b / per_row) * axis + (b % per_row) * block;
-    }
-
-    int64_t length(int64_t b) const {
-        const int64_t begin = (b % ((axis + block - 1) / block)) * block;
-        return axis - begin < block ? axis - begin : block;
-    }
-};
-
 // Adds up blocks [first, last) of rows, inner = 1; y holds what x + origin became.
 void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, int64_t origin, const float* scales,
                   double right, int64_t first, int64_t last) {
     for (int64_t b = first; b < last; b++) {
         const int64_t at = grid.at(b);
-        sums.add_run(x + at, y + (at - origin), grid.length(b), scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+        const double limit = scales[b] > 0 ? scales[b] * right : HUGE_VAL;
+        sums.add(x + at, y + (at - origin), grid.length(b), [=](int64_t) { return limit; });
     }
 }
 
 // Adds up one strip; packed is as in Quantizer.
 void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, bool packed, const float* scales,
-                   double right, int64_t strip) {
-    const int64_t per_column = (grid.axis + grid.block - 1) / grid.block;
-    const int64_t per_row = (grid.inner + STRIP - 1) / STRIP;
-    const int64_t column = (strip % per_row) * STRIP;
-    const int64_t row = strip / per_row;
-    const int64_t begin = (row % per_column) * grid.block;
-    const int64_t length = grid.axis - begin < grid.block ? grid.axis - begin : grid.block;
-    const int64_t width = grid.inner - column < STRIP ? grid.inner - column : STRIP;
-    const int64_t base = ((row / per_column) * grid.axis + begin) * grid.inner + column;
+                   double right, int64_t s) {
+    const Strip strip = grid.strip(s);
     double most[STRIP];
-    for (int64_t j = 0; j < width; j++) {
-        const float scale = scales[row * grid.inner + column + j];
+    for (int64_t j = 0; j < strip.width; j++) {
+        const float scale = scales[strip.scale + j];
         most[j] = scale > 0 ? scale * right : HUGE_VAL;
     }
-    for (int64_t i = 0; i < length; i++) {
-        const int64_t at = base + i * grid.inner;
-        sums.add_row(x + at, packed ? y + i * STRIP : y + at, most, width);
+    for (int64_t i = 0; i < strip.length; i++) {
+        const int64_t at = strip.base + i * grid.inner;
+        sums.add(x + at, packed ? y + i * STRIP : y + at, strip.width, [&](int64_t j) { return most[j]; });
     }
 }
 
@@ -363,7 +331,7 @@ void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y,
 // Work items [first, last): values where no block shares a scale, blocks where inner = 1, strips otherwise.
 extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner,
                          int64_t block, float absmax, int64_t first, int64_t last) {
-    const Quantizer q(*format, x, y, scales, axis, inner, block, absmax, false);
+    const Quantizer q(*format, x, y, scales, {axis, inner, block}, absmax, false);
     if (format->rule == NONE || format->rule == AMAX)
         q.flat(first, last);
     else if (inner == 1)
@@ -380,7 +348,7 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int
     Sums sums;
     sums.left = left;
     if (!scales)
-        sums.add_run(x + first, y + first, last - first, right);
+        sums.add(x + first, y + first, last - first, [=](int64_t) { return right; });
     else if (inner == 1)
         measure_rows(sums, grid, x, y, 0, scales, right, first, last);
     else
@@ -399,29 +367,29 @@ extern "C" void score(const Format* format, const VALUE* x, float* scales, int64
     Sums sums;
     sums.left = left;
     std::vector<VALUE> kept;
-    Quantizer q(*format, x, nullptr, scales, axis, inner, block, absmax, true);
+    Quantizer q(*format, x, nullptr, scales, grid, absmax, true);
     if (!scales) {
         kept.resize(VALUES);
         for (int64_t at = first; at < last; at += VALUES) {
-            const int64_t n = last - at < VALUES ? last - at : VALUES;
+            const int64_t n = std::min(last - at, VALUES);
             q.x = x + at;
             q.y = kept.data();
             q.flat(0, n);
-            sums.add_run(x + at, kept.data(), n, right);
+            sums.add(x + at, kept.data(), n, [=](int64_t) { return right; });
         }
     } else if (inner == 1) {
-        const int64_t length = block < axis ? block : axis;
+        const int64_t length = std::min(block, axis);
         const int64_t together = length < VALUES ? VALUES / length : 1;
         kept.resize(together * length);
         for (int64_t b = first; b < last; b += together) {
-            const int64_t end = last - b < together ? last : b + together;
+            const int64_t end = std::min(last, b + together);
             const int64_t origin = grid.at(b);
             q.y = kept.data() - origin;
             q.rows(b, end);
             measure_rows(sums, grid, x, kept.data(), origin, scales, right, b, end);
         }
     } else {
-        kept.resize((block < axis ? block : axis) * STRIP);
+        kept.resize(std::min(block, axis) * STRIP);
         q.y = kept.data();
         for (int64_t strip = first; strip < last; strip++) {
             q.strips(strip, strip + 1);

@@ -10,7 +10,6 @@ Counts are exact and equal to those of the CPU path. Moments are float64 sums in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from binade.quant.backends.triton_kernels import INTERPRETED, check_device, tl, triton
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN
+from binade.quant.summary import Pass
 
 TILE = 1 << 15 if INTERPRETED else 1 << 14
 WARPS = 16
@@ -90,21 +90,6 @@ def summarize_kernel(
     tl.store(special, tl.sum(zeros, 0).to(tl.int64))
     tl.store(special + 1, tl.sum(nans, 0).to(tl.int64))
     tl.store(special + 2, tl.sum(infs, 0).to(tl.int64))
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The result of one pass: counts [BINS] of the finite values, sums of (x - shift)^k for k = 1 to 4, and others."""
-
-    counts: np.ndarray
-    sums: np.ndarray
-    shift: float
-    low: float
-    high: float
-    absmin: float
-    zeros: int
-    nans: int
-    infs: int
 
 
 def one_pass(x: Tensor) -> Callable[[], Pass]:
