@@ -100,9 +100,9 @@ def sqnr_db(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise)
 
 
-def errors(x: Tensor, q: Tensor, saturated: float = math.nan) -> Errors:
+def errors(x: Tensor, q: Tensor) -> Errors:
     """The error of q against x: floating tensors of one shape. Raises ValueError for different shapes."""
-    return _from_sums(_error_sums(x, q).tolist(), x.numel(), saturated)
+    return _from_sums(_error_sums(x, q).tolist(), x.numel(), math.nan)
 
 
 def _error_sums(x: Tensor, q: Tensor) -> Tensor:
