@@ -101,14 +101,13 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     """Write a saved session and its runs as one ZIP file."""
     if output.is_dir() or not output.name:
         return fail(f"{output} is a folder: give --output a file's name", BAD_USAGE)
-    from binade.app.sessions import bundles, storage
+    from binade.app.sessions import storage
     from binade.data.catalog import Catalog
 
     where = resolve_root(root)
     found = storage.load(where, session).session
-    assert found
     with Catalog.open(where) as catalog:
-        written = bundles.export(catalog, found, output, values)
+        written = storage.export_bundle(catalog, found, output, values)
     left = f", {written.left_out} left out: their files lie outside their run" if written.left_out else ""
     print(
         f"{output}: {found.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
@@ -119,12 +118,12 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
 
 def _import(root: str | None, file: Path) -> None:
     """Add the session and the runs of a bundle to a root."""
-    from binade.app.sessions import bundles
+    from binade.app.sessions import storage
 
-    imported, session, number = bundles.import_bundle(resolve_root(root), file)
-    print(bundles.summary(imported))
-    if session:
-        print(f"session {session.id}, version {number}: {session.name}")
+    imported, version = storage.import_bundle(resolve_root(root), file)
+    print(storage.summary(imported))
+    if version:
+        print(f"session {version.session.id}, version {version.number}: {version.session.name}")
 
 
 def _list(root: str | None) -> None:
@@ -132,9 +131,8 @@ def _list(root: str | None) -> None:
     from binade.app.sessions import storage
 
     found, problems = storage.list_sessions(resolve_root(root))
-    for version in found:
-        if one := version.session:
-            print(f"{one.id}  {one.saved[:19]}  version {version.number}  {len(one.pins)} pins  {one.name}")
+    for one, number in found:
+        print(f"{one.id}  {one.saved[:19]}  version {number}  {len(one.pins)} pins  {one.name}")
     for problem in problems:
         fail(problem)
 

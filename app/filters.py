@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import streamlit as st
 
@@ -18,9 +18,11 @@ HELP = {
     "stage": "Of imported tensors: taken before or after quantization",
     "recipe": "Which GEMMs of the run are quantized to what",
 }
-FIRST = ("quant_type", "layer_index", "module", "operation", "tensor_name")
-SECOND = ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage")
-THIRD = ("iteration", "micro_batch", "rank", "expert")
+GROUPS = {
+    "": ("quant_type", "layer_index", "module", "operation", "tensor_name"),
+    "Run and place": ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage"),
+    "Iteration and rank": ("iteration", "micro_batch", "rank", "expert"),
+}
 
 
 def sidebar(catalog: Catalog) -> Filter:
@@ -34,21 +36,9 @@ def sidebar(catalog: Catalog) -> Filter:
         right.button("Clear", on_click=clear_filter, disabled=not chosen.items(), width="stretch")
         if problems := st.session_state.get("filter_problems"):
             st.warning("\n\n".join(map(plain, problems)), icon=":material/link_off:")
-        for name in FIRST:
-            _widget(name, possible, everything)
-        with st.expander("Run and place", expanded=any(getattr(chosen, name) for name in SECOND)):
-            for name in SECOND:
-                _widget(name, possible, everything)
-        with st.expander("Iteration and rank", expanded=any(getattr(chosen, name) for name in THIRD)):
-            for name in THIRD:
-                _widget(name, possible, everything)
+        for title, names in GROUPS.items():
+            with st.expander(title, expanded=any(getattr(chosen, name) for name in names)) if title else nullcontext():
+                for name in [name for name in names if name in everything]:
+                    options = list(dict.fromkeys([*possible.get(name, []), *getattr(chosen, name)]))
+                    st.multiselect(TITLES[name], options, key=key(name), help=HELP.get(name), placeholder="all")
     return chosen_filter()
-
-
-def _widget(name: str, possible: dict[str, list[Any]], everything: dict[str, list[Any]]) -> None:
-    if name not in everything:
-        return
-    chosen = st.session_state.get(key(name), [])
-    options = possible.get(name, [])
-    options = options + [value for value in chosen if value not in options]
-    st.multiselect(TITLES[name], options, key=key(name), help=HELP.get(name), placeholder="all")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.runs import sound_losses
 from binade.quant.formats import FORMATS
 
 
-def first_formats(opened: Catalog) -> tuple[str, ...]:
+def first_formats(opened: Catalog, where: Filter | None = None) -> tuple[str, ...]:
     """The formats that tensors were scored with: the coarsest first, where most is to be seen."""
-    return tuple(sorted(opened.scored_formats(), key=lambda name: (FORMATS[name].bits_per_value, name)))
+    return tuple(sorted(opened.scored_formats(where), key=lambda name: (FORMATS[name].bits_per_value, name)))
 
 
 def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -39,3 +40,13 @@ def bytes_text(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return f"{number:.0f} B"
+
+
+def duration_text(seconds: float) -> str:
+    """42 s, 3 min 20 s, 2 h 5 min."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s" if whole < 600 else f"{round(whole / 60)} min"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 
 import streamlit as st
 
-from binade.app import state
 from binade.app.pages import question_page
 from binade.app.pages.registry import PAGES, Page
 from binade.app.sessions import draft
@@ -18,16 +18,6 @@ ICON = (
     '<svg viewBox="0 0 16 16"><g fill="#6366f1"><rect x="1" y="10" width="3" height="5"/>'
     '<rect x="5" y="5" width="3" height="10"/><rect x="9" y="1" width="3" height="14"/>'
     '<rect x="13" y="7" width="2" height="8"/></g></svg>'
-)
-CSS = (
-    "<style>"
-    ".block-container{padding:3.4rem 2.2rem 3rem;max-width:1760px}"
-    "h1{font-size:1.9rem!important;padding-bottom:.2rem!important}"
-    "[data-testid=stMetric]{padding:.55rem .9rem}"
-    "[data-testid=stMetricValue]{font-size:1.4rem}"
-    "[data-testid=stSidebarHeader]{height:2.6rem}"
-    ".st-key-notices{padding-top:1.1rem}"
-    "</style>"
 )
 
 
@@ -40,7 +30,7 @@ def _shown(page: Page) -> Callable[[], None]:
 def navigate(default: str = "overview") -> None:
     """Declare the pages, so that they can link to each other, and run the one that the address names."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
-    st.html(CSS)
+    st.html(Path(__file__).with_name("app.css"))
     declared = {
         page.name: st.Page(
             _shown(page),
@@ -57,7 +47,7 @@ def navigate(default: str = "overview") -> None:
     draft.follow_link()
     draft.notices()
     chosen.run()
-    draft.panel(state.catalog)
+    draft.panel()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What a view's parameters may be: the texts of an address or a session, read against what there is. No Streamlit.
+"""The parameters of views, read from the texts of an address or a session. No Streamlit.
 
-A page says which parameters it has (`One`, `Many`, `Whole`, `Known`). Reading never fails: what makes no sense is left
-at its default, and said.
+A page declares its parameters (`One`, `Many`, `Whole`, `Known`). Reading never fails: a parameter whose text makes no
+sense is left at its default, and a sentence says so.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from binade.data.filter import FIELDS, Filter
+from binade.data.filter import FIELDS, LABELS, Filter
 
-TITLES = {
-    "run_id": "Run",
-    "model": "Model",
-    "size": "Size",
-    "dataset": "Dataset",
-    "recipe": "Recipe",
-    "quant_type": "Quant type",
-    "layer_type": "Layer type",
-    "layer_index": "Layer",
-    "module": "Module",
-    "component": "Component",
-    "operation": "Operation",
-    "phase": "Phase",
-    "tensor_name": "Tensor",
-    "iteration": "Iteration",
-    "micro_batch": "Micro-batch",
-    "rank": "Rank",
-    "expert": "Expert",
-    "stage": "Stage",
-}
+TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
+
+
+class Param:
+    """A parameter. Its default is its value where the address does not give one that makes sense."""
+
+    @property
+    def default(self) -> Any:
+        return None
+
+    def value_of(self, text: str) -> str | int | None:
+        """What a text stands for; None if it makes no sense."""
+        raise NotImplementedError
+
+    def read(self, texts: list[str]) -> tuple[Any, list[str]]:
+        """(the value, texts that make no sense)."""
+        found = {text: self.value_of(text) for text in texts}
+        good = [value for value in found.values() if value is not None]
+        return self._chosen(good), [text for text in texts if found[text] is None]
+
+    def _chosen(self, values: list[str | int]) -> Any:
+        return values[0] if values else self.default
 
 
 @dataclass(frozen=True)
-class One:
+class One(Param):
     """One of these; the first is the default."""
 
     allowed: tuple[str, ...]
@@ -44,69 +46,51 @@ class One:
     def default(self) -> str | None:
         return self.allowed[0] if self.allowed else None
 
-    def read(self, texts: list[str]) -> tuple[str | None, list[str]]:
-        """(the value, texts that make no sense)."""
-        bad = [text for text in texts if text not in self.allowed]
-        good = [text for text in texts if text in self.allowed]
-        return (good[0] if good else self.default), bad
-
-    def texts(self, value: str | None) -> list[str]:
-        return [] if value is None or value == self.default else [value]
+    def value_of(self, text: str) -> str | None:
+        return text if text in self.allowed else None
 
 
 @dataclass(frozen=True)
-class Many:
+class Many(Param):
     """Any of these."""
 
     allowed: tuple[str, ...]
     default: tuple[str, ...] = ()
 
-    def read(self, texts: list[str]) -> tuple[list[str], list[str]]:
-        bad = [text for text in texts if text not in self.allowed]
-        good = [text for text in dict.fromkeys(texts) if text in self.allowed]
-        return (good or list(self.default)), bad
+    def value_of(self, text: str) -> str | None:
+        return text if text in self.allowed else None
 
-    def texts(self, value: list[str]) -> list[str]:
-        return [] if tuple(value) == self.default else list(value)
+    def _chosen(self, values: list[str | int]) -> list[str | int]:
+        return values or list(self.default)
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Param):
     """A whole number from low to high; without a default it may be None."""
 
     low: int
     high: int
     default: int | None = None
 
-    def read(self, texts: list[str]) -> tuple[int | None, list[str]]:
-        for text in texts:
-            if text.isdecimal() and len(text) < 12 and self.low <= int(text) <= self.high:
-                return int(text), []
-        return self.default, texts
-
-    def texts(self, value: int) -> list[str]:
-        return [] if value == self.default else [str(value)]
+    def value_of(self, text: str) -> int | None:
+        number = int(text) if text.isdecimal() and len(text) < 12 else None
+        return number if number is not None and self.low <= number <= self.high else None
 
 
 @dataclass(frozen=True)
-class Known:
+class Known(Param):
     """A name that `known` knows; None by default."""
 
     known: Callable[[str], bool]
 
-    def read(self, texts: list[str]) -> tuple[str | None, list[str]]:
-        bad = [text for text in texts if not self.known(text)]
-        good = [text for text in texts if text not in bad]
-        return (good[0] if good else None), bad
-
-    def texts(self, value: str | None) -> list[str]:
-        return [] if value is None else [value]
+    def value_of(self, text: str) -> str | None:
+        return text if self.known(text) else None
 
 
-Param = One | Many | Whole | Known
+Params = Mapping[str, Param]
 
 
-def read(params: Mapping[str, Param], query: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
+def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
     """(every parameter's value, a sentence for each text that makes no sense)."""
     values: dict[str, Any] = {}
     problems: list[str] = []
@@ -116,21 +100,16 @@ def read(params: Mapping[str, Param], query: Mapping[str, list[str]]) -> tuple[d
     return values, problems
 
 
-def texts(params: Mapping[str, Param], values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Every parameter that has a value, defaults too: what a view needs to be the same elsewhere."""
-    found = {}
-    for name in params:
-        value = values.get(name)
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        if listed:
-            found[name] = [str(each) for each in listed]
-    return found
+def texts_of(value: Any) -> list[str]:
+    """A parameter's value as an address has it; none for None."""
+    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    return [str(each) for each in listed]
 
 
 def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
     """(the filter of those values that occur, a sentence for each that does not or makes no sense)."""
     wanted, problems = Filter.from_query({name: query.get(name, []) for name in FIELDS})
-    kept: dict[str, list[str | int]] = {}
+    kept: dict[str, Any] = {}
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]
         problems += [
@@ -139,4 +118,4 @@ def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]])
             if value not in known
         ]
         kept[name] = known
-    return Filter.from_dict(kept), problems
+    return Filter(**kept), problems

@@ -1,16 +1,20 @@
-"""What pages share: the catalog of the root, and the words for when something is missing."""
+"""What pages share: the catalog of the root, the top of a page, and what a page shows when there is nothing to show."""
 
 from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import wraps
 
 import streamlit as st
 
+from binade.app.address import follow
+from binade.app.filters import sidebar
+from binade.app.params import Params
 from binade.data.access import check_writable, read_only
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 from binade.data.sandbox import Sandbox
 
@@ -27,32 +31,32 @@ def _open(root: str) -> tuple[Catalog, dict[str, float]]:
 def catalog() -> Catalog:
     """The catalog, up to date within two seconds. A root that cannot be read ends the page with the reason."""
     try:
-        return _up_to_date()
+        opened, state = _open(str(resolve_root()))
+        if time.monotonic() - state["synced"] > SYNC_SECONDS:
+            opened.sync()
+            state["synced"] = time.monotonic()
+        return opened
     except (RunError, OSError) as error:
         st.error(f"The runs cannot be read: {error}.", icon=":material/folder_off:")
         st.markdown("Start the app on another directory: `TENSOR_SAVE_DIR=<directory> make run`")
         st.stop()
 
 
-def _up_to_date() -> Catalog:
-    opened, state = _open(str(resolve_root()))
-    if time.monotonic() - state["synced"] > SYNC_SECONDS:
-        opened.sync()
-        state["synced"] = time.monotonic()
-    return opened
+def index_state(opened: Catalog) -> Hashable:
+    """The root and how far each of its runs is: what is cached of a catalog is valid while this stays the same."""
+    runs = opened.runs()
+    return str(opened.root), *zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True)
 
 
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
-def _sandbox(_opened: Catalog, root: str, state: tuple[object, ...]) -> Sandbox:
+def _sandbox(_opened: Catalog, state: Hashable) -> Sandbox:
     return Sandbox(_opened)
 
 
 def sandbox(opened: Catalog) -> Sandbox:
     """A sandbox over the index as it is now. Raises ReadOnlyError."""
     check_writable("SQL")
-    runs = opened.runs()
-    state = tuple(zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True))
-    return _sandbox(opened, str(opened.root), state)
+    return _sandbox(opened, index_state(opened))
 
 
 def catalog_page(
@@ -77,8 +81,27 @@ def catalog_page(
     return decorate
 
 
+def view_page(
+    name: str, title: str, params: Callable[[Catalog], Params]
+) -> Callable[[Callable[[Catalog, Filter, Params], None]], Callable[[], None]]:
+    """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
+    name: of the page in PAGES; params: what `address.follow` reads and the function gives to `address.write`."""
+
+    def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
+        @catalog_page(title)
+        @wraps(draw)
+        def page(opened: Catalog) -> None:
+            declared = params(opened)
+            follow(opened, name, declared)
+            draw(opened, sidebar(opened), declared)
+
+        return page
+
+    return decorate
+
+
 def _explain_refused(opened: Catalog) -> None:
-    """Name what could not be read, if anything."""
+    """List the runs that could not be read, if there are any."""
     if opened.refused:
         count = len(opened.refused)
         title = f"{count} run{'s' * (count != 1)} or part{'s' * (count != 1)} of runs cannot be read and are not shown"

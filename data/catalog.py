@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,7 @@ class Catalog:
         self.root = root
         self.in_memory = shared
         self.refused: list[str] = []
+        self._only: tuple[str, ...] | None = None
         self._connection = connection
         self._lock = threading.Lock()
 
@@ -218,7 +220,22 @@ class Catalog:
 
     def runs(self) -> pd.DataFrame:
         """Every run, newest first: the columns of the table `run`."""
-        return self._frame("SELECT * FROM run ORDER BY started DESC, run_id DESC")
+        runs = self._frame("SELECT * FROM run ORDER BY started DESC, run_id DESC")
+        return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
+
+    def restricted(self, run_ids: Iterable[str]) -> Catalog:
+        """This catalog as if its root held these runs only: for `runs` and for every method that takes a filter."""
+        part = copy(self)
+        part._only = tuple(run_ids)
+        return part
+
+    def narrowed(self, where: Filter | None) -> Filter:
+        """The filter as this catalog applies it: of a restricted one, with its runs."""
+        where = where or Filter()
+        if self._only is None:
+            return where
+        kept = tuple(run for run in self._only if not where.run_id or run in where.run_id)
+        return replace(where, run_id=kept or ("",))  # no run has this name: nothing is selected
 
     def tensors(
         self, where: Filter | None = None, *, order_by: str = "run_id, tensor_id", limit: int | None = None
@@ -227,7 +244,7 @@ class Catalog:
 
         order_by is a column of the table, or "-column" for descending. Raises CatalogError for an unknown column.
         """
-        condition, parameters = (where or Filter()).sql()
+        condition, parameters = self._selection(where)
         if order_by != "run_id, tensor_id":
             column, descending = order_by.lstrip("-"), order_by.startswith("-")
             if column not in TENSOR_SCHEMA.names:
@@ -239,7 +256,7 @@ class Catalog:
         return self._frame(sql, parameters)
 
     def totals(self, where: Filter | None = None) -> Totals:
-        condition, parameters = (where or Filter()).sql()
+        condition, parameters = self._selection(where)
         row = self._rows(
             "SELECT count(*), coalesce(sum(numel), 0)::BIGINT, coalesce(sum(nbytes), 0)::BIGINT, count(path),"
             f" count(DISTINCT run_id) FROM tensor WHERE {condition}",
@@ -253,7 +270,7 @@ class Catalog:
         where = where or Filter()
         found = {}
         for name in FIELDS:
-            condition, parameters = where.without(name).sql()
+            condition, parameters = self._selection(where.without(name))
             rows = self._rows(
                 f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}",
                 parameters,
@@ -282,7 +299,7 @@ class Catalog:
 
     def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
         """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
-        condition, parameters = self._selection(where, None)
+        condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         return self._frame(
             f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
@@ -344,7 +361,7 @@ class Catalog:
     def operands(self, where: Filter | None = None) -> pd.DataFrame:
         """The selection's operands of GEMMs, a row for each component, operation and format (null for those that were
         not quantized): tensors, numel, nbytes (as they were before quantization)."""
-        condition, parameters = (where or Filter()).sql()
+        condition, parameters = self._selection(where)
         return self._frame(
             "SELECT component, operation, format, count(*) AS tensors, sum(numel)::BIGINT AS numel,"
             f" sum(nbytes)::BIGINT AS nbytes FROM tensor WHERE contracted_axis IS NOT NULL AND {condition}"
@@ -376,7 +393,7 @@ class Catalog:
         """
         if worst not in SHOWN_ERRORS:
             raise CatalogError(f"operands cannot be ranked by {worst!r}: {', '.join(SHOWN_ERRORS)}")
-        condition, parameters = self._selection(where, None)
+        condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         key = "-score.sqnr_db" if worst == "sqnr_db" else f"score.{worst}"
         return self._frame(
@@ -412,7 +429,7 @@ class Catalog:
         """
         if metric not in STATISTICS:
             raise CatalogError(f"there is no statistic {metric!r}: {', '.join(STATISTICS)}")
-        condition, parameters = self._selection(where, None)
+        condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         return self._frame(
             f"""
@@ -426,7 +443,7 @@ class Catalog:
 
     def scored_formats(self, where: Filter | None = None) -> list[str]:
         """The formats that the selection's operands were scored with, in the order of FORMATS."""
-        condition, parameters = self._selection(where, None)
+        condition, parameters = self._selection(where)
         rows = self._rows(
             f"SELECT DISTINCT score.format FROM score JOIN tensor USING (tensor_id) WHERE {condition}", parameters
         )
@@ -450,7 +467,7 @@ class Catalog:
         """The tensors of one run next to their counterparts in another: tensor_id, reference_id, layer_index, module,
         operation, tensor_name, iteration, numel, reference_power (the sum of its squares). Matched by identity (see
         `twins`); both must have values on disk."""
-        condition, parameters = self._selection(where, None)
+        condition, parameters = self._selection(where)
         same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
             "SELECT tensor.tensor_id, b.tensor_id AS reference_id, tensor.layer_index, tensor.module,"
@@ -561,9 +578,8 @@ class Catalog:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
         return frame
 
-    @staticmethod
-    def _selection(where: Filter | None, tensor_ids: list[str] | None) -> tuple[str, list[Any]]:
-        condition, parameters = (where or Filter()).sql()
+    def _selection(self, where: Filter | None, tensor_ids: list[str] | None = None) -> tuple[str, list[Any]]:
+        condition, parameters = self.narrowed(where).sql()
         if tensor_ids is not None:
             condition, parameters = f"{condition} AND list_contains(?, tensor.tensor_id)", [*parameters, tensor_ids]
         return condition, parameters

@@ -7,19 +7,18 @@ from typing import Any
 import streamlit as st
 
 from binade.app.address import plain
-from binade.app.formatting import bytes_text
+from binade.app.formatting import bytes_text, duration_text
 from binade.app.jobs import collecting
-from binade.app.jobs.collecting import duration_text, wrapped
+from binade.app.jobs.collecting import wrapped
 from binade.collector import jobs
 from binade.collector.jobs import JobError
-from binade.collector.training.config import DATASETS, MODELS, ConfigError, RunConfig, declared
+from binade.collector.training.config import DATASETS, MODELS, ConfigError, RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
-OPTIONS = declared(RunConfig)
-COMMAND = 38  # letters of a line of the command
+COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, OSError)
 
@@ -30,7 +29,6 @@ def page() -> None:
         st.info("Runs can only be looked at here: the app was started read-only.", icon=":material/lock:")
         st.stop()
     st.session_state["page"] = "collect"
-    st.html("<style>.st-key-collect_summary{position:sticky;top:4.5rem}</style>")
     _begin()
     _presets()
     form, summary = st.columns([1.75, 1], gap="large")
@@ -57,7 +55,7 @@ def _begin() -> None:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
             return
     if f"{PREFIX}model" not in state:
-        preset = collecting.presets()["quick"]
+        preset = collecting.PRESETS["quick"]
         _fill(preset.config, preset.recipes)
     for name in state:
         if str(name).startswith(PREFIX):
@@ -68,7 +66,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: st
     """Set every field. A value above what the form takes is lowered to that, with a warning."""
     state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
-        most = OPTIONS["max_bytes" if name == "budget" else name].option.form_maximum
+        most = collecting.OPTIONS[name].option.form_maximum
         if most is not None and value is not None and value > most:
             beyond.append(f"{name.replace('_', ' ')} {value}: {most} here")
             value = most
@@ -84,7 +82,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: st
 
 
 def _choose_preset(name: str) -> None:
-    preset = collecting.presets()[name]
+    preset = collecting.PRESETS[name]
     _fill(preset.config, preset.recipes)
     st.query_params.clear()
 
@@ -92,7 +90,7 @@ def _choose_preset(name: str) -> None:
 def _presets() -> None:
     with st.container(horizontal=True, vertical_alignment="center", gap="small"):
         st.markdown("Start from")
-        for name, preset in collecting.presets().items():
+        for name, preset in collecting.PRESETS.items():
             st.button(
                 preset.title,
                 icon=preset.icon,
@@ -117,7 +115,7 @@ def _fields() -> None:
     modules = jobs.modules_of(config)
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):
-        st.markdown("**What is trained**")
+        st.markdown("**Model and data**")
         a, b, c = st.columns([1.3, 1, 1.3])
         _field(a, "model")
         _field(b, "size")
@@ -148,7 +146,7 @@ def _fields() -> None:
         _field(st, "scores", options=list(FORMATS))
         a, b, c = st.columns([1, 1, 1.2], vertical_alignment="bottom")
         _field(a, "collect_micro_batches")
-        _field(b, "max_bytes", key="budget", minimum=1, disabled=not _value("raw"))
+        _field(b, "max_bytes", disabled=not _value("raw"))
         _field(c, "raw")
     with st.expander("Device, ranks, optimizer"):
         _row("device", "backend", "tp", "dp", vertical_alignment="bottom")
@@ -163,26 +161,23 @@ def _row(*names: str, **settings: Any) -> None:
         _field(column, name)
 
 
-def _field(
-    place: Any, name: str, *, key: str = "", minimum: float | None = None, maximum: float | None = None, **settings: Any
-) -> None:
-    """The widget of an option, from its declaration. minimum and maximum replace the declared limits."""
-    each = OPTIONS[name]
+def _field(place: Any, name: str, *, maximum: float | None = None, **settings: Any) -> None:
+    """The widget of an option, from its declaration. maximum replaces the declared one."""
+    each = collecting.OPTIONS[name]
     option = each.option
     help_text = option.help if option.form_help is None else option.form_help
-    settings = {"key": _key(key or name), "help": help_text or None} | settings
+    settings |= {"key": _key(name), "help": help_text or None}
     if option.placeholder:
         settings.setdefault("placeholder", option.placeholder)
     if each.kind is bool:
         place.toggle(option.label, **settings)
     elif each.kind in (int, float) and not each.is_list:
         maximum = option.form_maximum if maximum is None else maximum
-        if maximum is not None and (_value(key or name) or 0) > maximum:  # after another choice of model
-            st.session_state[settings["key"]] = maximum
+        if maximum is not None and (_value(name) or 0) > maximum:  # after another choice of model
+            st.session_state[_key(name)] = maximum
         if each.default is None:
             settings["value"] = None
-        limits = (option.minimum if minimum is None else minimum, maximum)
-        settings |= {"min_value": each.kind(limits[0] or 0), "max_value": maximum}
+        settings |= {"min_value": 1 if option.unit else each.kind(option.minimum or 0), "max_value": maximum}
         place.number_input(option.label, **settings)
     elif options := settings.pop("options", None) or option.allowed:
         (place.multiselect if each.is_list else place.selectbox)(option.label, list(options), **settings)
@@ -193,7 +188,7 @@ def _field(
 def _summary() -> None:
     """The estimate, the command and the button, for what is chosen."""
     root = resolve_root()
-    values = {name: _value(name) for name in (*collecting.FIELDS, "budget")}
+    values = {name: _value(name) for name in collecting.FIELDS}
     base = st.session_state[_key("base")]
     try:
         runs = collecting.runs_of(values, _value("recipes"), base)
@@ -233,19 +228,20 @@ def _summary() -> None:
     st.caption("The same from a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
-    if kept := collecting.kept_beside(base):
+    if kept := collecting.kept_options(base):
         st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
     st.caption(f"Into `{root}`.")
 
 
 def _launch(runs: list[RunConfig]) -> None:
     root = resolve_root()
-    title, tags = _value("title"), _value("tags").split(",")
+    title, tags = _value("title").strip(), _value("tags").split(",")
+    titles = [f"{title} · {run.recipe}" if title and len(runs) > 1 else title for run in runs]
     try:
         made = [
             job
-            for run in runs
-            for job in jobs.add(root, jobs.arguments_of(run), title=collecting.title_of(title, run, runs), tags=tags)
+            for run, title in zip(runs, titles, strict=True)
+            for job in jobs.add(root, jobs.arguments_of(run), title=title, tags=tags)
         ]
         jobs.start_runner(root)
     except (*REFUSED, *FAILED) as error:

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import streamlit as st
 
-from binade.app import show, style
-from binade.app.address import go, link, plain
+from binade.app import show
+from binade.app.address import link, plain
 from binade.app.figure import Figure
-from binade.app.formatting import bytes_text
-from binade.app.jobs import summary as told
-from binade.app.jobs.collecting import duration_text, wrapped
-from binade.app.questions.ranking.charts import ranking, ranking_height
+from binade.app.formatting import bytes_text, duration_text, first_formats
+from binade.app.jobs import summary
+from binade.app.jobs.collecting import wrapped
+from binade.app.pages import overview
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.labels import thinned_note
+from binade.app.questions.view import open_tensor
 from binade.app.state import catalog
 from binade.collector import jobs
-from binade.collector.jobs import JobError, JobView
+from binade.collector.jobs import Job, JobError, JobView, State
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
 PULSE, IDLE = 2.0, 10.0  # seconds between looks while something runs, and while nothing does
-SHOWN = 12  # jobs that have ended and are listed unasked
+SHOWN = 12  # jobs that have ended, before "Show more"
 LOG_LINES = 12
-COMMAND = 78  # letters of a line of a command
-MANY = 8  # from so many jobs on there is a search
-CSS = (
-    "<style>"
-    "[class*=st-key-open_] button{justify-content:flex-start;text-align:left;min-height:0;padding:0;font-weight:600}"
-    "[class*=st-key-job_]{padding:.6rem .85rem .5rem}"
-    "[class*=st-key-job_chosen_]{border-color:#6366f1;box-shadow:inset 3px 0 0 #6366f1}"
-    "[class*=st-key-job_] [data-testid=stProgress]{padding:.15rem 0}"
-    "</style>"
-)
+COMMAND = 78  # characters of a line of a command
+MANY = 8  # with more jobs than this there is a search
 FAILED = (JobError, ReadOnlyError, RunError, OSError, ValueError)
 
 
@@ -46,13 +41,12 @@ def page() -> None:
     root = resolve_root()
     st.title("Jobs", anchor=False)
     st.session_state["page"] = "jobs"
-    st.html(CSS)
     views = jobs.listing(root)
     if not views:
         _empty(root)
         _redraw_on_change(root, views)
         return
-    _tend(root, views)
+    _ensure_runner(root, views)
     _head(root, views)
     chosen = _chosen(views)
     left, right = st.columns([1, 2.1], gap="large")
@@ -69,7 +63,7 @@ def page() -> None:
         _queue(views, chosen, words)
     with right:
         _title(root, chosen)
-        _live(root, chosen)
+        _details(root, chosen)
     _redraw_on_change(root, views)
 
 
@@ -102,10 +96,10 @@ def _redraw_on_change(root: Path, shown: list[JobView]) -> None:
     look_again()
 
 
-def _tend(root: Path, views: list[JobView]) -> None:
-    """After a restart of the machine nobody works through the queue any more."""
+def _ensure_runner(root: Path, views: list[JobView]) -> None:
+    """Start the runner if jobs wait and none runs, as after a restart of the machine."""
     if any(view.active for view in views) and not read_only() and not jobs.has_runner(root):
-        _do(lambda: jobs.start_runner(root))
+        _do(partial(jobs.start_runner, root))
 
 
 def _signature(views: list[JobView]) -> list[object]:
@@ -113,8 +107,8 @@ def _signature(views: list[JobView]) -> list[object]:
 
 
 def _head(root: Path, views: list[JobView]) -> None:
-    running = sum(view.active and view.state != "queued" for view in views)
-    queued = sum(view.state == "queued" for view in views)
+    running = sum(view.active and view.state is not State.QUEUED for view in views)
+    queued = sum(view.state is State.QUEUED for view in views)
     ended = len(views) - running - queued
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.caption(f"{running} running · {queued} queued · {ended} ended", width="content")
@@ -130,39 +124,34 @@ def _head(root: Path, views: list[JobView]) -> None:
                     width=130,
                     label_visibility="collapsed",
                     help="How many jobs may run at the same time",
-                    on_change=_set_at_once,
-                    args=(root,),
+                    on_change=_do,
+                    args=(partial(_set_at_once, root),),
                 )
                 if st.button("New job", icon=":material/add:", type="primary", key="jobs_new"):
                     st.switch_page(st.session_state["pages"]["collect"])
 
 
 def _set_at_once(root: Path) -> None:
-    count = st.session_state["jobs_at_once"]
-
-    def act() -> None:
-        jobs.set_at_once(root, count)
-        jobs.start_runner(root)
-
-    _do(act)
+    jobs.set_at_once(root, st.session_state["jobs_at_once"])
+    jobs.start_runner(root)
 
 
 def _chosen(views: list[JobView]) -> JobView:
     """The job that the address names, else the first of the list."""
-    asked = st.query_params.get("job", "")
+    number = st.query_params.get("job", "")
     for view in views:
-        if str(view.job.id) == asked:
+        if str(view.job.id) == number:
             return view
-    if asked:
-        st.warning(f"There is no job {plain(asked[:20])} any more.", icon=":material/search_off:")
-    return told.ordered(views)[0]
+    if number:
+        st.warning(f"There is no job {plain(number[:20])} any more.", icon=":material/search_off:")
+    return summary.ordered(views)[0]
 
 
 # The queue
 
 
 def _queue(views: list[JobView], chosen: JobView, words: str) -> None:
-    found = told.matching(told.ordered(views), words)
+    found = summary.matching(summary.ordered(views), words)
     if not found:
         st.caption("No job has all of these words.")
     ended = [view for view in found if not view.active]
@@ -181,30 +170,30 @@ def _row(view: JobView, chosen: bool) -> None:
         done = jobs.progress(view)
         if view.active and done.total:
             st.progress(done.share)
-        tags = " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
-        state = f":{told.color(view.state)}-badge[{told.icon(view.state)} {view.state}]"
-        words = told.line(view, done)
+        words = summary.line(view, done)
         words = words if len(words) < 70 else f"{words[:68]}…"
-        st.markdown(f"{state} :small[:gray[{job.id} · {plain(words)}]] {tags}")
+        st.markdown(f"{summary.badge(view.state)} :small[:gray[{job.id} · {plain(words)}]] {_tags(job)}")
+
+
+def _tags(job: Job) -> str:
+    return " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
 
 
 # One job
 
 
 def _title(root: Path, view: JobView) -> None:
-    """Its name, and what can be done to it: drawn anew when its state changes."""
     job = view.job
     with st.container(key="jobtitle", horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.subheader(plain(job.title), anchor=False, width="content")
-        st.badge(view.state, icon=told.icon(view.state), color=told.color(view.state))  # type: ignore[arg-type]
+        st.markdown(summary.badge(view.state), width="content")
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
     again = f" · repeats job {job.retry_of}" if job.retry_of else ""
-    tags = " ".join(f":gray-badge[{plain(tag)}]" for tag in job.tags)
-    took = "" if view.active or (took := told.seconds_run(view)) is None else f" · took {duration_text(took)}"
-    st.caption(f"Job {job.id} · asked for {created}{took}{again} {tags}")
+    took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
+    st.caption(f"Job {job.id} · asked for {created}{took}{again} {_tags(job)}")
     if view.reason and not view.active:
         text = plain(f"{view.state.capitalize()}: {view.reason}")
-        if view.state == "done":
+        if view.state is State.DONE:
             st.info(text, icon=":material/info:")
         else:
             st.error(f"**{text}.** {plain(view.advice or '')}", icon=":material/error:")
@@ -222,21 +211,22 @@ def _actions(root: Path, view: JobView) -> None:
     job = view.job
     with st.container(horizontal=True, gap="small"):
         if view.active:
-            with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state == "cancelling"):
-                kept = "" if view.state == "queued" else " What it has recorded is kept."
+            with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is State.CANCELLING):
+                kept = "" if view.state is State.QUEUED else " What it has recorded is kept."
                 st.markdown(f"Every process of job {job.id} is ended.{kept}")
-                st.button(
-                    "Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_cancel, args=(root, job.id)
-                )
+                act = (partial(jobs.cancel, root, job.id), "Cancelling")
+                st.button("Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_do, args=act)
         if not view.active:
-            st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_retry, args=(root, job.id))
+            act = (partial(_retry, root, job.id), "Queued again")
+            st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_do, args=act)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
             st.session_state.pop("collect_from", None)
             st.switch_page(st.session_state["pages"]["collect"], query_params={"from": str(job.id)})
         with st.popover("Rename and tag", icon=":material/edit:"):
             st.text_input("Title", job.title, key=f"title_{job.id}", max_chars=120)
             st.text_input("Tags", ", ".join(job.tags), key=f"tags_{job.id}", placeholder="separated by commas")
-            st.button("Save", type="primary", key=f"save_{job.id}", on_click=_change, args=(root, job.id))
+            act = (partial(_change, root, job.id), "Saved")
+            st.button("Save", type="primary", key=f"save_{job.id}", on_click=_do, args=act)
         if not view.active:
             _delete(root, view)
 
@@ -245,17 +235,13 @@ def _choose(number: int) -> None:
     st.query_params.from_dict({"job": str(number)})
 
 
-def _cancel(root: Path, number: int) -> None:
-    _do(lambda: jobs.cancel(root, number), "Cancelling")
-
-
 def _retry(root: Path, number: int) -> None:
-    _do(lambda: _choose(jobs.retry(root, number).id), "Queued again")
+    _choose(jobs.retry(root, number).id)
 
 
 def _change(root: Path, number: int) -> None:
     title, tags = st.session_state[f"title_{number}"], st.session_state[f"tags_{number}"]
-    _do(lambda: jobs.change(root, number, title=title, tags=tags.split(",")), "Saved")
+    jobs.change(root, number, title=title, tags=tags.split(","))
 
 
 def _delete(root: Path, view: JobView) -> None:
@@ -268,40 +254,40 @@ def _delete(root: Path, view: JobView) -> None:
             goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
             with_run = st.checkbox("Delete its run as well", key=f"with_run_{job.id}", help="Else it stays under Runs")
             st.caption(plain(f"The run {view.run.run_id}: {goes}."))
+        act = (partial(_remove, root, job.id, with_run), "Deleted")
         label = "Delete job and run" if with_run else "Delete job"
-        st.button(label, type="primary", key=f"delete_{job.id}", on_click=_remove, args=(root, job.id, with_run))
+        st.button(label, type="primary", key=f"delete_{job.id}", on_click=_do, args=act)
 
 
 def _remove(root: Path, number: int, with_run: bool) -> None:
-    if _do(lambda: jobs.delete(root, number, with_run=with_run), "Deleted"):
-        st.query_params.clear()
+    jobs.delete(root, number, with_run=with_run)
+    st.query_params.clear()
 
 
-def _do(action: Callable[[], object], done: str = "") -> bool:
-    """Act, and say how it went; whether it did."""
+def _do(action: Callable[[], object], done: str = "") -> None:
+    """Act, and show the message `done`, or the error."""
     try:
         action()
     except FAILED as error:
         st.toast(plain(f"{error}."), icon=":material/error:", duration="long")
-        return False
-    if done:
-        st.toast(done, icon=":material/check:")
-    return True
+    else:
+        if done:
+            st.toast(done, icon=":material/check:")
 
 
-def _live(root: Path, view: JobView) -> None:
-    """How the job is doing."""
-    losses, step = told.losses(view)
+def _details(root: Path, view: JobView) -> None:
+    losses, step = summary.losses(view)
     _progress(view, losses)
-    _results(view, losses, step)
+    if view.run:
+        _results(view, view.run.run_id, losses, step)
     _log(root, view)
 
 
 def _progress(view: JobView, losses: pd.DataFrame) -> None:
     done = jobs.progress(view)
     if view.active:
-        words = told.line(view, done)
-        took = told.seconds_run(view)
+        words = summary.line(view, done)
+        took = summary.seconds_run(view)
         since = "" if took is None else f" · {duration_text(took)} so far"
         st.progress(done.share, text=plain(f"{words[:1].upper()}{words[1:]}{since}"))
     if not view.run:
@@ -316,32 +302,24 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
         st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
 
 
-def _results(view: JobView, table: pd.DataFrame, step: int) -> None:
-    if not view.run:
-        return
-    opened = catalog()
-    fmt, worst = told.worst(opened, view.run.run_id)
-    height = max(300, ranking_height(worst)) if fmt else 300
-    cells = st.columns(2 if len(table) > 1 else 1, gap="medium")
-    if len(table) > 1:  # a single one is no curve, and stands above
+def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:
+    opened, where = catalog(), Filter(run_id=(run_id,))
+    formats = first_formats(opened, where)
+    worst = overview.worst(opened, where, formats[0], "what it has recorded so far") if formats else None
+    height = max(300, worst.height or 0) if worst else 300
+    several = len(losses) > 1  # a single one is no curve, and stands above
+    cells = st.columns(1 + several, gap="medium")
+    if several:
+        note = thinned_note(step)
+        caption = f"Data: run {run_id}, from its loss.jsonl. Loss: cross entropy in nats per token. {note}".strip()
         with cells[0]:
-            words = f"Data: run {view.run.run_id}, from its loss.jsonl. Loss: cross entropy in nats per token."
-            note = thinned_note(step)
-            show.draw(
-                Figure("job_losses", loss_chart.losses(table), table, f"{words} {note}".strip(), note, height),
-                pin=False,
-            )
+            show.draw(Figure("job_losses", loss_chart.losses(losses), losses, caption, note, height), pin=False)
     with cells[-1]:
-        if fmt is None:
-            if view.active:
-                st.caption("The worst tensors are shown as soon as some are recorded and scored.")
-            return
-        measure = style.MEASURES["sqnr_db"]
-        caption = f"Data: run {view.run.run_id} so far, each place’s operands, rounded to {fmt}.\n{measure.definition}."
-        chart = ranking(worst, measure, f"Lowest SQNR in {fmt}", "what it has recorded so far")
-        chosen = show.draw(Figure("job_worst", chart, worst, caption, height=height, choose="tensor_id"), pin=False)
-        if chosen:
-            go("tensor", Filter(run_id=(view.run.run_id,)), tensor=chosen, format=fmt)
+        if worst:
+            tensor_id = show.draw(replace(worst, name="job_worst", height=height, hint=""), pin=False)
+            open_tensor(tensor_id, where, {"format": formats[0]})
+        elif view.active:
+            st.caption("The worst tensors are shown as soon as some are recorded and scored.")
 
 
 def _log(root: Path, view: JobView) -> None:
@@ -349,7 +327,7 @@ def _log(root: Path, view: JobView) -> None:
     if lines:
         st.caption("The last lines of its log")
         st.code("\n".join(lines), language=None, wrap_lines=True)
-    elif view.state == "queued":
+    elif view.state is State.QUEUED:
         st.caption("It has not been started yet.")
     st.caption("Its command")
     command = shlex.join(["binade", *view.job.arguments])

@@ -1,69 +1,69 @@
-"""Jobs as the Jobs page tells them: their order, their figures in words, and what is worst while they run."""
+"""Jobs as the Jobs page shows them: their states, order and losses, and how far they are in words. No Streamlit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import pandas as pd
 
-from binade.app.jobs.collecting import duration_text
-from binade.app.questions.ranking import compute as ranking_compute
-from binade.app.questions.shared.labels import thinned
-from binade.collector.jobs import ACTIVE, JobView, Progress
+from binade.app.formatting import duration_text
+from binade.app.pages.runs import loss_table
+from binade.collector.jobs import Job, JobView, Progress, State
 from binade.collector.jobs.state import losses_of
-from binade.data.catalog import Catalog
-from binade.data.filter import Filter
-from binade.quant.formats import FORMATS
 
-WORST = 8  # tensors
 MOST_POINTS = 600
-COLORS = {"done": "green", "queued": "gray", "cancelled": "gray", "cancelling": "orange"}
-ICONS = {
-    "done": ":material/check:",
-    "queued": ":material/schedule:",
-    "starting": ":material/hourglass_top:",
-    "running": ":material/progress_activity:",
-    "cancelling": ":material/hourglass_bottom:",
-    "cancelled": ":material/block:",
-    "out of memory": ":material/memory_alt:",
-    "disk full": ":material/hard_drive:",
-    "machine restarted": ":material/restart_alt:",
-    "killed": ":material/bolt:",
+
+
+class Badge(NamedTuple):
+    """The badge of a job's state, in Streamlit's names of colours and icons."""
+
+    color: str
+    icon: str
+
+
+BADGES = {
+    State.QUEUED: Badge("gray", ":material/schedule:"),
+    State.STARTING: Badge("blue", ":material/hourglass_top:"),
+    State.RUNNING: Badge("blue", ":material/progress_activity:"),
+    State.CANCELLING: Badge("orange", ":material/hourglass_bottom:"),
+    State.DONE: Badge("green", ":material/check:"),
+    State.CANCELLED: Badge("gray", ":material/block:"),
+    State.FAILED: Badge("red", ":material/close:"),
+    State.CRASHED: Badge("red", ":material/close:"),
+    State.KILLED: Badge("red", ":material/bolt:"),
+    State.NO_MEMORY: Badge("red", ":material/memory_alt:"),
+    State.NO_DISK: Badge("red", ":material/hard_drive:"),
+    State.RESTARTED: Badge("red", ":material/restart_alt:"),
 }
 
 
-def color(state: str) -> str:
-    """The colour of a state's badge."""
-    return COLORS.get(state, "blue" if state in ACTIVE else "red")
-
-
-def icon(state: str) -> str:
-    return ICONS.get(state, ":material/close:")
+def badge(state: State) -> str:
+    """A state's badge in Streamlit's Markdown. Its label is the state, its advice `collector.jobs.state.ADVICE`."""
+    return f":{BADGES[state].color}-badge[{BADGES[state].icon} {state}]"
 
 
 def ordered(views: Sequence[JobView]) -> list[JobView]:
     """What runs, then the queue in its order, then what has ended, latest first."""
-    running = [view for view in views if view.active and view.state != "queued"]
-    queued = [view for view in views if view.state == "queued"]
+    active = sorted((view for view in views if view.active), key=lambda view: view.state is State.QUEUED)
     ended = [view for view in views if not view.active]
-    return [*running, *queued, *sorted(ended, key=lambda view: (view.ended or "", view.job.id), reverse=True)]
+    return [*active, *sorted(ended, key=lambda view: (view.ended or "", view.job.id), reverse=True)]
 
 
 def matching(views: Sequence[JobView], words: str) -> list[JobView]:
     """Those that have every word in their title, tags, state or arguments."""
     wanted = words.lower().split()
 
-    def text(view: JobView) -> str:
-        job = view.job
-        return " ".join((str(job.id), job.title, *job.tags, view.state, *job.arguments)).lower()
+    def text(job: Job, state: State) -> str:
+        return " ".join((str(job.id), job.title, *job.tags, state, *job.arguments)).lower()
 
-    return [view for view in views if all(word in text(view) for word in wanted)]
+    return [view for view in views if all(word in text(view.job, view.state) for word in wanted)]
 
 
 def seconds_run(view: JobView, now: datetime | None = None) -> float | None:
     """From its start to its end, or until now."""
-    if view.started is None or view.state == "queued":
+    if view.started is None or view.state is State.QUEUED:
         return None
     try:
         start = datetime.fromisoformat(view.started)
@@ -74,10 +74,10 @@ def seconds_run(view: JobView, now: datetime | None = None) -> float | None:
 
 
 def line(view: JobView, done: Progress) -> str:
-    """What stands beneath a job's title in the list."""
-    if view.state == "queued":
+    """The line under a job's title in the list."""
+    if view.state is State.QUEUED:
         return "waits for its turn"
-    if view.state == "starting":
+    if view.state is State.STARTING:
         return "loads torch and the data"
     parts = []
     if done.total:
@@ -96,22 +96,5 @@ def line(view: JobView, done: Progress) -> str:
 
 
 def losses(view: JobView) -> tuple[pd.DataFrame, int]:
-    """(for loss_chart: group (the recipe), iteration, loss; one iteration in how many is in it): of a long run no
-    more than MOST_POINTS, the last among them."""
-    records = losses_of(view.run) if view.run else []
-    rows = [
-        {"group": str(view.run.config.get("recipe")), "iteration": record["iteration"], "loss": record["loss"]}
-        for record in records
-        if view.run
-    ]
-    return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), MOST_POINTS)
-
-
-def worst(catalog: Catalog, run_id: str) -> tuple[str | None, pd.DataFrame]:
-    """(format, the first rows of the ranking by SQNR) of what a run has published so far, in the coarsest of the
-    formats that its operands were scored with; (None, empty) while there are none."""
-    where = Filter(run_id=(run_id,))
-    formats = sorted(catalog.scored_formats(where), key=lambda name: (FORMATS[name].bits_per_value, name))
-    if not formats:
-        return None, pd.DataFrame()
-    return formats[0], ranking_compute.ranking(catalog, where, formats[0], "sqnr_db").head(WORST)
+    """As `loss_table`, with the recipe as the group."""
+    return loss_table({str(view.run.config.get("recipe")): losses_of(view.run)} if view.run else {}, MOST_POINTS)

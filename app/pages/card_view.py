@@ -1,4 +1,4 @@
-"""What is to be told of a tensor beside its values: where an imported one comes from, what was corrected in its words.
+"""Notes on a tensor: where an imported one comes from, and what was corrected in its log's words.
 
 Names, paths and words come from files that anybody may have written: all of it is shown as text, never as Markdown.
 """
@@ -21,7 +21,7 @@ NOT_LOGGED = ("model", "size", "dataset", "recipe")
 
 
 def show_card(row: pd.Series) -> None:
-    """Nothing for a tensor of which there is nothing to tell."""
+    """Show the notes on a tensor, if there are any."""
     sentences = notes({str(name): value for name, value in row.items()})
     if not sentences:
         return
@@ -38,7 +38,7 @@ def show_card(row: pd.Series) -> None:
 
 
 def _words(row: pd.Series) -> None:
-    """The words that users filter by, blank where the log does not tell them."""
+    """The fields that users filter by, blank where the log does not give them."""
     names = [name for name in (*Identity.__annotations__, "stage") if name not in NOT_LOGGED]
     cells: dict[str, Any] = {TITLES[name]: [row[name]] for name in names}
     cells["Logged as"] = [row["original_quant_type"]]

@@ -62,7 +62,9 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
     return figures
 
 
-def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
+def worst(
+    opened: Catalog, where: Filter, fmt: str, subtitle: str = "all runs and iterations of the filter together"
+) -> Figure | None:
     """The places with the lowest SQNR; None where no operand is scored."""
     measure = MEASURES["sqnr_db"]
     table = ranking_compute.ranking(opened, where, fmt, "sqnr_db").head(WORST)
@@ -70,7 +72,7 @@ def worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
         return None
     return Figure(
         "worst",
-        ranking(table, measure, f"Lowest SQNR in {fmt}", "all runs and iterations of the filter together"),
+        ranking(table, measure, f"Lowest SQNR in {fmt}", subtitle),
         table,
         source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
         hint="Choose a bar to look into its worst tensor.",

@@ -9,23 +9,20 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import follow, go, link, plain, write
-from binade.app.filters import sidebar
+from binade.app.address import go, link, plain, write
 from binade.app.formatting import big, bytes_text, first_formats
 from binade.app.pages import overview
+from binade.app.params import Params
 from binade.app.questions.registry import QUESTIONS
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
 
-@catalog_page("Overview")
-def page(opened: Catalog) -> None:
-    params = overview.params(opened)
-    formats = first_formats(opened)
-    follow(opened, "overview", params)
-    where = sidebar(opened)
+@view_page("overview", "Overview", overview.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
     write(where, params)
+    formats = first_formats(opened)
     totals = opened.totals(where)
     _totals(opened, totals, where)
     _questions(where)
@@ -78,9 +75,9 @@ def _less(config: dict[str, Any], name: str, than: str) -> bool:
 def _questions(where: Filter) -> None:
     st.markdown("**What do you want to know?**")
     columns = st.columns(3, gap="medium")
-    asked = [question for question in QUESTIONS if question.on_overview]
-    for index, question in enumerate(asked):
-        with columns[index * 3 // len(asked)]:
+    listed = [question for question in QUESTIONS if question.on_overview]
+    for index, question in enumerate(listed):
+        with columns[index * 3 // len(listed)]:
             link(question.page, question.text, where, question.icon, question.help, **question.address)
 
 

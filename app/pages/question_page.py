@@ -6,24 +6,22 @@ from collections.abc import Callable
 
 import streamlit as st
 
-from binade.app.address import follow, plain, write
-from binade.app.filters import sidebar
+from binade.app.address import plain, write
 from binade.app.pages.registry import Page
+from binade.app.params import Params
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.view import show_question
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 
 def page_of(page: Page) -> Callable[[], None]:
     question = page.question
     assert question
 
-    @catalog_page(question.text)
-    def shown(opened: Catalog) -> None:
-        params = question.params(opened)
-        follow(opened, page.name, params)
-        where = sidebar(opened)
+    @view_page(page.name, question.text, question.params)
+    def shown(opened: Catalog, where: Filter, params: Params) -> None:
         write(where, params)
         st.caption(f"Shown: {plain(where.sentence())}.")
         show_question(question, Selection(opened, where), {name: st.session_state[name] for name in params})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -21,6 +22,13 @@ def params(opened: Catalog) -> dict[str, Param]:
     return {}
 
 
+def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) -> tuple[pd.DataFrame, int]:
+    """(for loss_chart: group, iteration, loss, of at most about `most` rows; one iteration in how many is in it), from
+    the records of each group's loss.jsonl."""
+    rows = [(group, record["iteration"], record["loss"]) for group, found in records.items() for record in found]
+    return thinned(pd.DataFrame(rows, columns=["group", "iteration", "loss"]), most)
+
+
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     """All runs, whatever the filter."""
     opened = selection.opened
@@ -28,15 +36,11 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
     latest = runs_with_reference(runs.head(style.MAX_GROUPS), opened.parts())
     found = losses_of(opened, latest["run_id"].tolist())
-    losses = [
-        {"group": label, "iteration": record["iteration"], "loss": record["loss"]}
-        for run_id, label in zip(latest["run_id"], latest["label"], strict=True)
-        for record in found[run_id]
-    ]
-    if not losses:
+    labels = dict(zip(latest["run_id"], latest["label"], strict=True))
+    table, step = loss_table({labels[run_id]: records for run_id, records in found.items()}, style.MARKS)
+    if table.empty:
         return Drawn()
     note = f"Losses of the {len(latest)} newest of {len(runs)} runs." if len(runs) > len(latest) else ""
-    table, step = thinned(pd.DataFrame(losses), style.MARKS)
     height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
     drawn = thinned_note(step)
     words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()

@@ -64,40 +64,31 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         megabytes=runs["bytes"] / 1e6,
     )
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
-    reasons = ("reason",) if runs["reason"].notna().any() else ()
-    sources = ("source",) if source.notna().any() else ()
-    st.dataframe(
-        table,
-        hide_index=True,
-        placeholder="–",
-        column_order=(
-            *("state", *reasons, *sources, "recipe", "model", "size", "dataset", "started", "seconds", "tensors"),
-            *("tensors_without_raw", "megabytes", "loss_first", "loss_last", "backend", "run_id"),
+    columns = {
+        "state": text("State", width=85),
+        "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
+        "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
+        "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),
+        "model": text("Model", width=105),
+        "size": text("Size", width=55),
+        "dataset": text("Dataset", width=95),
+        "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
+        "seconds": number("Time (s)", format="%.1f", width=75),
+        "tensors": number("Tensors", format="localized", width=75),
+        "tensors_without_raw": number(
+            "Without values",
+            format="localized",
+            width=120,
+            help="Recorded with statistics only: over the byte budget, or values not asked for",
         ),
-        column_config={
-            "state": text("State", width=85),
-            "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
-            "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
-            "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),
-            "model": text("Model", width=105),
-            "size": text("Size", width=55),
-            "dataset": text("Dataset", width=95),
-            "started": st.column_config.DatetimeColumn("Started (UTC)", format="YYYY-MM-DD HH:mm:ss", width=170),
-            "seconds": number("Time (s)", format="%.1f", width=75),
-            "tensors": number("Tensors", format="localized", width=75),
-            "tensors_without_raw": number(
-                "Without values",
-                format="localized",
-                width=120,
-                help="Recorded with statistics only: over the byte budget, or values not asked for",
-            ),
-            "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
-            "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
-            "loss_last": number("Last loss", format="%.4f", width=80, help="nats per token"),
-            "backend": text("Quantized by", width=180),
-            "run_id": text("Run", width=330),
-        },
-    )
+        "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
+        "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
+        "loss_last": number("Last loss", format="%.4f", width=80, help="nats per token"),
+        "backend": text("Quantized by", width=180),
+        "run_id": text("Run", width=330),
+    }
+    shown = [name for name in columns if name not in ("reason", "source") or table[name].notna().any()]
+    st.dataframe(table, hide_index=True, placeholder="–", column_order=shown, column_config=columns)
 
 
 def _source(config: str) -> str | None:

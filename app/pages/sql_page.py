@@ -16,7 +16,7 @@ WHERE format = 'mxfp4'
 GROUP BY ALL
 ORDER BY sqnr_db
 LIMIT 20"""
-LONGEST = 4000  # letters of a statement that the address can hold
+LONGEST = 4000  # characters of a statement that the address can hold
 
 
 @catalog_page("SQL", needs_tensors=False)
@@ -31,10 +31,9 @@ def page(opened: Catalog) -> None:
         f"One SELECT over a copy of the index, read-only: no files, no network, {MEMORY} of memory, {SECONDS:g} s, "
         f"{ROWS:,} rows. DuckDB’s SQL."
     )
-    asked = st.query_params.get("q", EXAMPLE)
     if st.session_state.get("page") != "sql":
         st.session_state["page"] = "sql"
-        st.session_state["statement"] = asked
+        st.session_state["statement"] = st.query_params.get("q", EXAMPLE)
     with st.form("query", border=False):
         sql = st.text_area("Statement", key="statement", height=190, max_chars=LONGEST)
         st.form_submit_button("Run", type="primary", icon=":material/play_arrow:")

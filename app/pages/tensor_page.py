@@ -8,15 +8,15 @@ import pandas as pd
 import streamlit as st
 from torch import Tensor
 
-from binade.app.address import follow, link, plain, write
-from binade.app.filters import sidebar
+from binade.app.address import link, plain, write
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
+from binade.app.params import Params
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
@@ -26,11 +26,8 @@ from binade.quant.formats import FORMATS
 LARGE = 1 << 24  # values that take more than a moment to read
 
 
-@catalog_page("Tensor")
-def page(opened: Catalog) -> None:
-    params = tensor.params(opened)
-    follow(opened, "tensor", params)
-    where = sidebar(opened)
+@view_page("tensor", "Tensor", tensor.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
     if not opened.totals(where).tensors:
         st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
         write(where, params)

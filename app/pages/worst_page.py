@@ -5,25 +5,22 @@ from __future__ import annotations
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import follow, plain, write
+from binade.app.address import plain, write
 from binade.app.figure import Drawn
-from binade.app.filters import sidebar
 from binade.app.pages import worst
 from binade.app.pages.worst import VIEWS
-from binade.app.params import One
+from binade.app.params import One, Params
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.view import show_question
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 
 
-@catalog_page("Worst tensors")
-def page(opened: Catalog) -> None:
-    params = worst.params(opened)
-    follow(opened, "worst", params)
-    where = sidebar(opened)
+@view_page("worst", "Worst tensors", worst.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
     formats = params["format"]
     assert isinstance(formats, One)
     _controls(formats)

@@ -13,8 +13,7 @@ from binade.app.params import read_filter
 from binade.app.report import runs as run_tables
 from binade.app.report.plates import Part, Plate, Table
 from binade.app.sessions import notes as session_notes
-from binade.app.sessions.pins import draw
-from binade.app.sessions.references import missing_runs
+from binade.app.sessions.pins import draw, missing_runs
 from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter

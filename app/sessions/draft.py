@@ -5,7 +5,6 @@ It lives in the tab's state until it is saved: `Draft.changed` says whether clos
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -14,9 +13,10 @@ import streamlit as st
 
 from binade.app.address import plain
 from binade.app.figure import Figure
-from binade.app.sessions import references, storage
+from binade.app.sessions import pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.session import Pin, Session, SessionError, View
+from binade.app.sessions.storage import Version
 from binade.app.state import catalog
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
@@ -27,22 +27,21 @@ LINK = "session"  # the address parameter that opens a saved session
 
 @dataclass(frozen=True)
 class Draft:
-    """An open session, the number of its version on disk (0: none), and that version."""
+    """An open session, and the version on disk that it comes from; None before it is saved."""
 
     session: Session
-    number: int = 0
-    on_disk: Session | None = None
+    saved: Version | None = None
 
     @property
     def changed(self) -> bool:
-        return self.on_disk is None or self.on_disk.content != self.session.content
+        return self.saved is None or self.saved.session.content != self.session.content
 
     @property
     def state(self) -> str:
         """In words, whether it is saved."""
-        if not self.number:
+        if self.saved is None:
             return "not saved yet"
-        return f"changed since version {self.number}" if self.changed else f"saved as version {self.number}"
+        return f"{'changed since' if self.changed else 'saved as'} version {self.saved.number}"
 
 
 def current() -> Draft | None:
@@ -77,12 +76,15 @@ def runs_of(pin: Pin) -> tuple[str, ...] | None:
     saved yet: it shows every run that is here."""
     if (draft := current()) is None:
         return None
-    saved = draft.on_disk or (draft.session if draft.session.runs else None)  # deleted meanwhile
-    return saved.run_ids if saved and _place(pin) in map(_place, saved.pins) else None
+    saved = draft.saved.session if draft.saved else draft.session
+    if not draft.saved and not saved.runs:  # with runs, it was deleted meanwhile
+        return None
+    return saved.run_ids if pin.uncaptioned in [other.uncaptioned for other in saved.pins] else None
 
 
-def _place(pin: Pin) -> Pin:
-    return replace(pin, caption="")
+def notify(*notices: str) -> None:
+    """Show notices above the page until they are closed, in place of those that are shown."""
+    st.session_state["notices"] = list(notices)
 
 
 def toast(text: str, icon: str) -> None:
@@ -102,43 +104,44 @@ def pin(figure: Figure) -> None:
     elif added in draft.session.pins:
         toast("This chart is pinned already.", ":material/push_pin:")
     else:
-        set_current(replace(draft, session=replace(draft.session, pins=(*draft.session.pins, added))))
+        set_current(draft)
+        change(pins=(*draft.session.pins, added))
         toast(f"Pinned to “{draft.session.name}”: {figure.title or figure.name}", ":material/push_pin:")
 
 
-def save(catalog: Catalog, session: Session) -> None:
+def save(opened: Catalog, session: Session) -> None:
     """Save a session and keep it open. Versions that others saved meanwhile stay in the history."""
-    draft = current()
-    before = draft.on_disk if draft else None
+    before = draft.saved if (draft := current()) else None
     try:
-        saved, number = storage.save(catalog.root, references.refreshed(catalog, session, before))
+        version = storage.save(opened.root, pins.refreshed(opened, session, before and before.session))
     except (SessionError, ReadOnlyError, RunError) as error:
-        st.session_state["notices"] = [str(error)]
+        notify(str(error))
         return
-    set_current(Draft(saved, number, saved))
-    st.session_state["notices"] = []
+    saved, number = version
+    set_current(Draft(saved, version))
     toast(f"Saved “{saved.name}”, version {number}", ":material/save:")
-    if draft and draft.session.id == saved.id and number > draft.number + 1:
-        st.session_state["notices"] = [
+    found = []
+    if draft and draft.session.id == saved.id and number > (before.number if before else 0) + 1:
+        found.append(
             f"This session was saved elsewhere since you opened it: yours is now version {number}, theirs are in its "
             "history."
-        ]
-    if before and before.runs and (more := len(set(saved.run_ids) - set(before.run_ids))):
-        st.session_state["notices"].append(
+        )
+    if before and before.session.runs and (more := len({*saved.run_ids} - {*before.session.run_ids})):
+        found.append(
             f"The session includes {more} more run{'s' * (more != 1)} now: pins that name no run show "
             f"{'them' if more != 1 else 'it'} too."
         )
+    notify(*found)
 
 
-def open_version(version: storage.Version) -> None:
+def open_version(version: Version) -> None:
     """Open a saved version, with a notice for each of its runs that is missing."""
-    assert version.session
-    set_current(Draft(version.session, version.number, version.session))
-    found = references.missing_runs(resolve_root(), version.session)
-    if more := len(references.other_runs(catalog(), version.session)):
+    set_current(Draft(version.session, version))
+    found = pins.missing_runs(resolve_root(), version.session)
+    if more := len(pins.other_runs(catalog(), version.session)):
         runs = "1 run here does" if more == 1 else f"{more} runs here do"
         found.append(f"{runs} not belong to this session: its page shows every run, its pins do not.")
-    st.session_state["notices"] = found
+    notify(*found)
 
 
 def show(view: View) -> NoReturn:
@@ -146,7 +149,7 @@ def show(view: View) -> NoReturn:
     state = st.session_state
     if view.page not in state["pages"]:
         notice = f"The session's page, {view.page.upper()}, is not served read-only: its notes and pins are here."
-        state["notices"] = [*(one for one in state.get("notices", []) if one != notice), notice]
+        notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
     state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
     for name in ("left", "filter"):
@@ -157,18 +160,18 @@ def show(view: View) -> NoReturn:
 def follow_link() -> None:
     """Open the session that the address names. If the address has other parameters, its view stays; else the session's
     view is shown. If there is no such session, a notice says so above the page."""
-    asked = st.query_params.get(LINK)
-    if asked is None:
+    session_id = st.query_params.get(LINK)
+    if session_id is None:
         return
     alone = len(st.query_params) == 1
     del st.query_params[LINK]
     try:
-        version = storage.load(resolve_root(), asked)
+        version = storage.load(resolve_root(), session_id)
     except SessionError as error:
-        st.session_state["notices"] = [f"The link does not open a session. {error}"]
+        notify(f"The link does not open a session. {error}")
         return
     open_version(version)
-    if alone and version.session:
+    if alone:
         show(version.session.view)
 
 
@@ -185,10 +188,10 @@ def notices() -> None:
         text = "\n\n".join(map(plain, found[:6]))
         more = f"\n\nand {len(found) - 6} more." if len(found) > 6 else ""
         left.warning(text + more, icon=":material/link_off:")
-        right.button("Close", key="close_notices", on_click=lambda: st.session_state.update(notices=[]))
+        right.button("Close", key="close_notices", on_click=notify)
 
 
-def panel(opened: Callable[[], Catalog]) -> None:
+def panel() -> None:
     """The open session in the sidebar: its state, Save, and a link to the Sessions page."""
     view = shown_view()
     if view is None:
@@ -197,8 +200,8 @@ def panel(opened: Callable[[], Catalog]) -> None:
     with st.sidebar:
         st.subheader("Session", anchor=False)
         if draft:
-            pins = len(draft.session.pins)
-            st.caption(f"**{plain(draft.session.name)}** · {pins} pin{'s' * (pins != 1)} · {draft.state}")
+            count = len(draft.session.pins)
+            st.caption(f"**{plain(draft.session.name)}** · {count} pin{'s' * (count != 1)} · {draft.state}")
         else:
             st.caption("No session open. Pin a chart or save this view to start one.")
         left, right = st.columns(2, vertical_alignment="center")
@@ -206,12 +209,12 @@ def panel(opened: Callable[[], Catalog]) -> None:
             if read_only():
                 st.button("Save", disabled=True, help="The app was started read-only", width="stretch")
             else:
-                _save(opened, draft, view)
+                _save(draft, view)
         with right:
             st.page_link(st.session_state["pages"]["sessions"], label="Sessions", icon=":material/bookmarks:")
 
 
-def _save(opened: Callable[[], Catalog], draft: Draft | None, view: View) -> None:
+def _save(draft: Draft | None, view: View) -> None:
     with st.popover("Save", icon=":material/save:", width="stretch"):
         name = st.text_input("Name", draft.session.name if draft else "", max_chars=120, placeholder="what was found")
         st.caption("Keeps this page with its filter and settings, the pins and the notes.")
@@ -220,12 +223,11 @@ def _save(opened: Callable[[], Catalog], draft: Draft | None, view: View) -> Non
         def write(as_new: bool) -> None:
             base = draft.session if draft else sessions.new(name.strip(), view)
             named = replace(base, name=name.strip(), view=view)
-            fresh = as_new or not draft or not draft.number
-            save(opened(), sessions.copied(named, name.strip()) if fresh else named)
+            save(catalog(), sessions.copied(named, name.strip()) if as_new else named)
 
-        st.button("Save session", type="primary", on_click=write, args=(False,), disabled=unnamed)
-        if draft and draft.number:
+        saved = draft and draft.saved
+        st.button("Save session", type="primary", on_click=write, args=(not saved,), disabled=unnamed)
+        if draft and saved:
             st.button("Save as new", on_click=write, args=(True,), disabled=unnamed)
-        if draft and draft.number:
             st.caption("Its link:")
             st.code(link_to(draft.session.id), language=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +17,20 @@ from binade.app.figure import Drawn
 from binade.app.formatting import bytes_text
 from binade.app.params import One
 from binade.app.report import headless
-from binade.app.sessions import bundles, comparison, draft, notes, pins, references, storage
+from binade.app.sessions import draft, notes, pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
 from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
-from binade.app.state import catalog_page
+from binade.app.state import catalog_page, index_state
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
+Done = Callable[[int, int], None]
 PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
 MAX_LISTED = 12  # sessions
-MAX_CACHED = 64  # drawn pins
 
 
 @catalog_page("Sessions", needs_tensors=False)
@@ -66,15 +66,15 @@ def _saved(opened: Catalog) -> None:
         return
     if len(found) > MAX_LISTED:
         text = st.text_input("Find", placeholder="a part of the name").strip().lower()
-        found = [version for version in found if version.session and text in version.session.name.lower()]
+        found = [version for version in found if text in version.session.name.lower()]
         if len(found) > MAX_LISTED:
             st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")
     for version in found[:MAX_LISTED]:
-        if version.session:
-            _entry(opened, version, version.session)
+        _entry(opened, version)
 
 
-def _entry(opened: Catalog, version: Version, one: Session) -> None:
+def _entry(opened: Catalog, version: Version) -> None:
+    one = version.session
     is_open = (now := draft.current()) is not None and now.session.id == one.id
     with st.container(border=True):
         left, right = st.columns([3, 2], vertical_alignment="center")
@@ -103,19 +103,13 @@ def _read(version: Version) -> None:
 def _share(opened: Catalog, one: Session) -> None:
     st.caption("A link that opens it in this app:")
     st.code(draft.link_to(one.id), language=None)
-    st.download_button(
-        "Session as JSON",
-        sessions.to_json(one),
-        f"{one.id}.json",
-        "application/json",
-        on_click="ignore",
-        key=f"j_{one.id}",
-    )
+    content, name = sessions.to_json(one), f"{one.id}.json"
+    st.download_button("Session as JSON", content, name, "application/json", on_click="ignore", key=f"save_{name}")
     values = st.radio(
         "Bundle with the values",
-        bundles.VALUES,
+        storage.VALUES,
         key=f"values_{one.id}",
-        format_func=lambda name: bundles.VALUES[name],
+        format_func=lambda name: storage.VALUES[name],
         help="The runs’ rows, sketches and scores are always included",
     )
     if st.button(
@@ -128,51 +122,54 @@ def _share(opened: Catalog, one: Session) -> None:
 
 def _report(opened: Catalog, one: Session) -> None:
     """The HTML report of the latest saved version, and the same as a ZIP of pictures and numbers."""
-    with tempfile.TemporaryDirectory() as folder, show.progress("Drawing") as done:
-        output, archive = Path(folder) / "report", Path(folder) / "report.zip"
+
+    def make(folder: Path, done: Done) -> None:
         command = f"binade report --session {one.id}"
-        request = headless.Request(output, Filter(), archive, command=command, session=one.id)
-        try:
-            headless.make(opened, request, lambda count, of, name: done(count, of))
-        except (headless.ReportError, headless.PaintError, SessionError, OSError) as error:
-            st.error(plain(str(error)), icon=":material/error:")
-            return
-        page, pictures = (output / "index.html").read_bytes(), archive.read_bytes()
-    for title, content, name, kind in (
-        ("Save the report (HTML)", page, f"{one.id}.html", "text/html"),
-        ("Save pictures and numbers (ZIP)", pictures, f"{one.id}-report.zip", "application/zip"),
-    ):
-        st.download_button(title, content, name, kind, on_click="ignore", key=f"save_{name}")
+        request = headless.Request(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
+        headless.make(opened, request, lambda count, of, name: done(count, of))
+
+    _offer(
+        "Drawing",
+        make,
+        ("report/index.html", "Save the report (HTML)", f"{one.id}.html", "text/html"),
+        ("a.zip", "Save pictures and numbers (ZIP)", f"{one.id}-report.zip", "application/zip"),
+    )
 
 
 def _bundle(opened: Catalog, one: Session, values: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, show.progress("Bundling") as done:
-        target = Path(folder) / "bundle.zip"
+    def make(folder: Path, done: Done) -> None:
+        written = storage.export_bundle(opened, one, folder / "a.zip", values, done)
+        if written.left_out:
+            st.caption(f"{written.left_out} tensor files lie outside their run and were left out.")
+
+    _offer("Bundling", make, ("a.zip", "Save the bundle ({size})", f"{one.id}.zip", "application/zip"))
+
+
+def _offer(what: str, make: Callable[[Path, Done], None], *files: tuple[str, str, str, str]) -> None:
+    """Make files in a temporary folder and offer them: (path, the button's label, the name to save as, MIME type)."""
+    with tempfile.TemporaryDirectory() as folder, show.progress(what) as done:
         try:
-            written = bundles.export(opened, one, target, values, done)
-        except (BundleError, SessionError) as error:
+            make(Path(folder), done)
+        except (headless.ReportError, headless.PaintError, BundleError, SessionError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
-        content = target.read_bytes()
-    if written.left_out:
-        st.caption(f"{written.left_out} tensor files lie outside their run and were left out.")
-    size = bytes_text(written.nbytes)
-    st.download_button(
-        f"Save the bundle ({size})", content, f"{one.id}.zip", "application/zip", on_click="ignore", key=f"zip_{one.id}"
-    )
+        contents = [(Path(folder) / path).read_bytes() for path, *_ in files]
+    for content, (_, label, name, kind) in zip(contents, files, strict=True):
+        label = label.format(size=bytes_text(len(content)))
+        st.download_button(label, content, name, kind, on_click="ignore", key=f"save_{name}")
 
 
 def _more(opened: Catalog, one: Session) -> None:
     st.caption("History")
-    for version in storage.history(opened.root, one.id):
-        if version.session is None:
-            st.caption(plain(version.problem))
-            continue
+    versions, problems = storage.history(opened.root, one.id)
+    for version in versions:
         label = f"Version {version.number} · {version.session.saved[:16].replace('T', ' ')} UTC"
         st.button(label, key=f"version_{one.id}_{version.number}", on_click=_read, args=(version,), type="tertiary")
+    for problem in problems:
+        st.caption(plain(problem))
     if read_only():
         return
-    count = len(storage.history(opened.root, one.id))
+    count = len(versions) + len(problems)
     st.divider()
     st.caption(
         f"Deleting takes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
@@ -186,7 +183,7 @@ def _delete(opened: Catalog, one: Session) -> None:
     try:
         storage.delete(opened.root, one.id)
     except (SessionError, ReadOnlyError) as error:
-        st.session_state["notices"] = [str(error)]
+        draft.notify(str(error))
         return
     if (now := draft.current()) and now.session.id == one.id:
         draft.set_current(Draft(now.session))  # what is open stays open, unsaved
@@ -202,7 +199,7 @@ def _open(opened: Catalog) -> None:
         st.info("No session is open: open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
         return
     one = now.session
-    key = f"{one.id}_{now.number}"
+    key = f"{one.id}_{now.saved.number if now.saved else 0}"
     left, right = st.columns([2, 1], vertical_alignment="bottom")
     left.text_input("Name", one.name, key=f"name_{key}", max_chars=120, on_change=_rename, args=(f"name_{key}",))
     with right:
@@ -224,8 +221,8 @@ def _open(opened: Catalog) -> None:
             st.markdown(notes.safe(one.notes) or "–")
     if not one.pins:
         st.info("Nothing is pinned yet: choose Pin beneath a chart.", icon=":material/push_pin:")
-    for index, pin in enumerate(one.pins):
-        _pin(opened, index, pin, len(one.pins), key)
+    for index in range(len(one.pins)):
+        _pin(opened, one, index, key)
 
 
 def _runs(one: Session) -> str:
@@ -257,27 +254,27 @@ def _note(key: str) -> None:
     draft.change(notes=st.session_state[key])
 
 
-def _pin(opened: Catalog, index: int, pin: Pin, of: int, key: str) -> None:
+def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
+    pin, last = one.pins[index], len(one.pins) - 1
     with st.container(border=True, key=f"pin_{index}"):
         left, right = st.columns([3, 1.4], vertical_alignment="bottom")
-        place = f"caption_{key}_{index}_{of}"
-        left.text_input("Caption", pin.caption, key=place, max_chars=2000, on_change=_recaption, args=(index, place))
+        key = f"caption_{key}_{index}_{last}"
+        left.text_input("Caption", pin.caption, key=key, max_chars=2000, on_change=_recaption, args=(index, key))
         cells = right.columns(4)
         up = cells[0].button("", icon=":material/arrow_upward:", key=f"up_{index}", disabled=not index, help="Move up")
         down = cells[1].button(
-            "", icon=":material/arrow_downward:", key=f"down_{index}", disabled=index == of - 1, help="Move down"
+            "", icon=":material/arrow_downward:", key=f"down_{index}", disabled=index == last, help="Move down"
         )
         if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open the view it is of"):
             draft.show(View(pin.page, pin.params))
         gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Take it out")
-        if up or down:
-            _move(index, -1 if up else 1)
-        if gone:
-            now = draft.current()
-            assert now
-            draft.change(pins=(*now.session.pins[:index], *now.session.pins[index + 1 :]))
+        if up or down or gone:
+            order = [*one.pins[:index], *one.pins[index + 1 :]]
+            if not gone:
+                order.insert(index - 1 if up else index + 1, pin)
+            draft.change(pins=tuple(order))
             st.rerun()
-        drawn = _drawn(opened, pin, draft.runs_of(pin))
+        drawn = _drawn(opened, index_state(opened), pin.uncaptioned, draft.runs_of(pin))
         for problem in drawn.problems:
             st.caption(plain(problem))
         for figure in drawn.figures:
@@ -286,37 +283,14 @@ def _pin(opened: Catalog, index: int, pin: Pin, of: int, key: str) -> None:
 
 def _recaption(index: int, key: str) -> None:
     if now := draft.current():
-        changed = replace(now.session.pins[index], caption=st.session_state[key])
-        draft.change(pins=(*now.session.pins[:index], changed, *now.session.pins[index + 1 :]))
+        order = list(now.session.pins)
+        order[index] = replace(order[index], caption=st.session_state[key])
+        draft.change(pins=tuple(order))
 
 
-def _move(index: int, by: int) -> None:
-    now = draft.current()
-    assert now
-    order = list(now.session.pins)
-    order[index], order[index + by] = order[index + by], order[index]
-    draft.change(pins=tuple(order))
-    st.rerun()
-
-
-@st.cache_resource
-def _cache() -> dict[Hashable, Drawn]:
-    """The pins drawn last, by all that they depend on."""
-    return {}
-
-
-def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
-    here = opened.runs()
-    state = tuple(zip(here["run_id"], here["tensors"], here["state"], here["iteration"], strict=True))
-    params = tuple((name, tuple(texts)) for name, texts in sorted(pin.params.items()))
-    key = (str(opened.root), state, pin.page, params, pin.chart, runs)
-    cache = _cache()
-    if key not in cache:
-        while len(cache) >= MAX_CACHED:
-            cache.pop(next(iter(cache)), None)
-        with st.spinner("Drawing …"):
-            cache[key] = pins.draw(opened, pin, runs)
-    return cache[key]
+@st.cache_resource(max_entries=64, show_spinner="Drawing …")
+def _drawn(_opened: Catalog, state: Hashable, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
+    return pins.draw(_opened, pin, runs)
 
 
 # Compare
@@ -326,10 +300,8 @@ def _compare(opened: Catalog) -> None:
     found, _ = storage.list_sessions(opened.root)
     choices = {}
     for latest in found:
-        for version in storage.history(opened.root, latest.session.id if latest.session else ""):
-            if version.session:
-                label = f"{version.session.name} · version {version.number} · {version.session.id}"
-                choices[label] = version.session
+        for one, number in storage.history(opened.root, latest.session.id)[0]:
+            choices[f"{one.name} · version {number} · {one.id}"] = one
     if (now := draft.current()) and now.changed:
         choices = {f"{now.session.name} · as it is open": now.session} | choices
     if len(choices) < 2:
@@ -340,17 +312,15 @@ def _compare(opened: Catalog) -> None:
     left, right = st.columns(2)
     first = left.selectbox("This", list(choices), key="compare_first")
     second = right.selectbox("with this", list(choices), index=1, key="compare_second")
-    differences = comparison.compare(choices[first], choices[second])
+    differences = sessions.differences(choices[first], choices[second])
     if not differences:
         st.success("They show the same.", icon=":material/check:")
         return
-    table = pd.DataFrame([{"what": one.what, "first": one.first, "second": one.second} for one in differences])
-    text = st.column_config.TextColumn
     st.dataframe(
-        table,
+        pd.DataFrame(differences),
         hide_index=True,
         placeholder="",
-        column_config={"what": text("Differs in"), "first": text("This"), "second": text("The other")},
+        column_config={"what": "Differs in", "first": "This", "second": "The other"},
     )
 
 
@@ -377,21 +347,23 @@ def _import(opened: Catalog) -> None:
     opened.sync()
     st.success(plain(summary), icon=":material/check:")
     if session:
-        for problem in references.missing_runs(opened.root, session):
+        for problem in pins.missing_runs(opened.root, session):
             st.warning(plain(problem), icon=":material/link_off:")
         st.button("See it", on_click=_turn_to, args=("saved",))
 
 
 def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, str]:
     """(the imported session, what was done in words)."""
+    done_with_runs = ""
     if given.name.lower().endswith(".json"):
-        alone = sessions.parse(given.getvalue())
-        number = storage.import_session(opened.root, alone)
-        return alone, f"“{alone.name}” is here as version {number}."
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "bundle.zip"
-        source.write_bytes(given.getbuffer())
-        with show.progress("Importing") as done:
-            imported, session, number = bundles.import_bundle(opened.root, source, done)
-    words = bundles.summary(imported)
-    return session, f"{words} “{session.name}” is here as version {number}." if session else words
+        version: Version | None = storage.import_session(opened.root, sessions.parse(given.getvalue()))
+    else:
+        with tempfile.TemporaryDirectory() as folder, show.progress("Importing") as done:
+            source = Path(folder) / "bundle.zip"
+            source.write_bytes(given.getbuffer())
+            imported, version = storage.import_bundle(opened.root, source, done)
+        done_with_runs = storage.summary(imported)
+    if version is None:
+        return None, done_with_runs
+    session, number = version
+    return session, f"{done_with_runs} “{session.name}” is here as version {number}.".strip()

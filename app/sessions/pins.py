@@ -1,38 +1,35 @@
-"""A view drawn again from its page and parameters, as it was pinned or saved. No Streamlit here.
+"""A view drawn again from its page and parameters, as it was pinned or saved, and the runs that it shows. No Streamlit.
 
 The parameters are those of the page's address, each a list of texts: the filter's fields and the page's own. They are
-read as the page reads them, so that a pin, a link and a report show the same. Two things differ, because a caption
-stands beside a pin: a pin of a session is drawn from the session's runs alone, whatever else came to the root since,
-and where what it asks for is gone, nothing is drawn in its stead.
+read as the page reads them, so that a pin, a link and a report show the same. Two things differ, because a pin has a
+caption that must stay true: a pin of a session is drawn from the session's runs only, whatever else came to the root
+since, and if what it names is gone, nothing is drawn instead.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
-import pandas as pd
 from torch import Tensor
 
 from binade.app.figure import Drawn
 from binade.app.pages.registry import PAGES
-from binade.app.params import TITLES, Param, read, read_filter
+from binade.app.params import TITLES, Params, read, read_filter
 from binade.app.questions.recipes import question as recipes
 from binade.app.questions.shared.runs import runs_with_reference as overview_of_runs
 from binade.app.questions.shared.selection import Selection
-from binade.app.sessions.session import Pin
+from binade.app.sessions.session import Pin, RunReference, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS, Filter
+from binade.data.runs import RunError, fingerprint
 
 
-def runs_of(catalog: Catalog, pins: Sequence[Pin], among: Sequence[str] = ()) -> list[str]:
-    """The runs that pins speak of: those their filters select and their tensors belong to; where runs are held against
-    bf16 runs, these too. among: no others but these and those that a pin names itself; empty for any."""
-    if among:
-        wanted = set(among).union(*(_named(catalog, pin) for pin in pins))
-        catalog = _Narrowed(catalog, sorted(wanted))  # type: ignore[assignment]
+def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
+    """The runs that pins show: those that their filters select, those of their tensors, and the bf16 runs that these
+    are compared with."""
     runs, facets = catalog.runs(), catalog.facets()
     table = overview_of_runs(runs, catalog.parts())
     references = dict(zip(table["run_id"], table["reference"], strict=True))
@@ -61,64 +58,22 @@ def _named(catalog: Catalog, pin: Pin) -> set[str]:
 
 def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None = None) -> list[str]:
     """The tensors whose values it takes to draw pins, of these runs (as `draw`): found by drawing them."""
-    witness = _Witness(catalog)
+    loaded: dict[str, None] = {}
+
+    def load(tensor_id: str) -> Tensor:
+        loaded[tensor_id] = None
+        return catalog.load(tensor_id)
+
+    watched = copy(catalog)
+    watched.load = load  # type: ignore[method-assign]
     for pin in pins:
-        draw(witness, pin, runs)  # type: ignore[arg-type]
-        witness.asked |= dict.fromkeys(_tensors(pin))
-    return list(witness.asked)
+        draw(watched, pin, runs)
+        loaded |= dict.fromkeys(_tensors(pin))
+    return list(loaded)
 
 
 def _tensors(pin: Pin) -> list[str]:
     return [*pin.params.get("tensor", []), *pin.params.get("other", [])]
-
-
-class _Witness:
-    """A catalog that remembers whose values it was asked for."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self.catalog = catalog
-        self.asked: dict[str, None] = {}
-
-    def load(self, tensor_id: str) -> Tensor:
-        self.asked[tensor_id] = None
-        return self.catalog.load(tensor_id)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.catalog, name)
-
-
-class _Narrowed:
-    """A catalog of some of its runs: whatever takes a filter is asked for these alone."""
-
-    def __init__(self, catalog: Catalog, runs: Sequence[str]) -> None:
-        self.catalog = catalog
-        self.run_ids = tuple(runs)
-
-    def runs(self) -> pd.DataFrame:
-        found = self.catalog.runs()
-        return found[found["run_id"].isin(self.run_ids)].reset_index(drop=True)
-
-    def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
-        found = self.catalog.facets(self.narrow(where))
-        own = [run for run in found.get("run_id", []) if run in self.run_ids]
-        return found | {"run_id": own}
-
-    def narrow(self, where: Filter | None) -> Filter:
-        where = where or Filter()
-        kept = [run for run in self.run_ids if not where.run_id or run in where.run_id]
-        return replace(where, run_id=tuple(kept) or ("",))  # no run has no name: nothing is selected
-
-    def __getattr__(self, name: str) -> Any:
-        asked = getattr(self.catalog, name)
-        if not callable(asked) or "where" not in (signature := inspect.signature(asked)).parameters:
-            return asked
-
-        def narrowed(*given: Any, **named: Any) -> Any:
-            bound = signature.bind(*given, **named)
-            bound.arguments["where"] = self.narrow(bound.arguments.get("where"))
-            return asked(*bound.args, **bound.kwargs)
-
-        return narrowed
 
 
 def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn:
@@ -135,20 +90,20 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
         return Drawn(problems=(f"The page {pin.page[:40]!r} has no charts.",))
     if not catalog.totals().tensors:
         return Drawn(problems=(f"There are no runs in {catalog.root}.",))
-    said: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
     if runs is not None:
-        catalog, said = _of_session(catalog, pin, runs)
+        catalog, problems = _of_session(catalog, pin, runs)
         if not catalog.totals().tensors:
-            return Drawn(problems=said)
+            return Drawn(problems=problems)
     where, absent = read_filter(catalog.facets(), pin.params)
     params = page.params(catalog)
     values, unknown = read(params, pin.params)
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
-    problems = (*said, *absent, *unknown)
+    problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
         return Drawn(problems=(*problems, f"Nothing is drawn in the stead of what is not here: {gone}."))
-    if isinstance(catalog, _Narrowed) and not where.run_id:
-        where = catalog.narrow(where)  # for the captions, which tell the filter
+    if not where.run_id:
+        where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
     problems = (*problems, *drawn.problems)
     if not pin.chart:
@@ -160,26 +115,91 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
 
 
 def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:
-    """(the catalog of a session's runs and of those that the pin names; what is to be said of the others)."""
+    """(the catalog of a session's runs and of those that the pin names; a sentence about those that are absent)."""
     here = catalog.runs()["run_id"].tolist()
     if not runs:
         return catalog, ("Its session lists no run: this is drawn from all that are here.",)
     wanted = {*runs, *_named(catalog, pin)}
     absent = [run for run in runs if run not in here]
     lost = f"{len(absent)} of its session's {len(runs)} runs {'is' if len(absent) == 1 else 'are'} not here."
-    said = (lost,) * bool(absent and not pin.params.get("run_id"))
+    problems = (lost,) * bool(absent and not pin.params.get("run_id"))
     if wanted.issuperset(here):
-        return catalog, said
-    return _Narrowed(catalog, [run for run in here if run in wanted]), said  # type: ignore[return-value]
+        return catalog, problems
+    return catalog.restricted(run for run in here if run in wanted), problems
 
 
-def _gone(catalog: Catalog, pin: Pin, where: Filter, params: Mapping[str, Param], tensors: Sequence[str]) -> str:
+def _gone(catalog: Catalog, pin: Pin, where: Filter, params: Params, tensors: Sequence[str]) -> str:
     """What a pin asks for and has lost altogether, in words: fields of the filter, settings, tensors."""
     lost = [name for name in FIELDS if pin.params.get(name) and not getattr(where, name)]
     for name, param in params.items():
-        asked = pin.params.get(name, [])
-        if asked and len(param.read(asked)[1]) == len(asked):
+        texts = pin.params.get(name, [])
+        if texts and len(param.read(texts)[1]) == len(texts):
             lost.append(name)
     if tensors and catalog.rows_of(list(tensors)).empty:
         lost.append("tensor")
     return ", ".join(TITLES.get(name, name).lower() for name in lost)
+
+
+# The runs that a session shows
+
+
+def refreshed(catalog: Catalog, session: Session, before: Session | None = None) -> Session:
+    """The session with references to the runs that it shows now. References to runs that are absent here stay.
+
+    before: the session as it was saved last. The view and pins that it had then keep showing its runs only; new ones
+    show any run that is here.
+    """
+    new = views_of(session)
+    found: set[str] = set()
+    if before and before.runs:
+        former = [pin.uncaptioned for pin in views_of(before)]
+        old = [pin for pin in new if pin.uncaptioned in former]
+        new = [pin for pin in new if pin.uncaptioned not in former]
+        saved = catalog.restricted({*before.run_ids}.union(*(_named(catalog, pin) for pin in old)))
+        found |= {*runs_of(saved, old)}
+    found |= {*runs_of(catalog, new)}
+    ids = [run_id for run_id in catalog.runs()["run_id"] if run_id in found]
+    absent = [run for run in session.runs if not _is_here(catalog.root, run.run_id)]
+    marks = [RunReference(run_id, fingerprint(catalog.root / run_id)) for run_id in ids]
+    return replace(session, runs=(*marks, *absent))
+
+
+def views_of(session: Session) -> list[Pin]:
+    """What a session shows: its view, as a pin of all of it, and its pins."""
+    return [Pin(session.view.page, session.view.params), *session.pins]
+
+
+def other_runs(catalog: Catalog, session: Session) -> list[str]:
+    """The runs that the session's view shows here and that it was not saved with: they are newer, or this is another
+    root."""
+    shown = runs_of(catalog, views_of(session)[:1]) if session.runs else []
+    return [run for run in shown if run not in session.run_ids]
+
+
+def missing_runs(root: Path, session: Session) -> list[str]:
+    """A sentence for each run of the session that is absent here, or differs from what it was."""
+    problems = []
+    for run in session.runs:
+        if not _is_here(root, run.run_id):
+            problems.append(f"Run {run.run_id[:80]} is not here: what the session shows of it is left out.")
+            continue
+        try:
+            same = fingerprint(root / run.run_id) == run.hash
+        except RunError as error:
+            problems.append(f"Run {run.run_id[:80]} cannot be read: {error}.")
+            continue
+        if not same:
+            problems.append(
+                f"Run {run.run_id[:80]} is not as it was when the session was saved: it was recorded further, or is "
+                "another run of the same name."
+            )
+    return problems
+
+
+def _is_here(root: Path, run_id: str) -> bool:
+    """Whether a run's directory is there. The id may be anyone's text: it must be a plain name."""
+    plain = not run_id.startswith(".") and "/" not in run_id and "\0" not in run_id
+    try:
+        return plain and (root / run_id / "run.json").is_file()
+    except OSError:  # a name too long
+        return False

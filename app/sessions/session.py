@@ -12,11 +12,12 @@ import json
 import re
 import secrets
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 
 from binade.app.pages.registry import PAGES
+from binade.app.params import TITLES
 from binade.data import untrusted
 from binade.data.runs import now
 from binade.data.untrusted import LINE, LINES, Record, RefusedError, at_most
@@ -72,6 +73,16 @@ class Pin(Record):
     chart: Annotated[str, Field(max_length=100, pattern="^[a-z0-9_]*$")] = ""
     caption: Annotated[str, Field(max_length=2000), LINES] = ""
 
+    @property
+    def uncaptioned(self) -> Pin:
+        """Equal for pins of the same chart."""
+        return replace(self, caption="")
+
+    def __str__(self) -> str:
+        """In a line: its page and chart, its parameters, and its caption."""
+        params = ", ".join(f"{name} {'/'.join(texts)}" for name, texts in sorted(self.params.items()))
+        return " · ".join(filter(None, (f"{self.page} {self.chart}".strip(), params, self.caption)))
+
 
 @dataclass(frozen=True)
 class RunReference(Record):
@@ -115,6 +126,34 @@ def copied(session: Session, name: str) -> Session:
     """The same under another name and an id of its own."""
     fresh = new(name, session.view)
     return replace(session, id=fresh.id, name=name, created=fresh.created)
+
+
+class Difference(NamedTuple):
+    """What two sessions differ in, and each one's, in words."""
+
+    what: str
+    first: str
+    second: str
+
+
+def differences(first: Session, second: Session) -> list[Difference]:
+    """What two sessions differ in: name, page, filter and parameters, notes, pins, runs. Empty if in nothing."""
+    found = [Difference("Name", first.name, second.name), Difference("Page", first.view.page, second.view.page)]
+    for name in sorted({**first.view.params, **second.view.params}, key=lambda name: (name not in TITLES, name)):
+        title = f"Filter: {TITLES[name].lower()}" if name in TITLES else f"Parameter: {name}"
+        texts = [", ".join(session.view.params.get(name, [])) or "–" for session in (first, second)]
+        found.append(Difference(title, *texts))
+    found.append(Difference("Notes", first.notes or "–", second.notes or "–"))
+    pins = [[str(pin) for pin in session.pins] for session in (first, second)]
+    for pin in dict.fromkeys(pins[0] + pins[1]):
+        counts = [str(side.count(pin)) if side.count(pin) > 1 else "pinned" if pin in side else "–" for side in pins]
+        found.append(Difference(f"Pin: {pin}", *counts))
+    if sorted(pins[0]) == sorted(pins[1]):
+        found.append(Difference("Order of the pins", *(" · ".join(side) for side in pins)))
+    hashes = [{run.run_id: run.hash for run in session.runs} for session in (first, second)]
+    for run_id in hashes[0] | hashes[1]:
+        found.append(Difference(f"Run: {run_id}", *(side.get(run_id, "–")[:12] for side in hashes)))
+    return [one for one in found if one.first != one.second]
 
 
 def to_json(session: Session) -> str:

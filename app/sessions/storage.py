@@ -1,4 +1,4 @@
-"""Sessions on disk: <root>/.sessions/<id>/0001.json, 0002.json ...
+"""Sessions on disk, <root>/.sessions/<id>/0001.json, 0002.json ..., and as bundles with their runs (data.bundle).
 
 Saving never changes an earlier version, and of two writers at once each gets a number of its own. No Streamlit here.
 """
@@ -8,34 +8,40 @@ from __future__ import annotations
 import os
 import re
 import secrets
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from binade.app.sessions.pins import refreshed, tensors_of, views_of
 from binade.app.sessions.session import ID, LONGEST_FILE, Session, SessionError, parse, to_json
+from binade.data import bundle
 from binade.data.access import check_writable
+from binade.data.bundle import Imported, Written
+from binade.data.catalog import Catalog
 from binade.data.runs import now
 from binade.data.store import remove_directory
 
 FOLDER = ".sessions"
+SESSION = "session.json"  # in a bundle
 MOST_VERSIONS = 9999
 
 
-@dataclass(frozen=True)
-class Version:
-    """A saved version: its number from 1, and the session, or why it cannot be read."""
+class Version(NamedTuple):
+    """A saved session and the number of this version of it, from 1."""
 
+    session: Session
     number: int
-    session: Session | None
-    problem: str = ""
 
 
 def folder(root: Path) -> Path:
     return root / FOLDER
 
 
-def save(root: Path, session: Session) -> tuple[Session, int]:
-    """Save as the next version: (the session with its time of saving, its number). Earlier versions stay.
+def save(root: Path, session: Session) -> Version:
+    """Save as the next version, with the time of saving. Earlier versions stay.
 
     Raises SessionError if it is beyond the limits or the disk refuses, ReadOnlyError if the app is read-only; then
     nothing is left behind.
@@ -44,34 +50,33 @@ def save(root: Path, session: Session) -> tuple[Session, int]:
     session = replace(session, saved=now())
     content = to_json(session).encode()
     directory = folder(root) / session.id
-    aside = directory / f".{secrets.token_hex(8)}.part"
+    temporary = directory / f".{secrets.token_hex(8)}.part"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with open(aside, "xb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         for number in range(max(_numbers(directory), default=0) + 1, MOST_VERSIONS + 1):
             with suppress(FileExistsError):  # another writer took the number
-                os.link(aside, directory / f"{number:04d}.json")
-                return session, number
+                os.link(temporary, directory / f"{number:04d}.json")
+                return Version(session, number)
     except OSError as error:
         with suppress(OSError):
             directory.rmdir()
         raise SessionError(f"The session cannot be saved in {directory}: {error.strerror or error}.") from error
     finally:
         with suppress(OSError):
-            aside.unlink()
+            temporary.unlink()
     raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the most: save it as a new one.")
 
 
-def import_session(root: Path, session: Session) -> int:
-    """Save a session from elsewhere and return its version's number: that of an equal version if there is one, else the
-    next one of its id, so that nothing is lost. Raises as `save`."""
-    for version in history(root, session.id):
-        if version.session and replace(version.session, saved="") == replace(session, saved=""):
-            return version.number
-    return save(root, session)[1]
+def import_session(root: Path, session: Session) -> Version:
+    """Save a session from elsewhere as the next version of its id, unless an equal version exists. Raises as `save`."""
+    for version in history(root, session.id)[0]:
+        if replace(version.session, saved="") == replace(session, saved=""):
+            return version
+    return save(root, session)
 
 
 def load(root: Path, session_id: str, number: int | None = None) -> Version:
@@ -85,30 +90,30 @@ def load(root: Path, session_id: str, number: int | None = None) -> Version:
         raise SessionError(f"There is no session {session_id!r} in {root}: it was deleted, or belongs to another root.")
     if number is not None and number not in numbers:
         raise SessionError(f"The session {session_id!r} has no version {number}.")
-    version = _read(directory, max(numbers) if number is None else number)
-    if version.session is None:
-        raise SessionError(version.problem)
-    return version
+    return _read(directory, max(numbers) if number is None else number)
 
 
-def history(root: Path, session_id: str) -> list[Version]:
-    """All versions, newest first, those that cannot be read with the reason."""
+def history(root: Path, session_id: str) -> tuple[list[Version], list[str]]:
+    """(all versions that can be read, newest first; a sentence for each that cannot)."""
     directory = folder(root) / session_id
-    return [_read(directory, number) for number in sorted(_numbers(directory), reverse=True)]
+    return _readable(partial(_read, directory, number) for number in sorted(_numbers(directory), reverse=True))
 
 
 def list_sessions(root: Path) -> tuple[list[Version], list[str]]:
     """(the newest version of every session, latest saved first; a sentence for each that cannot be read)."""
-    found, problems = [], []
     directory = folder(root)
-    for entry in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if not re.fullmatch(ID, entry.name):
-            continue
+    names = sorted(entry.name for entry in directory.iterdir()) if directory.is_dir() else []
+    found, problems = _readable(partial(load, root, name) for name in names if re.fullmatch(ID, name))
+    return sorted(found, key=lambda version: version.session.saved, reverse=True), problems
+
+
+def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], list[str]]:
+    found, problems = [], []
+    for read in reads:
         try:
-            found.append(load(root, entry.name))
+            found.append(read())
         except SessionError as error:
             problems.append(str(error))
-    found.sort(key=lambda version: version.session.saved if version.session else "", reverse=True)
     return found, problems
 
 
@@ -140,7 +145,53 @@ def _read(directory: Path, number: int) -> Version:
         with open(path, "rb") as file:
             session = parse(file.read(LONGEST_FILE + 1))
     except (OSError, SessionError) as error:
-        return Version(number, None, f"Version {number} of {directory.name} cannot be read: {error}")
+        raise SessionError(f"Version {number} of {directory.name} cannot be read: {error}") from None
     if session.id != directory.name:
-        return Version(number, None, f"Version {number} of {directory.name} says that it is {session.id}.")
-    return Version(number, session)
+        raise SessionError(f"Version {number} of {directory.name} says that it is {session.id}.")
+    return Version(session, number)
+
+
+VALUES = {
+    "charts": "of the tensors that its charts read",
+    "all": "of every tensor of its runs",
+    "none": "of none",
+}
+
+
+def export_bundle(
+    catalog: Catalog,
+    session: Session,
+    target: Path,
+    values: str = "charts",
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Written:
+    """Write a session and the runs that it shows, as they are now; absent runs are left out. values: which tensors'
+    values are included, a key of VALUES. Raises BundleError, SessionError."""
+    now = refreshed(catalog, session, before=session)
+    here = [run_id for run_id in now.run_ids if (catalog.root / run_id).is_dir()]
+    chosen: list[str] | None = None if values == "all" else []
+    if values == "charts":
+        chosen = tensors_of(catalog, views_of(session), now.run_ids)
+    return bundle.write(catalog.root, target, here, chosen, {SESSION: to_json(now).encode()}, done)
+
+
+def import_bundle(
+    root: Path, source: Path, done: Callable[[int, int], None] = lambda count, of: None
+) -> tuple[Imported, Version | None]:
+    """Import a bundle into a root: (what was done with its runs, the version of its session here). Raises BundleError,
+    SessionError, ReadOnlyError, and then the root is unchanged."""
+    sessions: list[Session] = []
+
+    def check(extras: dict[str, bytes]) -> None:
+        if SESSION in extras:
+            sessions.append(parse(extras[SESSION]))
+
+    imported = bundle.import_runs(root, source, check, done)
+    return imported, import_session(root, sessions[0]) if sessions else None
+
+
+def summary(imported: Imported) -> str:
+    """What an import did with the runs, in a sentence."""
+    added, kept = len(imported.added), len(imported.kept)
+    already = f", {kept} {'was' if kept == 1 else 'were'} here already" if kept else ""
+    return f"{added} run{'s' * (added != 1)} added{already}."

@@ -46,11 +46,11 @@ def press(at: AppTest, key: str) -> AppTest:
 class TestForm:
     @pytest.mark.parametrize("name", ["quick", "ten", "sweep"])
     def test_presets_make_what_the_page_then_shows(self, name):
-        preset = collecting.presets()[name]
+        preset = collecting.PRESETS[name]
         values = collecting.widgets_of(preset.config)
         runs = collecting.runs_of(values, list(preset.recipes), preset.config)
         assert [run.recipe for run in runs] == list(preset.recipes)
-        assert collecting.kept_beside(preset.config) == []
+        assert collecting.kept_options(preset.config) == []
         if name == "quick":
             assert runs == jobs.parse_runs(["quick", "mxfp8"])
         if name == "sweep":
@@ -60,7 +60,7 @@ class TestForm:
         base = jobs.parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
         (again,) = collecting.runs_of(collecting.widgets_of(base), [base.recipe], base)
         assert again == base
-        assert collecting.kept_beside(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
+        assert collecting.kept_options(base) == ["--operand-quant", "qk.forward.key=mxfp4"]
 
     def test_a_wrapped_command_is_the_same_command(self):
         odd = ["--skip-layers", "^(?!a --b)x|layer1"]

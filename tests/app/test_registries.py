@@ -6,8 +6,10 @@ import re
 from importlib import import_module
 
 import pytest
+from streamlit.material_icon_names import ALL_MATERIAL_ICONS
 
 from binade.app import style
+from binade.app.jobs import summary
 from binade.app.pages import registry, runs_page
 from binade.app.params import TITLES
 from binade.app.questions import registry as questions
@@ -16,6 +18,8 @@ from binade.app.questions.question import Question
 from binade.app.questions.registry import QUESTIONS
 from binade.app.questions.shared.rounded import about_format
 from binade.app.sessions import session
+from binade.collector.jobs.state import ADVICE
+from binade.collector.jobs.transitions import ENDED, State
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from binade.data.runs import STATES
@@ -73,6 +77,15 @@ def test_no_two_questions_share_a_place():
 def test_every_page_can_be_shown(page: registry.Page):
     assert page.title and page.icon.startswith(":material/")
     assert (callable(import_module(page.layout).page)) if page.layout else page.question
+
+
+@pytest.mark.parametrize("state", State)
+def test_every_state_of_a_job_has_a_badge_and_every_failure_advice(state: State):
+    color, icon = summary.BADGES[state]
+    assert icon.removeprefix(":material/").removesuffix(":") in ALL_MATERIAL_ICONS
+    failed = state in ENDED and state not in (State.DONE, State.CANCELLED)
+    assert color == "red" if failed else color in ("gray", "blue", "green", "orange")
+    assert (state in ADVICE) == failed
 
 
 def test_every_state_of_a_run_has_a_label():

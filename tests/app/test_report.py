@@ -31,8 +31,9 @@ from binade.app.report import contents, frozen, headless, hifp8, runs
 from binade.app.report.headless import Request
 from binade.app.report.painting import PaintError, Painters, sized, spec_of
 from binade.app.report.plates import Plate, axis_of, shown
-from binade.app.sessions import references, storage
 from binade.app.sessions import session as sessions
+from binade.app.sessions import storage
+from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin
 from binade.app.style import MEASURES
 from binade.app.theme import THEMES
@@ -373,7 +374,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, sign
     )
     view = sessions.View("explore", {"quant_type": ["mxfp8"]})
     with Catalog.open(root) as opened:
-        kept = references.refreshed(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
+        kept = refreshed(opened, sessions.new(f"Report {HOSTILE}", view, notes=notes, pins=pins))
         saved, _ = storage.save(root, kept)
     output = tmp_path / "draw"
     try:
@@ -631,7 +632,7 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
         with open(run.directory / "log.txt", "ab") as log:
             log.truncate(4 << 30)  # takes a while to pack
         with Catalog.open(root) as opened:
-            made = references.refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
+            made = refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
             saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
     process = subprocess.Popen(

@@ -17,7 +17,8 @@ from markdown_it import MarkdownIt
 
 from binade.app.pages.registry import PAGES
 from binade.app.params import TITLES
-from binade.app.sessions import comparison, notes, references, session, storage
+from binade.app.sessions import notes, session, storage
+from binade.app.sessions.pins import missing_runs
 from binade.app.sessions.session import Pin, RunReference, Session, SessionError, View
 
 pytestmark = pytest.mark.slow
@@ -230,12 +231,12 @@ def test_each_save_keeps_the_former(tmp_path: Path):
     second, number = storage.save(tmp_path, replace(first, name="renamed", notes="more"))
     assert number == 2 and storage.load(tmp_path, first.id).session == second
     assert storage.load(tmp_path, first.id, 1).session == first
-    assert [version.number for version in storage.history(tmp_path, first.id)] == [2, 1]
+    assert [version.number for version in storage.history(tmp_path, first.id)[0]] == [2, 1]
     storage.save(tmp_path, replace(first, notes="back again"))  # a former version, made the newest
     assert storage.load(tmp_path, first.id).number == 3
     other, _ = storage.save(tmp_path, session.new("another", VIEW))
     found, problems = storage.list_sessions(tmp_path)
-    assert [version.session.id for version in found if version.session] == [other.id, first.id] and not problems
+    assert [version.session.id for version in found] == [other.id, first.id] and not problems
     assert storage.delete(tmp_path, first.id) == 3
     assert [entry.name for entry in storage.folder(tmp_path).iterdir()] == [other.id]
     with pytest.raises(SessionError, match="There is no session"):
@@ -256,7 +257,7 @@ def test_writers_at_once_lose_nothing(tmp_path: Path):
     for writer in writers:
         writer.join()
     assert sorted(numbers) == list(range(1, 81))
-    kept = {version.session.notes for version in storage.history(tmp_path, one.id) if version.session}
+    kept = {version.session.notes for version in storage.history(tmp_path, one.id)[0]}
     assert kept == {f"{who}/{turn}" for who in range(8) for turn in range(10)}
     assert not [path for path in storage.folder(tmp_path).rglob("*") if path.name.startswith(".")]
 
@@ -268,7 +269,7 @@ def test_a_damaged_version_is_named_and_hides_no_other(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:100])
     found, problems = storage.list_sessions(tmp_path)
     assert not found and "Version 2" in problems[0]
-    assert [bool(version.problem) for version in storage.history(tmp_path, one.id)] == [True, False]
+    assert storage.history(tmp_path, one.id) == ([storage.load(tmp_path, one.id, 1)], problems)
     assert storage.load(tmp_path, one.id, 1).session == one
 
 
@@ -287,10 +288,10 @@ def test_what_cannot_be_saved_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_differences_are_told(tmp_path: Path):
     first = session.new("a", VIEW, pins=(Pin("worst", {}, "ranking", "look"), Pin("explore", {}, "qq")))
-    assert comparison.compare(first, first) == []
+    assert session.differences(first, first) == []
     changed = View("explore", {"quant_type": ["mxfp8", "mxfp4"], "law": ["laplace"]})
     second = replace(first, name="b", view=changed, pins=first.pins[:1], notes="new")
-    told = {one.what: (one.first, one.second) for one in comparison.compare(first, second)}
+    told = {one.what: (one.first, one.second) for one in session.differences(first, second)}
     assert told == {
         "Name": ("a", "b"),
         "Filter: quant type": ("mxfp8", "mxfp8, mxfp4"),
@@ -306,7 +307,7 @@ def test_differences_are_told(tmp_path: Path):
 def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     (tmp_path / "run.json").write_text("{}")
     one = session.new("n", VIEW, runs=(RunReference(name, "0" * 64),))
-    assert ["is not here" in problem for problem in references.missing_runs(tmp_path, one)] == [True]
+    assert ["is not here" in problem for problem in missing_runs(tmp_path, one)] == [True]
 
 
 HALF = 25_000

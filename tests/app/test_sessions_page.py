@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from binade.app.report import sessions as report
-from binade.app.sessions import bundles, references, session, storage
+from binade.app.sessions import pins, session, storage
 from binade.app.sessions.pins import draw
 from binade.app.sessions.session import Pin, RunReference, View
 from binade.cli import main
@@ -30,7 +30,7 @@ def root(collected: Path, tmp_path: Path) -> Path:
 
 def saved(root: Path, name: str = "A finding", **more) -> session.Session:
     with Catalog.open(root) as catalog:
-        marked = references.refreshed(catalog, session.new(name, VIEW, **more))
+        marked = pins.refreshed(catalog, session.new(name, VIEW, **more))
     return storage.save(root, marked)[0]
 
 
@@ -46,7 +46,7 @@ def press(at, label: str, nth: int = 0):
 
 def latest(root: Path) -> session.Session:
     (version,), problems = storage.list_sessions(root)
-    assert version.session and not problems
+    assert not problems
     return version.session
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     with Catalog.open(root) as catalog:
         view = View("explore")
         wanted = session.new("All of it", view, pins=(Pin("explore", {}, "histogram"),))
-        one, _ = storage.save(root, references.refreshed(catalog, wanted))
+        one, _ = storage.save(root, pins.refreshed(catalog, wanted))
         seen = draw(catalog, one.pins[0]).figures[0]
     (tmp_path / late.name).rename(late)
     at = visit(root, "overview", session=one.id)
@@ -102,10 +102,10 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     at.text_area[0].set_value("a word")
     press(rerun(at), "Save")
     now = storage.load(root, one.id).session
-    assert now and now.notes == "a word" and now.run_ids == one.run_ids  # a note brings no run in
+    assert now.notes == "a word" and now.run_ids == one.run_ids  # a note brings no run in
     with Catalog.open(root) as catalog:
-        written = bundles.export(catalog, now, tmp_path / "b.zip")
-        assert len(references.refreshed(catalog, wanted).runs) == 4
+        written = storage.export_bundle(catalog, now, tmp_path / "b.zip")
+        assert len(pins.refreshed(catalog, wanted).runs) == 4
         pinned = next(report.parts(catalog, now, "")).plates[0].figure
     assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
     at = press(visit(root, "overview", session=one.id), "Save session")  # the page as it is now, with the late run
@@ -145,7 +145,7 @@ def test_a_save_elsewhere_meanwhile_is_said_and_kept(visit: Visit, root: Path):
     at.text_area[0].set_value("ours")
     at = press(rerun(at), "Save")
     assert "saved elsewhere since" in words(at)
-    assert [v.session.notes for v in storage.history(root, one.id) if v.session] == ["ours", "theirs", ""]
+    assert [version.session.notes for version in storage.history(root, one.id)[0]] == ["ours", "theirs", ""]
 
 
 def test_comparing_and_deleting(visit: Visit, root: Path):
@@ -217,12 +217,13 @@ def test_a_damaged_session_is_named(visit: Visit, root: Path):
 def test_a_session_goes_to_another_root_with_its_runs(root: Path, tmp_path: Path):
     one = saved(root, pins=(Pin("tensor", {"view": ["why"], "recipe": ["mxfp4"]}, "codebook"),))
     with Catalog.open(root) as catalog:
-        written = bundles.export(catalog, one, tmp_path / "a.zip")
+        written = storage.export_bundle(catalog, one, tmp_path / "a.zip")
     assert (written.runs, written.with_values) == (2, 1)  # the tensor's run, and the bf16 run it may be held against
-    taken, session_, number = bundles.import_bundle(tmp_path / "other", tmp_path / "a.zip")
-    assert len(taken.added) == 2 and session_ and number == 1
-    assert references.missing_runs(tmp_path / "other", session_) == []
-    assert bundles.import_bundle(tmp_path / "other", tmp_path / "a.zip")[2] == 1  # again: nothing new
+    taken, version = storage.import_bundle(tmp_path / "other", tmp_path / "a.zip")
+    assert len(taken.added) == 2 and version and version.number == 1
+    session_ = version.session
+    assert pins.missing_runs(tmp_path / "other", session_) == []
+    assert storage.import_bundle(tmp_path / "other", tmp_path / "a.zip")[1] == version  # again: nothing new
     with Catalog.open(root) as ours, Catalog.open(tmp_path / "other") as theirs:
         here, there = (draw(catalog, session_.pins[0]) for catalog in (ours, theirs))
     assert here.figures[0].table.equals(there.figures[0].table) and len(here.figures) == 1

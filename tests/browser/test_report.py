@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page
 
-from binade.app.sessions import references, storage
 from binade.app.sessions import session as sessions
-from binade.app.sessions.pins import draw
+from binade.app.sessions import storage
+from binade.app.sessions.pins import draw, refreshed
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from tests.app import roots
@@ -129,7 +129,7 @@ def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], 
     pins = (Pin("explore", {"quant_type": ["mxfp4"], "by": ["layer_index"]}, "histogram", "Layer **by** layer"),)
     with Catalog.open(root) as opened:
         kept = sessions.new("It travels", sessions.View("worst", {"view": ["board"]}), notes="**Look** here", pins=pins)
-        storage.save(root, references.refreshed(opened, kept))
+        storage.save(root, refreshed(opened, kept))
         table = draw(opened, pins[0]).figures[0].table
     with serving(root) as address:
         page = visit("/", base=address)

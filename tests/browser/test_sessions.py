@@ -85,7 +85,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     link = page.locator("[data-testid=stCode]").get_by_text("?session=").inner_text().strip()
 
     (version,), problems = storage.list_sessions(own_root)
-    assert not problems and version.session and link == f"{served}/?session={version.session.id}"
+    assert not problems and link == f"{served}/?session={version.session.id}"
     assert [one.chart for one in version.session.pins] == ["histogram", "depth"]
     assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
 

@@ -8,16 +8,15 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import follow, plain, write
+from binade.app.address import plain, write
 from binade.app.figure import Drawn
-from binade.app.filters import sidebar
 from binade.app.formatting import big, bytes_text
-from binade.app.params import TITLES
+from binade.app.params import TITLES, Params
 from binade.app.questions.distribution import question
 from binade.app.questions.distribution.question import AXES, GROUPINGS, MAX_SELECTED
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.laws import LAWS
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 from binade.data.text import one_line
@@ -42,11 +41,8 @@ def _error_columns(of_what: str = "") -> dict[str, Any]:
     }
 
 
-@catalog_page("Explore")
-def page(opened: Catalog) -> None:
-    params = question.params(opened)
-    follow(opened, "explore", params)
-    where = sidebar(opened)
+@view_page("explore", "Explore", question.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
     totals = opened.totals(where)
     _totals(totals, where)
     rows = opened.tensors(where, limit=MAX_ROWS)

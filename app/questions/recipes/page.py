@@ -9,12 +9,12 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import follow, plain, write
-from binade.app.filters import sidebar
+from binade.app.address import plain, write
+from binade.app.params import Params
 from binade.app.questions.recipes import question
 from binade.app.questions.recipes.question import NAMES, VIEWS
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
-from binade.app.state import catalog_page
+from binade.app.state import view_page
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -23,11 +23,8 @@ from binade.data.tensor_kinds import label_of
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 
 
-@catalog_page("Recipes")
-def page(opened: Catalog) -> None:
-    params = question.params(opened)
-    follow(opened, "recipes", params)
-    where = sidebar(opened)
+@view_page("recipes", "Recipes", question.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
     st.caption(NOTE)
     view = st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name])
     table = runs_with_reference(question.runs_of(opened, where), opened.parts())

@@ -99,7 +99,7 @@ def test_choices_are_those_of_the_declaration(name):
 
 def test_the_form_has_the_options_with_a_label():
     labelled = {name for name, each in OPTIONS.items() if each.option.label}
-    assert set(collecting.FIELDS) | {"max_bytes"} == labelled
+    assert set(collecting.FIELDS) == labelled
 
 
 @pytest.mark.parametrize("path", COMMANDS)
