@@ -1,10 +1,10 @@
-"""Instrumenting a model that somebody else's program builds: Megatron-LM's pretrain() is given a function for that."""
+"""Instruments a model that another program builds: Megatron-LM's pretrain() takes a function that builds the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ def instrument_provider(
     scores: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[Provider]:
-    """The provider, but what it builds is instrumented, and recorded as a run that begins with the first model built
-    and ends with this context. Called several times (a virtual pipeline's chunks), all of it is one run.
+    """The provider, wrapped: the models that it builds are instrumented and recorded as one run, which begins with the
+    first model (of a virtual pipeline's chunks) and ends with this context.
 
     recipe, options              as `instrument` takes them; the environment's CUSTOM_QUANT_TYPE if none is given
     root, config, scores         as Recorder takes them
@@ -39,32 +39,25 @@ def instrument_provider(
     Raises what `instrument` and Recorder raise, from the provider's call. Every rank calls it.
     """
     given = {"model": "megatron"} | (config or {})
+    start = partial(Recorder, root, config=given, scores=scores, iterations=iterations, micro_batches=micro_batches)
     recorder: Recorder | None = None
-    over: SystemExit | None = None
-    with ExitStack() as running:
+    success: SystemExit | None = None
+    with ExitStack() as contexts:
 
         @wraps(provider)
         def build(*args: Any, **kwargs: Any) -> nn.Module:
             nonlocal recorder
             model = provider(*args, **kwargs)
             if recorder is None:
-                made = Recorder(
-                    root,
-                    label=str(given["model"]),
-                    config=given,
-                    iterations=iterations,
-                    micro_batches=micro_batches,
-                    scores=scores,
-                )
-                recorder = running.enter_context(made)
-            running.enter_context(instrument(model, recipe, recorder, **options))
+                recorder = contexts.enter_context(start(label=str(given["model"])))
+            contexts.enter_context(instrument(model, recipe, recorder, **options))
             return model
 
         try:
             yield build
-        except SystemExit as end:  # how Megatron-LM ends at its exit interval
-            if end.code:
+        except SystemExit as error:  # Megatron-LM exits so at its exit interval: the run is complete
+            if error.code:
                 raise
-            over = end
-    if over is not None:
-        raise over
+            success = error
+    if success is not None:
+        raise success

@@ -1,4 +1,4 @@
-"""A Recorder writes a run: the tensors that `instrument` shows it, and those that `record` is called with.
+"""A Recorder writes a run: the tensors of an instrumented model, and those that `record` is called with.
 
 A tensor of a GEMM is recorded before quantization, with the error that quantization made. Its statistics, sketch and
 scores are computed at once, on its device; its values are copied while the byte budget lasts. A thread writes files and
@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -55,19 +55,14 @@ def saving_enabled() -> bool:
     return SWITCH[word.lower()]
 
 
+Pass = tuple[Site, Moment]  # a layer's forward pass
+# A row to be published: the pass and the file of its tensor, and the function that makes the row, given whether that
+# pass was recomputed.
+Captured = tuple[Pass, Path | None, Callable[[bool], TensorRow]]
+
+
 class RecorderError(RuntimeError):
     """A Recorder is used while it has no run, or entered while it has one."""
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """A tensor whose row is to be published: its file, its forward pass, and what makes the row, given whether that
-    pass was recomputed."""
-
-    path: Path | None
-    site: Site
-    moment: Moment
-    row: Callable[[bool], TensorRow]
 
 
 class Recorder:
@@ -141,9 +136,9 @@ class Recorder:
         self._first: int | None = None
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
-        self._recomputed: set[tuple[Site, Moment]] = set()
+        self._recomputed: set[Pass] = set()
         self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
-        self._captured: list[_Captured] = []
+        self._captured: list[Captured] = []
         self._count = 0
 
     @property
@@ -158,7 +153,7 @@ class Recorder:
             return self
         if self.entered:
             raise RecorderError("this Recorder is recording a run already: leave it first, or make another")
-        if self._writer:  # of the run before
+        if self._writer:  # of the previous run
             self._reset()
         ranks = self.ranks
         if ranks.rank == 0:
@@ -192,7 +187,7 @@ class Recorder:
         failure = failure or later
         if error is None and failure is None:
             try:
-                self.ranks.wait()  # for what the others have still to write
+                self.ranks.wait()  # until the others have written their rows
             except PeerLostError as lost:
                 failure = lost
         cause = error or failure
@@ -238,18 +233,18 @@ class Recorder:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
         if self.paused or not self.enabled:
             return True
-        if self.positioned or self._first is None or self.iterations is None:
-            return False
-        return self.iteration - self._first >= self.iterations
+        return not self.positioned and self._first is not None and self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether all iterations that are to be recorded were."""
+        return self.iterations is not None and self.iteration - (self._first or 0) >= self.iterations
 
     def moment(self) -> Moment:
         """The current iteration and micro-batch, and whether they are recorded."""
         recording = self.recording and self.enabled and not self.paused
         if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
-            recording = (self.iterations is None or self.iteration - self._first < self.iterations) and (
-                self.micro_batches is None or self.micro_batch < self.micro_batches
-            )
+            recording = not self._is_over() and (self.micro_batches is None or self.micro_batch < self.micro_batches)
         return Moment(self.iteration, self.micro_batch, recording)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
@@ -304,10 +299,9 @@ class Recorder:
         seen = Observed(name, tensor.detach(), dim=axis)
         self._record(seen, identity, moment, formats, None if dim is None else axis, Shard())
 
-    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment | None = None) -> Tap | None:
-        """The observer of one call of one product, at that moment or now; None while nothing is recorded."""
-        now = moment or self.moment()
-        if not now.recording:
+    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment) -> Tap | None:
+        """The observer of one call of one product at that moment; None if that is not recorded."""
+        if not moment.recording:
             return None
         site = layer.site
 
@@ -324,7 +318,7 @@ class Recorder:
                 )
             identity = self._identity(
                 site,
-                now,
+                moment,
                 quant_type=part.quant_type_of(kind.operand),
                 layer_type=kind.layer_type,
                 component=kind.component,
@@ -334,7 +328,7 @@ class Recorder:
             )
             is_operand = kind.contracted_axis is not None
             scores, axis = (self.scores, seen.dim) if is_operand else ((), None)
-            self._record(seen, identity, now, scores, axis, layer.shard(seen.name))
+            self._record(seen, identity, moment, scores, axis, layer.shard(seen.name))
 
         return observe
 
@@ -398,7 +392,7 @@ class Recorder:
             )
 
         site = Site(identity.layer_index or 0, identity.module or "", identity.expert)
-        self._captured.append(_Captured(path, site, moment, row))
+        self._captured.append(((site, moment), path, row))
 
     def _save(
         self, x: Tensor, identity: Identity, summary: Callable[[], Summary], fmt: str | None, captured: datetime
@@ -432,23 +426,21 @@ class Recorder:
         }
         info = {"shape": list(x.shape), "dtype": str(x.dtype), "device": str(x.device)}
 
-        def about() -> tuple[dict[str, Any], dict[str, Any]]:
-            found = summary()
-            return metadata, info | {key: getattr(found, key) for key in ("min", "max", "mean", "std")}
+        def description() -> tuple[dict[str, Any], dict[str, Any]]:
+            return metadata, info | {key: getattr(summary(), key) for key in ("min", "max", "mean", "std")}
 
         relative = Path("tensors", str(i.quant_type), name)
-        return relative if self._writing.offer(relative, x, about) else None
+        return relative if self._writing.offer(relative, x, description) else None
 
     def _publish(self) -> None:
-        """Queue the captured rows as a segment, and the run's progress. Raises what an earlier write did."""
+        """Queue the captured rows as a segment, and the run's progress. Raises the error of an earlier write."""
         if not self.entered:
             return
         captured, self._captured = self._captured, []
-        again = self._recomputed
-        self._recomputed = {each for each in again if each[1].iteration >= self.iteration}
+        rows = [Pending(path, partial(row, each in self._recomputed)) for each, path, row in captured]
+        self._recomputed = {(site, moment) for site, moment in self._recomputed if moment.iteration >= self.iteration}
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
-        rows = [Pending(each.path, partial(each.row, (each.site, each.moment) in again)) for each in captured]
         self._writing.publish(rows, **done)
 
 

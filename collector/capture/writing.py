@@ -1,13 +1,13 @@
-"""What is recorded, written behind the training step: tensor files within a byte budget, then the segment that names
-them. One thread does it, in the order in which it was asked for.
+"""Writes a run in the background while training continues: tensor files within a byte budget, then the segment that
+names them. One thread works through a queue of tasks, in order.
 
 A tensor's values are copied at once: on a GPU to pinned memory without waiting; the thread waits for the copy, and for
-the statistics that a file or row needs. Who offers faster than the disk takes waits once IN_FLIGHT bytes are on their
-way. A failure is raised by the next call.
+the statistics that a file or row needs. Callers block once IN_FLIGHT bytes are queued. A failure is raised by the next
+call.
 
-Ctrl-C can end the training loop between any two steps of Python, and a lock that it leaves taken there is taken for
-good. The conditions, events and futures of the standard library are written in Python; so between the two threads there
-are only a queue and locks that C takes and gives back, and what one thread alone writes.
+Ctrl-C can interrupt the training loop between any two instructions of Python, and a lock held at that moment is never
+released. The conditions, events and futures of the standard library are written in Python; so the two threads share
+only a queue and locks that are acquired and released in C, and variables that only one of them writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import atexit
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -31,7 +31,7 @@ from binade.data.store import encode, write_atomic
 
 # What a file takes beyond its values, at most: torch's zip archive and the description.
 OVERHEAD = 1 << 13
-# Values waiting to be written; who offers more waits until there is room.
+# Values waiting to be written; callers that offer more block until there is room.
 IN_FLIGHT = 1 << 30
 
 Description = Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # metadata and tensor_info
@@ -39,24 +39,17 @@ Description = Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # metadata an
 
 @dataclass(frozen=True)
 class Pending:
-    """A row to come: the file that it names, if any, relative to the run; and what makes it, once that is written."""
+    """A row to be published: the file that it names, if any, relative to the run; and the function that makes the row
+    once the file is written."""
 
     path: Path | None
     row: Callable[[], TensorRow]
 
 
-def _taken() -> Lock:
+def _acquired() -> Lock:
     lock = Lock()
     lock.acquire()
     return lock
-
-
-@dataclass(frozen=True, eq=False)
-class _OnWay:
-    """Values on their way to a file. `lock` is given back once they are there, or were refused."""
-
-    nbytes: int
-    lock: Lock = field(default_factory=_taken)
 
 
 class Writing:
@@ -65,88 +58,83 @@ class Writing:
     def __init__(self, writer: RunWriter, max_bytes: int) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
-        self._on_way: list[_OnWay] = []
-        self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Bytes of each queued file, and a lock that is released once it is written or was refused.
+        self._queued: list[tuple[int, Lock]] = []
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
-        # The thread's own from here on.
+        # Only the thread writes the following.
         self._bytes = 0
         self._published = 0
         self._without_values = 0
-        self._unnamed: set[Path] = set()  # written, and in no row so far
+        self._unnamed: set[Path] = set()  # written, and not in a row yet
         self._thread = Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
-        atexit.register(self._end)  # who never closes this is not to lose what was asked for
+        atexit.register(self._end)  # without `close`, the queued tasks are still done
 
     def offer(self, relative: Path, x: Tensor, describe: Description) -> bool:
-        """Have x written as <run>/relative; False if it would not fit the budget. Raises an earlier failure."""
+        """Queue x to be written as <run>/relative; False if it would exceed the budget. Raises an earlier failure."""
         self._raise()
         nbytes = x.numel() * x.element_size()
         while True:
-            on_way = self._on_way = [each for each in self._on_way if each.lock.locked()]
-            on_way_bytes = sum(each.nbytes for each in on_way)
+            queued = self._queued = [(size, lock) for size, lock in self._queued if lock.locked()]
+            queued_bytes = sum(size for size, _ in queued)
             # A file that takes less than was reserved for it leaves room for the next.
-            fits = self._bytes + on_way_bytes + nbytes + (len(on_way) + 1) * OVERHEAD <= self._max_bytes
-            if fits and (not on_way or on_way_bytes + nbytes <= IN_FLIGHT):
+            fits = self._bytes + queued_bytes + nbytes + (len(queued) + 1) * OVERHEAD <= self._max_bytes
+            if fits and (not queued or queued_bytes + nbytes <= IN_FLIGHT):
                 break
-            if not on_way:
+            if not queued:
                 return False
-            on_way.pop(0).lock.acquire()
+            queued.pop(0)[1].acquire()
         copy, arrived = _copy(x)
-        own = _OnWay(nbytes)
-        self._asked.put(lambda: self._file(relative, copy, arrived, describe, own.lock))
-        self._on_way.append(own)
+        lock = _acquired()
+        self._tasks.put(lambda: self._file(relative, copy, arrived, describe, lock))
+        self._queued.append((nbytes, lock))
         return True
 
     def publish(self, pending: Sequence[Pending], **status: Any) -> None:
-        """Have the rows whose files were offered published as a segment, and the run's status say so, with what else it
-        is to say. Raises an earlier failure."""
+        """Queue rows, whose files were offered, to be published as a segment, and the run's status to be updated, also
+        with `status`. Raises an earlier failure."""
         rows = list(pending)
-        self._asked.put(lambda: self._segment(rows, status))
+        self._tasks.put(lambda: self._segment(rows, status))
         self._raise()
 
     def settle(self) -> None:
-        """Wait until all that was asked for is done. Raises a failure that has not been raised."""
-        turn = _taken()
-        self._asked.put(turn.release)
-        turn.acquire()
+        """Wait until all queued tasks are done. Raises a failure that has not been raised."""
+        done = _acquired()
+        self._tasks.put(done.release)
+        done.acquire()
         self._raise()
 
     def close(self) -> Exception | None:
-        """Wait for all, delete files that no row names and end the thread; a failure that has not been raised."""
+        """Finish all tasks, delete files that no row names and end the thread. Returns a failure that has not been
+        raised."""
         self._end()
         atexit.unregister(self._end)
         return self._failures.popleft() if self._failures else None
 
     def _end(self) -> None:
-        self._asked.put(None)
+        self._tasks.put(None)
         self._thread.join()
 
     def _raise(self) -> None:
-        """The first failure speaks for those that followed it."""
+        """Raise the first failure; those that followed it are dropped."""
         if self._failures:
             first = self._failures[0]
             self._failures.clear()
             raise first
 
-    # In the thread from here on.
+    # The thread runs the methods below.
 
     def _work(self) -> None:
-        while self._attend():
-            pass
+        for task in iter(self._tasks.get, None):
+            self._attempt(task)
+            del task  # it holds the tensor's values
         if self._unnamed:
             self._attempt(lambda: self._drop(set(self._unnamed)))
-            self._attempt(self._tell)
-
-    def _attend(self) -> bool:
-        """Wait for the next thing asked for and do it, if there is more to come; then nothing holds its values."""
-        asked = self._asked.get()
-        if asked is None:
-            return False
-        self._attempt(asked)
-        return True
+            self._attempt(self._update_status)
 
     def _attempt(self, task: Callable[[], None]) -> bool:
-        """Do it; a failure is carried to the training loop, whatever it is."""
+        """Whether the task succeeded; any failure is raised in the training loop later."""
         try:
             task()
         except Exception as error:
@@ -175,9 +163,9 @@ class Writing:
             self._without_values += sum(each.path is None for each in kept)
         else:
             self._drop(named)
-        self._tell(**status)
+        self._update_status(**status)
 
-    def _tell(self, **status: Any) -> None:
+    def _update_status(self, **status: Any) -> None:
         counts = {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
         self._writer.update(**counts, **status)
 
@@ -189,14 +177,14 @@ class Writing:
         """Delete files that no row will name."""
         for relative in paths:
             self._unnamed.discard(relative)
-            with suppress(FileNotFoundError):  # somebody deleted it first
+            with suppress(FileNotFoundError):  # another process deleted it
                 path = self._writer.directory / relative
                 self._bytes -= path.stat().st_size
                 path.unlink()
 
 
 def _copy(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
-    """x on the host in memory of its own, and what to call before it is read."""
+    """A copy of x on the host, and a function to call before the copy is read."""
     if x.device.type != "cuda":
         return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), lambda: None
     x = x.detach().contiguous()

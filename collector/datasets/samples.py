@@ -75,12 +75,7 @@ class TokenRow:
 
     def take(self, length: int) -> np.ndarray:
         """The next tokens, int64 [length]. Raises DataError if the documents have none."""
-        taken = np.empty(length, dtype=np.int64)
-        filled = 0
-        for piece in self._pieces(length):
-            taken[filled : filled + len(piece)] = piece
-            filled += len(piece)
-        return taken
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._pieces(length)])
 
     def skip(self, length: int) -> None:
         for _ in self._pieces(length):

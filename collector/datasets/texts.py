@@ -18,7 +18,7 @@ import time
 import weakref
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -53,9 +53,8 @@ def open_texts(source: Source) -> Texts:
     (path,) = source.paths
     try:
         state = path.stat()
-        if time.time_ns() - state.st_mtime_ns < SETTLED:
-            return _scan(source)
-        return _scanned(source, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
+        scan = _scan.__wrapped__ if time.time_ns() - state.st_mtime_ns < SETTLED else _scan
+        return scan(source, (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns))
     except (OSError, EOFError, zlib.error, pa.ArrowException, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG):
             raise ConfigError(
@@ -66,12 +65,8 @@ def open_texts(source: Source) -> Texts:
 
 
 @lru_cache(maxsize=1)
-def _scanned(source: Source, state: tuple[int, ...]) -> Texts:
+def _scan(source: Source, state: tuple[int, ...]) -> Texts:
     """state identifies the version of the file in the cache."""
-    return _scan(source)
-
-
-def _scan(source: Source) -> Texts:
     kind = ParquetTexts if source.format == "parquet" else JsonLines
     texts = kind(source)
     if texts.bounds[-1] == 0:
@@ -79,20 +74,12 @@ def _scan(source: Source) -> Texts:
     return texts
 
 
-class _Digest:
-    """SHA-256 of texts joined by NUL."""
-
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-        self._between = b""
-
-    def add(self, text: str) -> None:
-        self._sha.update(self._between)
-        self._sha.update(text.encode())
-        self._between = b"\0"
-
-    def hexdigest(self) -> str:
-        return self._sha.hexdigest()
+def _digest(texts: Iterable[str]) -> str:
+    """SHA-256 of the texts, joined by NUL."""
+    sha = hashlib.sha256()
+    for number, text in enumerate(texts):
+        sha.update(b"\0" * (number > 0) + text.encode())
+    return sha.hexdigest()
 
 
 class ListedTexts:
@@ -101,10 +88,7 @@ class ListedTexts:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = list(texts)
         self.bounds = np.array([0, len(self._texts)])
-        digest = _Digest()
-        for text in self._texts:
-            digest.add(text)
-        self.digest = digest.hexdigest()
+        self.digest = _digest(self._texts)
 
     def text(self, index: int) -> str:
         return self._texts[index]
@@ -118,19 +102,22 @@ class JsonLines:
         (path,) = source.paths
         self._file = _unpacked(path) if source.format == "jsonl.gz" else open(path, "rb")  # noqa: SIM115  (see below)
         weakref.finalize(self, self._file.close)
-        digest, starts, position = _Digest(), array("q"), 0
+        self._starts = array("q")
+        self.digest = _digest(self._scan())
+        self.bounds = np.array([0, len(self._starts)])
+
+    def _scan(self) -> Iterator[str]:
+        """All texts. Notes where each starts."""
+        position = 0
         for number, line in enumerate(self._file, 1):
             if line.strip():
-                digest.add(_text(line, f"dataset {source.name}, line {number}"))
-                starts.append(position)
+                yield _text(line, f"dataset {self._name}, line {number}")
+                self._starts.append(position)
             position += len(line)
-        self._starts = np.frombuffer(starts, dtype=np.int64) if starts else np.empty(0, dtype=np.int64)
-        self.bounds = np.array([0, len(starts)])
-        self.digest = digest.hexdigest()
 
     def text(self, index: int) -> str:
         """Raises DataError if the file has changed."""
-        start = int(self._starts[index])
+        start = self._starts[index]
         self._file.seek(start)
         try:
             return _text(self._file.readline(), f"dataset {self._name}, byte {start}")
@@ -187,10 +174,7 @@ class ParquetTexts:
         self.bounds = np.cumsum([0, *rows])
         self._group = -1
         self._column = pa.chunked_array([], pa.string())
-        digest = _Digest()
-        for index in range(sum(rows)):
-            digest.add(self._read(index))
-        self.digest = digest.hexdigest()
+        self.digest = _digest(map(self._read, range(sum(rows))))
 
     def text(self, index: int) -> str:
         """Raises DataError if the file has changed."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -21,66 +22,60 @@ END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>",
 CONFIG_FILE = "tokenizer_config.json"
 
 
-class Tokenizer(Protocol):
-    """size is the largest id + 1, end the id that follows each document, sha256 the digest of the tokenizer's file."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """size is the largest id + 1, end the id that follows each document, sha256 the digest of the tokenizer's file.
+
+    encode gives the ids of a text, without special tokens, truncation or padding. It raises DataError for a text that
+    the vocabulary cannot spell.
+    """
 
     name: str
     size: int
     end: int | None
     sha256: str | None
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-
-class ByteTokenizer:
-    """A token is a UTF-8 byte."""
-
-    name = BYTE
-    size = END_OF_DOCUMENT + 1
-    end: int | None = END_OF_DOCUMENT
-    sha256: str | None = None
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), dtype=np.uint8)
+    encode: Callable[[str], np.ndarray]
 
 
-class FileTokenizer:
-    """A tokenizer.json. Texts are encoded as they are, without special tokens, truncation or padding."""
+def _encode_bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
 
-    def __init__(self, path: Path) -> None:
-        import tokenizers  # an extra: bytes need no library
 
-        self.name = str(path)
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ConfigError(f"tokenizer {path} is not a tokenizer.json of Hugging Face: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not vocabulary:
-            raise ConfigError(f"tokenizer {path} has an empty vocabulary: train it first")
-        self.size = max(vocabulary.values()) + 1
-        self.end = _end_token(vocabulary, path.parent / CONFIG_FILE)
-        self.sha256: str | None = hashlib.sha256(content).hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        """Raises DataError for a text that the vocabulary cannot spell."""
-        try:
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"tokenizer {self.name} cannot encode {text[:40]!r}: {error}") from error
-        return np.array(ids, dtype=np.int64)
+BYTES = Tokenizer(BYTE, END_OF_DOCUMENT + 1, END_OF_DOCUMENT, None, _encode_bytes)
 
 
 def open_tokenizer(name: str) -> Tokenizer:
     """The tokenizer with this name or path. Raises ConfigError."""
     path = find_tokenizer(name)
-    return ByteTokenizer() if path is None else FileTokenizer(path)
+    return BYTES if path is None else _read_tokenizer(path)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    import tokenizers  # an extra: bytes need no library
+
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"tokenizer {path} cannot be read: {error}") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise ConfigError(f"tokenizer {path} is not a tokenizer.json of Hugging Face: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise ConfigError(f"tokenizer {path} has an empty vocabulary: train it first")
+
+    def encode(text: str) -> np.ndarray:
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"tokenizer {path} cannot encode {text[:40]!r}: {error}") from error
+        return np.array(ids, dtype=np.int64)
+
+    end = _end_token(vocabulary, path.parent / CONFIG_FILE)
+    return Tokenizer(str(path), max(vocabulary.values()) + 1, end, hashlib.sha256(content).hexdigest(), encode)
 
 
 def _end_token(vocabulary: dict[str, int], config: Path) -> int | None:

@@ -14,11 +14,12 @@ import fcntl
 import json
 import os
 import re
+import signal
 import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from binade.collector.training.config import ConfigError
 from binade.collector.training.memory import available_host_memory
 from binade.data.access import check_writable
 from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
+from binade.data.json_files import parse_json
 from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
 from binade.data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
@@ -52,15 +54,22 @@ PICKLE = "a pickle can run any code when it is opened: it never is"
 
 
 @dataclass(frozen=True)
-class Job:
-    """A file to read: path is absolute, name relative to the imported directory. room: see `data.foreign.opened`; alone
-    says that no other file is read meanwhile, so that there will not be more room later."""
+class File:
+    """A tensor file as it was found: an absolute path, and a name relative to the imported directory."""
 
-    number: int
     path: str
     name: str
     size: int
     mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A file to read. room: see `data.foreign.opened`; alone says that no other file is read meanwhile, so that there
+    will not be more room later."""
+
+    number: int
+    file: File
     run_id: str
     scores: tuple[str, ...]
     room: int | None = None
@@ -82,7 +91,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Read:
-    """What came of a file. later: there was no memory for it beside the others."""
+    """The result of reading a file. later: there was no memory for it besides the others."""
 
     rows: list[TensorRow] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -92,19 +101,19 @@ class Read:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of files.jsonl: an imported file and its tensors."""
+    """A line of files.jsonl: an imported file, its tensors, and the keys of it that were refused, with the reasons."""
 
     file: str
     size: int
     mtime_ns: int
     tensors: tuple[str, ...]
     version: str | None
-    refused: tuple[tuple[str, str], ...] = ()  # keys of it, with reasons
+    refused: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import came to: tensors and files added, files that were known, files added by version, and what was
+    """What an import did: tensors and files added, files that were known, files added by version, and what was
     refused."""
 
     run_id: str
@@ -127,22 +136,21 @@ def read_file(job: Job) -> Read:
     """The rows of one file; what cannot be used is refused with a reason. Runs in a process of its own."""
     torch.set_num_threads(1)
     rows, refused, version = [], [], None
+    path, name = Path(job.file.path), job.file.name
     try:
-        with opened(Path(job.path), job.room) as tensors:
+        with opened(path, job.room) as tensors:
             for number, found in enumerate(tensors):
                 if found.tensor is None or found.dtype is None:
-                    refused.append(Refusal(job.name, found.refused or "it has no tensor", found.key))
+                    refused.append(Refusal(name, found.refused or "it has no tensor", found.key))
                     continue
-                log = interpret(Path(job.path), found.metadata, found.key)
+                log = interpret(path, found.metadata, found.key)
                 version = log.version
                 tensor_id = f"f{job.number:07d}" + (f"-{number}" if found.key is not None else "")
                 rows.append(_row(job, tensor_id, found, found.tensor, found.dtype, log))
-    except TooLargeError as error:
-        return Read(refused=[Refusal(job.name, str(error))], later=not job.alone)
-    except TensorFileError as error:
-        return Read(refused=[Refusal(job.name, str(error))])
-    except MemoryError:
-        return Read(refused=[Refusal(job.name, "there is not enough memory to read it")], later=not job.alone)
+    except (TensorFileError, MemoryError) as error:
+        reason = "there is not enough memory to read it" if isinstance(error, MemoryError) else str(error)
+        no_memory = isinstance(error, (TooLargeError, MemoryError))
+        return Read(refused=[Refusal(name, reason)], later=no_memory and not job.alone)
     return Read(rows, refused, version)
 
 
@@ -170,7 +178,7 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
         shape=tuple(x.shape),
         dtype=dtype,
         nbytes=x.numel() * (8 if dtype == "float64" else x.element_size()),
-        path=job.path,
+        path=job.file.path,
         contracted_axis=axis,
         summary=summarize(x),
         scores={name: score(x, name, -1 if axis is None else axis) for name in scores},
@@ -208,18 +216,21 @@ def import_logs(
     config = {"kind": IMPORT, "source": str(source), "scores": list(scores), "command": command}
     with _locked(root, config) as writer, open(writer.directory / "log.txt", "ab", buffering=0) as log:
 
-        def tell(line: str) -> None:
+        def note(line: str) -> None:
             log.write(f"{time.strftime('%H:%M:%S')} {line}\n".encode())
+
+        def report(line: str) -> None:
+            note(line)
             say(line)
 
         try:
-            task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, tell, progress)
+            task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
             task.run(found)
         except BaseException as error:
-            if writer.status.state == RUNNING:  # not even begun
+            if writer.status.state == RUNNING:  # it failed before `run`
                 writer.finish(FAILED, str(error))
             with suppress(OSError):  # a full disk must not hide what happened
-                log.write(f"{time.strftime('%H:%M:%S')} ended early: {type(error).__name__}: {error}\n".encode())
+                note(f"ended early: {type(error).__name__}: {error}")
             raise
     return task.result(time.monotonic() - start)
 
@@ -238,73 +249,57 @@ def _checked(source: Path, root: Path) -> Path:
     return source
 
 
-@dataclass(frozen=True)
-class File:
-    """A tensor file as it was found; name is relative to the imported directory."""
-
-    path: str
-    name: str
-    size: int
-    mtime_ns: int
-
-
 def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
-    """The tensor files under a directory, in the order of their names, and all else with the reason why it is none.
+    """The tensor files under a directory in the order of their names, and the refusals of all other files.
 
-    Links are not followed: what they lead to in the directory is found by itself, the rest lies out of it. The root of
-    the runs is passed over.
+    Links are not followed: their targets in the directory are found anyway, others lie outside of it. The root of the
+    runs is left out.
     """
     files: list[File] = []
     refused: list[Refusal] = []
-    stack = [str(source)]
     ours = str(root.resolve())
     prefix = len(os.path.join(source, ""))
-    while stack:
-        directory = stack.pop()
-        below = []
-        try:
-            entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
-        except OSError as error:
-            refused.append(
-                Refusal(_shown(directory[prefix:] or "."), f"cannot be listed: {(error.strerror or '').lower()}")
-            )
-            continue
+
+    def refuse(path: str, reason: str) -> None:
+        refused.append(Refusal(path[prefix:].encode(errors="backslashreplace").decode() or ".", reason))
+
+    def refuse_listing(error: OSError) -> None:
+        refuse(error.filename, f"cannot be listed: {(error.strerror or '').lower()}")
+
+    for directory, below, names in os.walk(str(source), onerror=refuse_listing):
+        entries, below[:] = sorted([*below, *names]), []
         for entry in entries:
-            name = entry.path[prefix:]
+            path = os.path.join(directory, entry)
             try:
-                name.encode()
-                status = entry.stat(follow_symlinks=False)
-                reason = _no_file(entry, status, source)
-            except UnicodeEncodeError:
-                reason = "its name is not valid Unicode"
+                status = os.lstat(path)
             except OSError as error:
-                reason = (error.strerror or "cannot be looked at").lower()
+                refuse(path, (error.strerror or "cannot be looked at").lower())
+                continue
+            if not is_unicode(entry):
+                refuse(path, "its name is not valid Unicode")
+            elif stat.S_ISDIR(status.st_mode):
+                if path != ours:
+                    below.append(entry)
+            elif reason := _refusal(path, status, source):
+                refuse(path, reason)
             else:
-                if stat.S_ISDIR(status.st_mode):
-                    if entry.path != ours:
-                        below.append(entry.path)
-                    continue
-            if reason:
-                refused.append(Refusal(_shown(name), reason))
-            else:
-                files.append(File(entry.path, name, status.st_size, status.st_mtime_ns))
-        stack.extend(reversed(below))
+                files.append(File(path, path[prefix:], status.st_size, status.st_mtime_ns))
     return files, refused
 
 
-def _shown(name: str) -> str:
-    return name.encode(errors="backslashreplace").decode()
-
-
-def _no_file(entry: os.DirEntry[str], status: os.stat_result, source: Path) -> str | None:
-    """Why an entry is not to be read; None for a tensor file and for a directory."""
+def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
+    """Why an entry other than a directory is not read; None for a tensor file."""
     if stat.S_ISLNK(status.st_mode):
-        return _link(entry.path, source)
-    if stat.S_ISDIR(status.st_mode):
-        return None
+        try:
+            target = Path(os.path.realpath(path, strict=True))
+        except OSError:
+            return "a symbolic link that leads nowhere, or to itself"
+        if not target.is_relative_to(source):
+            return "a symbolic link out of the directory: links are not followed"
+        return "a symbolic link: what it leads to is found by itself"
     if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
-    suffix = os.path.splitext(entry.name)[1]
+    suffix = os.path.splitext(path)[1]
     if suffix in (".pkl", ".pickle"):
         return PICKLE
     if suffix not in SUFFIXES:
@@ -312,52 +307,39 @@ def _no_file(entry: os.DirEntry[str], status: os.stat_result, source: Path) -> s
     return None if status.st_size else "it is empty (0 bytes)"
 
 
-def _link(path: str, source: Path) -> str:
-    try:
-        target = Path(os.path.realpath(path, strict=True))
-    except OSError:
-        return "a symbolic link that leads nowhere, or to itself"
-    if not target.is_relative_to(source):
-        return "a symbolic link out of the directory: links are not followed"
-    return "a symbolic link: what it leads to is found by itself"
-
-
 @contextmanager
 def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
-    """The run of this import, found or made, and held by this process alone."""
+    """The run of this import, found or created, and held by this process alone."""
     check_writable("recording a run")
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _flock(root):
-            known = [run for run in list_runs(root)[0] if _same_import(run.config, config)]
-            if known:
-                directory = known[-1].directory
-            else:
-                label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
-                writer = RunWriter.create(root, f"import_{label or 'logs'}", config)
-                directory = writer.directory
-            lock = os.open(directory, os.O_RDONLY)
-    except OSError as error:
-        raise RunError(
-            f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
-        ) from error
-    try:
+    with ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            root.mkdir(parents=True, exist_ok=True)
+            with _lock(root):
+                known = [run.directory for run in list_runs(root)[0] if _same_import(run.config, config)]
+                if known:
+                    directory = known[-1]
+                else:
+                    label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
+                    writer = RunWriter.create(root, f"import_{label or 'logs'}", config)
+                    directory = writer.directory
+            held.enter_context(_lock(directory, fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(
                 f"{config['source']} is being imported into {directory.name} by another process: wait for its end"
             ) from None
+        except OSError as error:
+            raise RunError(
+                f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
+            ) from error
         yield RunWriter.reopen(directory) if known else writer
-    finally:
-        os.close(lock)
 
 
 @contextmanager
-def _flock(directory: Path) -> Iterator[None]:
+def _lock(directory: Path, options: int = 0) -> Iterator[None]:
+    """Hold a directory without leaving a lock file in it. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | options)
         yield
     finally:
         os.close(descriptor)
@@ -368,7 +350,7 @@ def _same_import(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 class _Import:
-    """One import into an open run: what is known of it, what comes, and what is still to be published."""
+    """One import into an open run: the files that it holds, those that are added, and rows to be published."""
 
     def __init__(
         self,
@@ -376,12 +358,12 @@ class _Import:
         scores: tuple[str, ...],
         workers: int,
         refused: list[Refusal],
-        tell: Say,
+        report: Say,
         progress: Progress,
     ) -> None:
         self.writer, self.scores, self.workers = writer, scores, workers
         self.refused = list(refused)
-        self.tell, self.progress = tell, progress
+        self.report, self.progress = report, progress
         self.segments = writer.directory / "segments"
         self.ledger = {name: _entries(self.segments / name) for name in segment_names(writer.directory)}
         self.added: list[Entry] = []
@@ -389,14 +371,15 @@ class _Import:
         self._rows: list[TensorRow] = []
         self._entries: list[Entry] = []
         self._segment: str | None = None
-        self._published = self._told = time.monotonic()
+        self._published = self._reported = time.monotonic()
 
     def run(self, found: list[File]) -> None:
         """Import what is new, and end the run."""
         try:
             fresh = self._fresh(found)
-            self.tell(f"{len(fresh)} files to read, {self.known} known, {self.workers} processes")
-            self._read(fresh)
+            self.report(f"{len(fresh)} files to read, {self.known} known, {self.workers} processes")
+            for done, (job, result) in enumerate(self._results(fresh), 1):
+                self._take(job, result, done, len(fresh))
             self._publish()
             self._conclude()
         except BaseException as error:
@@ -411,66 +394,66 @@ class _Import:
         nothing = not (self.added or self.known)
         self.writer.finish(FAILED if nothing else DONE, "every file was refused: refused.jsonl" if nothing else None)
 
+    def _known_entries(self) -> list[Entry]:
+        return [entry for entries in self.ledger.values() for entry in entries]
+
     def _fresh(self, found: list[File]) -> list[File]:
         """The files that are not in the run yet. Rows of those that have changed since are dropped."""
         now = {file.name: (file.size, file.mtime_ns) for file in found}
         for name, entries in self.ledger.items():
             stale = [e for e in entries if now.get(e.file, (e.size, e.mtime_ns)) != (e.size, e.mtime_ns)]
             if stale:
-                self.tell(f"{len(stale)} files of segment {name} have changed since: they are imported anew")
+                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported anew")
                 kept = [entry for entry in entries if entry not in stale]
                 drop_rows(self.segments, name, {i for entry in stale for i in entry.tensors}, _lines(kept))
                 self.ledger[name] = kept
-        known = {entry.file: entry for entries in self.ledger.values() for entry in entries}
+        known = {entry.file: entry for entry in self._known_entries()}
         self.known = sum(name in known for name in now)
         for entry in known.values():
             self.refused += [Refusal(entry.file, reason, key) for key, reason in entry.refused]
         return [file for file in found if file.name not in known]
 
     def _jobs(self, fresh: list[File]) -> Iterator[Job]:
-        known = (i for entries in self.ledger.values() for entry in entries for i in entry.tensors)
+        known = (i for entry in self._known_entries() for i in entry.tensors)
         first = 1 + max((int(i[1:].partition("-")[0]) for i in known), default=0)
         for number, file in enumerate(fresh, first):
             room = self._room(self.workers) if file.size > SMALL else None
-            yield Job(number, file.path, file.name, file.size, file.mtime_ns, self.writer.run_id, self.scores, room)
+            yield Job(number, file, self.writer.run_id, self.scores, room)
 
     @staticmethod
     def _room(shared_by: int) -> int:
         return int(available_host_memory() * SHARE) // shared_by
 
-    def _read(self, fresh: list[File]) -> None:
-        done = 0
+    def _results(self, fresh: list[File]) -> Iterator[tuple[Job, Read | Death]]:
+        """The result of each file. Those for which there is no memory besides others are read again, alone."""
         later: list[Job] = []
         for job, result in scatter(self._jobs(fresh), read_file, min(self.workers, max(1, len(fresh)))):
-            if (result.status == -9) if isinstance(result, Death) else result.later:
+            if (result.status == -signal.SIGKILL) if isinstance(result, Death) else result.later:
                 later.append(job)
-                continue
-            done += 1
-            self._take(job, result, done, len(fresh))
+            else:
+                yield job, result
         if later:
-            self.tell(f"{len(later)} files are read alone: there was no memory for them beside others")
-        alone = (replace(job, room=self._room(1), alone=True) for job in later)
-        for job, result in scatter(alone, read_file, 1):
-            done += 1
-            self._take(job, result, done, len(fresh))
+            self.report(f"{len(later)} files are read alone: there was no memory for them beside others")
+            yield from scatter((replace(job, room=self._room(1), alone=True) for job in later), read_file, 1)
 
     def _take(self, job: Job, result: Read | Death, done: int, total: int) -> None:
+        file = job.file
         if isinstance(result, Death):
-            result = Read(refused=[Refusal(job.name, _cause(result))])
+            result = Read(refused=[Refusal(file.name, _cause(result))])
         self.refused += result.refused
         if result.rows:
             ids = tuple(row.tensor_id for row in result.rows)
             keys = tuple((refusal.key or "", refusal.reason) for refusal in result.refused)
             self._rows += result.rows
-            self._entries.append(Entry(job.name, job.size, job.mtime_ns, ids, result.version, keys))
+            self._entries.append(Entry(file.name, file.size, file.mtime_ns, ids, result.version, keys))
         self.progress(done, total)
         now = time.monotonic()
         if len(self._rows) >= ROWS_A_SEGMENT or now - self._published >= SECONDS_A_SEGMENT:
             self._publish()
             self._published = now
-        if now - self._told >= SECONDS_A_SEGMENT:
-            self.tell(f"{done} of {total} files read")
-            self._told = now
+        if now - self._reported >= SECONDS_A_SEGMENT:
+            self.report(f"{done} of {total} files read")
+            self._reported = now
 
     def _publish(self) -> None:
         """Make the pending rows a segment. What breaks in on it may call it again: the segment's name stays the same
@@ -481,7 +464,7 @@ class _Import:
                 write_segment(self.segments, self._segment, self._rows, _lines(self._entries))
             self.ledger[self._segment] = self._entries
             self.added, self._rows, self._entries, self._segment = [*self.added, *self._entries], [], [], None
-        entries = [entry for entries in self.ledger.values() for entry in entries]
+        entries = self._known_entries()
         self.writer.update(tensors=sum(len(e.tensors) for e in entries), bytes=sum(e.size for e in entries))
 
     def _conclude(self) -> None:
@@ -490,7 +473,7 @@ class _Import:
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
         write_atomic(directory / "refused.jsonl", _lines(self.refused))
         config = json.loads((directory / "run.json").read_bytes())
-        config["files"] = _by_version(entry for entries in self.ledger.values() for entry in entries)
+        config["files"] = _by_version(self._known_entries())
         config["refused"] = {
             "count": len(self.refused),
             "reasons": dict(Counter(refusal.reason for refusal in self.refused).most_common(20)),
@@ -519,7 +502,7 @@ def _cause(death: Death) -> str:
     return causes.get(death.by, f"its reader crashed ({death.by})")
 
 
-def _by_version(entries: Iterator[Entry] | list[Entry]) -> dict[str, int]:
+def _by_version(entries: list[Entry]) -> dict[str, int]:
     counts = Counter(entry.version or "other names" for entry in entries)
     return {version: counts[version] for version in sorted(counts, key=lambda name: (len(name) > 3, name))}
 
@@ -529,15 +512,10 @@ def _lines(records: list[Entry] | list[Refusal]) -> bytes:
 
 
 def _entries(segment: Path) -> list[Entry]:
-    """The files of a segment. Raises RunError if they cannot be read: what is known could not be told from new."""
+    """The files of a segment. Raises RunError if they cannot be read: known files would be imported twice."""
     try:
-        found = []
-        for line in (segment / "files.jsonl").read_bytes().splitlines():
-            record = json.loads(line)
-            refused = tuple((key, reason) for key, reason in record.pop("refused"))
-            found.append(Entry(**record | {"tensors": tuple(record["tensors"]), "refused": refused}))
-        return found
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return [parse_json(Entry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
         raise RunError(
             f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import anew"
         ) from error

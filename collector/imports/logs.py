@@ -20,8 +20,8 @@ out. Every change of what the log says becomes a sentence of `corrections`; none
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import PurePath
 from typing import Any, TypeGuard
@@ -30,7 +30,6 @@ from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.quant.formats import FORMATS
 
 BEFORE, AFTER = "before", "after"
-VERSIONS = ("V0", "V1", "V2", "V3", "V4", "V5a", "V5c", "V6", "V7")
 
 # How that tool spells our formats. "mxfp" alone names no element format.
 SPELLINGS = {
@@ -82,7 +81,7 @@ _CONTRACTED: dict[tuple[str | None, ...], int] = {
 class Log:
     """What is known of a logged tensor, by Binade's words. None where the log does not say.
 
-    version           how its file is named: one of VERSIONS, None for any other name
+    version           how its file is named: V0 to V7, None for any other name
     layer_index       from 1; iteration, micro_batch, rank, expert from 0
     quant_type        one of FORMATS; original_quant_type as the log spells it
     stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
@@ -108,7 +107,7 @@ class Log:
     expert: int | None = None
     captured: datetime | None = None
     contracted_axis: int | None = None
-    corrections: tuple[str, ...] = field(default=())
+    corrections: tuple[str, ...] = ()
 
 
 def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
@@ -117,7 +116,8 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
     Only the last two parts of the path are looked at; metadata that is no dict is left out.
     """
     notes: list[str] = []
-    version, named = _from_name(path)
+    version, words = _from_name(path)
+    named = {name: value for name, value in words.items() if value is not None}
     described = _from_metadata(metadata, notes)
     if key is not None and key != "tensor" and _word(key):
         described["tensor_name"] = key
@@ -130,49 +130,37 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
         known["tensor_name"] = path.stem
     original = known.pop("quant_type", None)
     quant_type, stage = _quant_type(original, notes)
-    micro_batch = known.pop("sample", None)
-    log = Log(
-        version=version,
-        quant_type=quant_type,
-        original_quant_type=original,
-        stage=stage,
-        **({"micro_batch": micro_batch} | known),
-    )
-    return _corrected(replace(log, corrections=tuple(notes)))
+    known = {"micro_batch": known.pop("sample", None)} | known
+    return _corrected(Log(version, quant_type, original, stage, **known), notes)
 
 
 def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
-    """The version and the words that a file's name holds."""
+    """The version and the words that a file's name holds, None where it holds none."""
     stem = path.stem
-    if found := _BARE.fullmatch(stem):
-        iteration = _ITERATION.fullmatch(path.parent.name)
-        if iteration:
-            forward, entering = found["direction"] == "fwd", found["side"] == "in"
-            words = {
-                "operation": "forward" if forward else "backward",
-                "phase": "pre" if entering else "post",
-                "tensor_name": "input" if entering else "output",
-                "iteration": _integer(iteration["iteration"], 0),
-            }
-            return "V7", {name: value for name, value in words.items() if value is not None}
+    if (found := _BARE.fullmatch(stem)) and (iteration := _ITERATION.fullmatch(path.parent.name)):
+        forward, entering = found["direction"] == "fwd", found["side"] == "in"
+        return "V7", {
+            "operation": "forward" if forward else "backward",
+            "phase": "pre" if entering else "post",
+            "tensor_name": "input" if entering else "output",
+            "iteration": _integer(iteration["iteration"], 0),
+        }
     found = _NAME.fullmatch(stem)
     tail = _tail(found["tail"]) if found else None
     if not found or not tail:
         return None, {}
     places = tail.pop("places")
-    layer = found["layer"] or found["first_layer"]
-    words = tail | {
+    return _version(found, places), tail | {
         "layer_type": found["layer_type"] or found["second_type"],
-        "layer_index": None if layer is None else _integer(layer, 1),
+        "layer_index": _integer(found["layer"] or found["first_layer"], 1),
         "operation": found["operation"],
         "phase": found["phase"],
         "component": found["component"],
-        "iteration": None if found["iteration"] is None else _integer(found["iteration"], 0),
+        "iteration": _integer(found["iteration"], 0),
         "rank": _integer(places.get("rank"), 0),
         "sample": _integer(places.get("sample"), 0),
         "captured": _time(found["stamp"], _STAMP),
     }
-    return _version(found, places), {name: value for name, value in words.items() if value is not None}
 
 
 def _version(found: re.Match[str], places: Mapping[str, str]) -> str:
@@ -202,64 +190,54 @@ def _tail(text: str) -> dict[str, Any] | None:
     return words if _word(words["quant_type"]) and _word(words["tensor_name"]) else None
 
 
-_CHOICES = {
-    "layer_type": {"attention": "attention", "linear": "linear"},
-    "operation": {"forward": "forward", "backward": "backward"},
-    "phase": {"pre": "pre", "post": "post"},
-    "component": {"fa": "FA", "linear": "linear", "attention": "attention"},
-}
-# The least each may be. Of the two words for a micro-batch the later one is believed.
-_NUMBERS = {
-    "layer_idx": ("layer_index", 1),
-    "iteration": ("iteration", 0),
-    "rank": ("rank", 0),
-    "sample_idx": ("sample", 0),
-    "microbatch": ("micro_batch", 0),
-    "expert": ("expert", 0),
+def _choice(*allowed: str) -> tuple[Callable[[Any], str | None], str]:
+    spelling = {word.lower(): word for word in allowed}
+    return lambda value: spelling.get(value.lower()) if _word(value) else None, f"none of {', '.join(allowed)}"
+
+
+def _number(least: int) -> tuple[Callable[[Any], int | None], str]:
+    return lambda value: _integer(value, least), f"not a whole number from {least}"
+
+
+_PLAIN: tuple[Callable[[Any], str | None], str] = (lambda value: value if _word(value) else None, "not a plain word")
+
+# What is read of the metadata: by which word of Binade, how (None for what cannot be used), and what such a value is.
+# Of the two words for a micro-batch the later one is used.
+_FIELDS: dict[str, tuple[str, tuple[Callable[[Any], Any], str]]] = {
+    "layer_type": ("layer_type", _choice("attention", "linear")),
+    "operation": ("operation", _choice("forward", "backward")),
+    "phase": ("phase", _choice("pre", "post")),
+    "component": ("component", _choice("FA", "linear", "attention")),
+    "quant_type": ("quant_type", _PLAIN),
+    "tensor_name": ("tensor_name", _PLAIN),
+    "module": ("module", _PLAIN),
+    "layer_idx": ("layer_index", _number(1)),
+    "iteration": ("iteration", _number(0)),
+    "rank": ("rank", _number(0)),
+    "sample_idx": ("sample", _number(0)),
+    "microbatch": ("micro_batch", _number(0)),
+    "expert": ("expert", _number(0)),
+    "save_time": ("captured", (lambda value: _time(value, _SAVE_TIME), "not a time as 2025-09-08 09:21:56")),
 }
 
 
 def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
-    """The words of a log's metadata that can be believed; a note for each that cannot."""
+    """The words of a log's metadata that can be used; a note for each that cannot."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
         notes.append("The log's metadata is not a dict and was left out.")
         return {}
     words: dict[str, Any] = {}
-    for name, allowed in _CHOICES.items():
+    for name, (word, (read, unusable)) in _FIELDS.items():
         value = metadata.get(name)
         if _absent(value):
             continue
-        found = allowed.get(value.lower()) if _word(value) else None
+        found = read(value)
         if found is None:
-            notes.append(f"The log's {name} is none of {', '.join(dict.fromkeys(allowed.values()))} and was left out.")
+            notes.append(f"The log's {name} is {unusable} and was left out.")
         else:
-            words[name] = found
-    for name in ("quant_type", "tensor_name", "module"):
-        value = metadata.get(name)
-        if _absent(value):
-            continue
-        if _word(value):
-            words[name] = value
-        else:
-            notes.append(f"The log's {name} is not a plain word and was left out.")
-    for name, (word, least) in _NUMBERS.items():
-        value = metadata.get(name)
-        if _absent(value):
-            continue
-        number = _integer(value, least)
-        if number is None:
-            notes.append(f"The log's {name} is not a whole number from {least} and was left out.")
-        else:
-            words[word] = number
-    value = metadata.get("save_time")
-    if not _absent(value):
-        captured = _time(value, _SAVE_TIME)
-        if captured is None:
-            notes.append("The log's save_time is not a time as 2025-09-08 09:21:56 and was left out.")
-        else:
-            words["captured"] = captured
+            words[word] = found
     return words
 
 
@@ -289,10 +267,10 @@ def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | N
     return None, AFTER if after else BEFORE if base in AMBIGUOUS else None
 
 
-def _corrected(log: Log) -> Log:
-    """Put right what that tool is known to mislabel, in Binade's words, with the axis that a GEMM contracts."""
+def _corrected(log: Log, notes: list[str]) -> Log:
+    """Correct what that tool is known to mislabel, in Binade's words, with the axis that a GEMM contracts."""
     changes, note = _mislabelled(log)
-    log = replace(log, **changes, corrections=(*log.corrections, *([note] if note else [])))
+    log = replace(log, **changes, corrections=(*notes, *([note] if note else [])))
     axis = log.contracted_axis or _CONTRACTED.get((log.layer_type, log.operation, log.tensor_name))
     if log.tensor_name == "weight" and "tensor_name" in changes:
         axis = None  # whether it was transposed is not recorded

@@ -12,18 +12,21 @@ from torch import Tensor, nn
 from binade.collector.models.norm import RMSNorm
 from binade.collector.models.parallel import (
     SINGLE,
+    STACKED,
     Group,
     Quantization,
     build_linear,
     copy_to_ranks,
-    gather_sequence,
+    gather_whole_sequence,
+    heads_shard,
+    reshaped,
     scatter_sequence,
 )
 from binade.collector.models.rotary import apply_rotary, pairs_to_halves
 from binade.collector.models.shape import CoreSpec, LinearSpec
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
-from binade.quant.gemm import Observed, Tap, matmul
+from binade.quant.gemm import Observed, matmul
 
 if TYPE_CHECKING:
     from binade.collector.models.deepseek import DeepseekShape
@@ -52,8 +55,7 @@ class CoreAttention(nn.Module):
         self.quantization = CoreQuantization()
 
     def shard(self, name: str) -> Shard:
-        """Which part of the whole tensors this rank has: all are divided by heads."""
-        return Shard(self.group.rank, self.group.size, "slice", 1) if self.group.size > 1 else Shard()
+        return heads_shard(self.group)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [b, heads, s, d], key [b, groups, s, d], value [b, groups, s, v] -> [b, heads, s, v]"""
@@ -62,8 +64,12 @@ class CoreAttention(nn.Module):
         qk, pv = self.quantization.qk, self.quantization.pv
         stacked = query.reshape(batch, groups, heads // groups * length, dim)
         tap = qk.tap()
-        by_head = (batch, heads, length)
-        scores = matmul(stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=_unstacked(tap, by_head))
+
+        def by_head(seen: Tensor) -> tuple[int, ...]:
+            return batch, heads, length, seen.shape[-1]
+
+        shown = reshaped(tap, by_head, STACKED)
+        scores = matmul(stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=shown)
         scores = scores * self.scale
         scores = scores.view(batch, heads, length, length)
         if tap:
@@ -71,20 +77,9 @@ class CoreAttention(nn.Module):
         future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
         probs = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(query.dtype)
         probs = probs.view(batch, groups, heads // groups * length, length)
-        output = matmul(probs, value, pv.formats, backend=pv.backend, tap=_unstacked(pv.tap(), by_head))
+        shown = reshaped(pv.tap(), by_head, STACKED)
+        output = matmul(probs, value, pv.formats, backend=pv.backend, tap=shown)
         return output.view(batch, heads, length, -1)
-
-
-def _unstacked(tap: Tap | None, by_head: tuple[int, int, int]) -> Tap | None:
-    """A tap that shows what is stacked by group, [b, groups, heads/groups · s, d], as [b, heads, s, d]."""
-    if tap is None:
-        return None
-
-    def see(seen: Observed) -> None:
-        stacked = seen.name in ("a", "y", "grad", "grad_a")
-        tap(replace(seen, shape=(*by_head, seen.tensor.shape[-1])) if stacked else seen)
-
-    return see
 
 
 class SelfAttention(nn.Module):
@@ -123,7 +118,7 @@ class LatentAttention(nn.Module):
     def __init__(self, shape: DeepseekShape, layer: int, group: Group) -> None:
         super().__init__()
         self.shape, self.group = shape, group
-        group = group.whole_sequences
+        group = replace(group, sequence_parallel=False)
         self.heads = shape.heads // group.size
         linear = {spec.site.module: spec for spec in shape.linears(layer)}
         if shape.q_lora_rank is None:
@@ -142,8 +137,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [s, b, hidden], cos and sin [s, 1, 1, qk_rope] -> [s, b, hidden]"""
         if self.group.sequence_parallel:
-            whole = gather_sequence(x, self.group, gradient_is_whole=True)
-            return scatter_sequence(self._attend(whole, cos, sin), self.group)
+            return scatter_sequence(self._attend(gather_whole_sequence(x, self.group), cos, sin), self.group)
         return self._attend(x, cos, sin)
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -198,7 +198,9 @@ V2_LITE = DeepseekShape(
     rope_theta=10000.0,
     norm_eps=1e-6,
     tied_embedding=False,
-    rope_scaling=YarnScaling(40.0, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707, original=4096),
+    rope_scaling=YarnScaling(
+        40.0, beta_fast=32.0, beta_slow=1.0, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096
+    ),
 )
 
 MODELS = {

@@ -7,13 +7,14 @@ optimizers and data-parallel ranks treat all experts alike.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.parallel import Group, build_linear, gather_sequence, scatter_sequence
+from binade.collector.models.parallel import Group, build_linear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.shape import LinearSpec
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, shape: DeepseekShape, layer: int, group: Group) -> None:
         super().__init__()
         self.shape, self.group = shape, group
-        group = group.whole_sequences
+        group = replace(group, sequence_parallel=False)
         router, *experts, shared_fc1, shared_fc2 = shape.feed_forward(layer)
         self.router = build_linear(router, group)
         self.experts = nn.ModuleList(
@@ -62,7 +63,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [s, b, hidden] -> the same, and the balance loss, a float32 scalar"""
         if self.group.sequence_parallel:
-            y, balance = self._mix(gather_sequence(x, self.group, gradient_is_whole=True))
+            y, balance = self._mix(gather_whole_sequence(x, self.group))
             return scatter_sequence(y, self.group), balance
         return self._mix(x)
 

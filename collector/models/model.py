@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.models.norm import RMSNorm
-from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_sequence, scatter_sequence
+from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
 
@@ -97,6 +97,6 @@ class GPTModel(nn.Module):
                 balance.append(loss)
         x = self.final_layernorm(x)
         if self.group.sequence_parallel:
-            x = gather_sequence(x, self.group, gradient_is_whole=True)
+            x = gather_whole_sequence(x, self.group)
         logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
         return logits, torch.stack(balance).sum() if balance else None

@@ -6,9 +6,9 @@ function states what it does forward and, after the slash, to the gradient:
 
     copy_to_ranks            identity / sum               into a column-parallel layer
     reduce_from_ranks        sum / identity               out of a row-parallel layer
-    gather_sequence          all-gather / reduce-scatter  the two above with sequence parallelism; where every rank's
-                             (or / own part)              gradient is already whole, its own part of it is taken
+    gather_sequence          all-gather / reduce-scatter  these two with sequence parallelism
     reduce_scatter_sequence  reduce-scatter / all-gather
+    gather_whole_sequence    all-gather / own part        where every rank computes the whole gradient
     scatter_sequence         own part / all-gather
 
 A ColumnParallelLinear holds rows of the weight (output features), a RowParallelLinear columns (input features), a
@@ -18,7 +18,7 @@ ReplicatedLinear all of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -59,11 +59,6 @@ class Group:
     def rank(self) -> int:
         """This rank's place in the group."""
         return 0 if self.handle is None else dist.get_rank(self.handle)
-
-    @property
-    def whole_sequences(self) -> Group:
-        """The same ranks for layers that take and return whole sequences."""
-        return replace(self, sequence_parallel=False)
 
     def sum_(self, x: Tensor) -> Tensor:
         """x summed over the ranks, in place. Raises PeerLostError."""
@@ -109,6 +104,34 @@ class Quantization:
     tap: Callable[[], Tap | None] = lambda: None
 
 
+# What a tap sees of a product whose first operand is stacked or reshaped.
+STACKED = ("a", "y", "grad", "grad_a")
+
+
+def reshaped(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: Sequence[str] = ()) -> Tap | None:
+    """A tap that shows tensors (those of the names, if any are given) in another shape."""
+    if tap is None:
+        return None
+    return lambda seen: tap(replace(seen, shape=shape(seen.tensor)) if not names or seen.name in names else seen)
+
+
+def heads_shard(group: Group) -> Shard:
+    """The shard of an attention core's tensors: all are divided by heads."""
+    return Shard(group.rank, group.size, "slice", 1) if group.size > 1 else Shard()
+
+
+def linear_shard(kinds: Mapping[str, str], name: str, group: Group, stride: int) -> Shard:
+    """Which part of the whole this rank has of a linear layer's tensor, by the name that a tap sees ("a", "grad_b").
+    kinds are the `shards` of a ParallelLinear."""
+    if group.size == 1:
+        return Shard()
+    kind = kinds.get(name, "whole")
+    axis = {"rows": 0, "columns": -1}.get(kind)
+    if axis is None:
+        return Shard(group.rank, group.size, kind)
+    return Shard(group.rank, group.size, "slice", axis, stride)
+
+
 GroupFunction = Callable[[Tensor, Group], Tensor]
 
 
@@ -150,17 +173,12 @@ reduce_scatter_sequence = _function(
     lambda x, group: group.reduce_scatter(x), lambda grad, group: group.gather(grad), "ReduceScatterSequence"
 )
 scatter_sequence = _function(lambda x, group: group.part(x), lambda grad, group: group.gather(grad), "ScatterSequence")
-_gather_partial = _function(
+gather_sequence = _function(
     lambda x, group: group.gather(x), lambda grad, group: group.reduce_scatter(grad), "GatherSequence"
 )
-_gather_whole = _function(
-    lambda x, group: group.gather(x), lambda grad, group: group.part(grad), "GatherSequenceOfWhole"
+gather_whole_sequence = _function(
+    lambda x, group: group.gather(x), lambda grad, group: group.part(grad), "GatherWholeSequence"
 )
-
-
-def gather_sequence(x: Tensor, group: Group, *, gradient_is_whole: bool) -> Tensor:
-    """[s / ranks, ...] -> [s, ...]. gradient_is_whole: every rank computes all of the gradient, not a share of it."""
-    return _gather_whole(x, group) if gradient_is_whole else _gather_partial(x, group)
 
 
 class ParallelLinear(nn.Module):
@@ -197,16 +215,7 @@ class ParallelLinear(nn.Module):
         return torch.cat([p.chunk(self.group.size, self.split_axis)[self.group.rank] for p in pieces], self.split_axis)
 
     def shard(self, name: str) -> Shard:
-        """Which part of the whole tensor this rank has, by the name that a tap sees ("a", "grad_b", ...)."""
-        kind = self.shards.get(name, "whole")
-        axis = {"rows": 0, "columns": -1}.get(kind)
-        return Shard(
-            index=self.group.rank,
-            count=self.group.size,
-            kind="whole" if self.group.size == 1 else "slice" if axis is not None else kind,
-            axis=axis if self.group.size > 1 else None,
-            stride=self.stride if axis is not None and self.group.size > 1 else 1,
-        )
+        return linear_shard(self.shards, name, self.group, self.stride)
 
     def _multiply(self, x: Tensor) -> Tensor:
         how = self.quantization
@@ -221,7 +230,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.sequence_parallel:
-            return self._multiply(gather_sequence(x, self.group, gradient_is_whole=False))
+            return self._multiply(gather_sequence(x, self.group))
         return self._multiply(copy_to_ranks(x, self.group))
 
 

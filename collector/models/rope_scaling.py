@@ -8,22 +8,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True)
 class RopeScaling(ABC):
-    """settings gives for each field its name in a Hugging Face configuration."""
+    """The fields have their names in a Hugging Face configuration."""
 
-    settings: ClassVar[Mapping[str, str]]
+    factor: float
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
         """Raises KeyError for a setting that is missing."""
-        return cls(**{field: settings[name] for field, name in cls.settings.items()})
+        return cls(**{field.name: settings[field.name] for field in fields(cls)})
 
     @abstractmethod
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
@@ -42,25 +43,17 @@ class RopeScaling(ABC):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1: wavelengths above original / low_frequency are stretched by `factor`, those below
-    original / high_frequency are kept, those between are interpolated."""
+    """Llama 3.1: wavelengths above original_max_position_embeddings / low_freq_factor are stretched by `factor`, those
+    below original_max_position_embeddings / high_freq_factor are kept, those between are interpolated."""
 
-    factor: float
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    original: int = 8192
-
-    settings: ClassVar = {
-        "factor": "factor",
-        "low_frequency": "low_freq_factor",
-        "high_frequency": "high_freq_factor",
-        "original": "original_max_position_embeddings",
-    }
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
 
     def stretch(self, frequencies: Tensor, theta: float) -> Tensor:
         """apply_scaling of meta-llama/llama-models: kept is 1 where the frequency stays, 0 where it is divided."""
-        turns = self.original * frequencies / (2 * math.pi)
-        kept = ((turns - self.low_frequency) / (self.high_frequency - self.low_frequency)).clamp(0, 1)
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
         return frequencies * kept + frequencies / self.factor * (1 - kept)
 
 
@@ -69,17 +62,11 @@ class YarnScaling(RopeScaling):
     """YaRN (arXiv 2309.00071): dimensions that turn fewer than beta_slow times in the original context are stretched by
     `factor`, those that turn more than beta_fast times are kept. mscale and mscale_all_dim temper the attention."""
 
-    factor: float
     beta_fast: float
     beta_slow: float
     mscale: float
     mscale_all_dim: float
-    original: int
-
-    settings: ClassVar = {
-        **{name: name for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")},
-        "original": "original_max_position_embeddings",
-    }
+    original_max_position_embeddings: int
 
     @property
     def rotary_scale(self) -> float:
@@ -99,7 +86,8 @@ class YarnScaling(RopeScaling):
         dim = 2 * len(frequencies)
 
         def index_of(turns: float) -> float:
-            return dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            length = self.original_max_position_embeddings
+            return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
         low = max(math.floor(index_of(self.beta_fast)), 0)
         high = min(math.ceil(index_of(self.beta_slow)), dim - 1)

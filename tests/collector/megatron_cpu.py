@@ -142,7 +142,7 @@ def _latent(shape: DeepseekShape) -> dict[str, Any]:
     return found | {
         "rope_type": "yarn",
         "rotary_scaling_factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
         "beta_fast": scaling.beta_fast,
         "beta_slow": scaling.beta_slow,
         "mscale": scaling.mscale,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.collector.imports.logs import VERSIONS, Log, interpret
+from binade.collector.imports.logs import Log, interpret
 from binade.quant.formats import FORMATS
 from tests.collector.logs_made import NAMES
 
@@ -35,7 +35,7 @@ def words(log: Log, expected: dict) -> dict:
     return {name: getattr(log, name) for name in expected}
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", NAMES)
 def test_each_version_of_name(version):
     log = interpret(PurePath("/logs", NAMES[version]))
     assert log.version == version and words(log, WORDS[version]) == WORDS[version]
@@ -254,7 +254,7 @@ KEYS = ("layer_type", "operation", "quant_type", "tensor_name", "phase", "compon
 )
 def test_nothing_raises_and_only_plain_words_come_out(name, parent, metadata, key):
     log = interpret(PurePath(parent) / f"{name}.pt", metadata, key)
-    assert log.quant_type in (None, *FORMATS) and log.version in (None, *VERSIONS)
+    assert log.quant_type in (None, *FORMATS) and log.version in (None, *NAMES)
     assert log.layer_type in (None, "attention", "linear") and log.operation in (None, "forward", "backward")
     assert log.phase in (None, "pre", "post") and log.component in (None, "FA", "linear")
     assert log.stage in (None, "before", "after") and log.contracted_axis in (None, -1, -2)

@@ -130,12 +130,9 @@ def theirs(shape: Shape) -> LlamaConfig | DeepseekV2Config:
 def rope_parameters(shape: Shape) -> dict[str, Any]:
     rope, scaling = {"rope_theta": shape.rope_theta, "rope_type": "default"}, shape.rope_scaling
     if isinstance(scaling, Llama3Scaling):
-        rope |= {"rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_frequency}
-        rope |= {"high_freq_factor": scaling.high_frequency, "original_max_position_embeddings": scaling.original}
+        rope |= {"rope_type": "llama3"} | asdict(scaling)
     elif isinstance(scaling, YarnScaling):
-        rope |= {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": scaling.original}
-        rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-        rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
+        rope |= {"rope_type": "yarn"} | asdict(scaling)
     return rope
 
 
@@ -182,8 +179,8 @@ def tokens_of(shape: Shape, batch: int = 2, length: int = 48) -> tuple[Tensor, T
 
 TINY = {name: sizes["tiny"] for name, sizes in MODELS.items()}
 # Scaling that bites within the 48 tokens compared, where the published one sets in after thousands.
-SHORT_LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, original=16)
-SHORT_YARN = YarnScaling(40.0, 4.0, 1.0, mscale=1.0, mscale_all_dim=0.707, original=64)
+SHORT_LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 16)
+SHORT_YARN = YarnScaling(40.0, 4.0, 1.0, mscale=1.0, mscale_all_dim=0.707, original_max_position_embeddings=64)
 COMPARED: dict[str, Shape] = {
     **TINY,
     "llama, scaled": replace(TINY["llama31-8b"], rope_scaling=SHORT_LLAMA3),
@@ -289,7 +286,7 @@ def test_rotary_angles_of_the_full_models_agree_with_transformers(name):
     ("name", "wrong"),
     [
         ("llama, scaled", {"rope_scaling": None}),
-        ("llama, scaled", {"rope_scaling": replace(SHORT_LLAMA3, high_frequency=2.0)}),
+        ("llama, scaled", {"rope_scaling": replace(SHORT_LLAMA3, high_freq_factor=2.0)}),
         ("deepseek, scaled", {"rope_scaling": replace(SHORT_YARN, mscale=0.707)}),
         ("deepseek, scaled", {"rope_scaling": replace(SHORT_YARN, mscale_all_dim=1.0)}),
         ("deepseek, scaled", {"rope_scaling": replace(SHORT_YARN, beta_slow=0.25)}),

@@ -21,7 +21,7 @@ from binade.collector.cli.options import read
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.quant import fake_quantize
-from tests.collector.test_capture import SHAPE, Hooks, batch
+from tests.collector.small_model import SHAPE, Hooks, batch
 from tests.collector.test_recipe import EXPECTED
 
 MIXED = (

@@ -19,14 +19,14 @@ import torch
 from binade.collector.datasets.loading import TokenizedTexts, open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.datasets.texts import ListedTexts
-from binade.collector.datasets.tokenizer import END_OF_DOCUMENT, ByteTokenizer
+from binade.collector.datasets.tokenizer import BYTES, END_OF_DOCUMENT
 from binade.collector.errors import DataError
 from binade.collector.training.config import ConfigError, RunConfig
 from tests.collector.files import train_tokenizer, write_pair
 
 
 def in_bytes(*texts: str) -> TokenizedTexts:
-    return TokenizedTexts("mine", ListedTexts(texts), ByteTokenizer())
+    return TokenizedTexts("mine", ListedTexts(texts), BYTES)
 
 
 def row(stream: SampleStream, batches: int, size: int) -> list[int]:

@@ -16,24 +16,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
-from binade.collector.capture.adapters.layer import Found, InstrumentError, Layer, distinct, is_answered, set_on
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, distinct, is_answered, set_on
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
-from binade.collector.models.site import Site
 
-HEAD = Site(0, "head")
+
+@dataclass(frozen=True)
+class Found:
+    """The layers of a model, the modules that stay as they are on purpose, and whether the first forward pass is
+    watched for products that no adapter intercepts."""
+
+    layers: tuple[Layer, ...]
+    excluded: frozenset[nn.Module]
+    watched: bool
 
 
 def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
-    """The layers of a model, each with a site of its own where its path gives it one; and the excluded modules.
+    """The layers of a model, each with a site of its own where its path gives it one.
 
     exclude paths of modules, * for any letters, that are neither quantized nor recorded
     head     whether the LM head is a layer too
@@ -41,11 +50,11 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
     Raises InstrumentError for a pattern that no module has, for modules that cannot be intercepted, each with its
     reason, and if there is nothing to instrument.
     """
-    ours = own.find(model)
-    if ours.layers and head:
+    ours = list(own.find(model))
+    if ours and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
-    excluded = {module: name for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    excluded = {module for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise InstrumentError(
@@ -53,18 +62,16 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
             )
     layers: dict[nn.Module, Layer] = {}
     refused: dict[str, str] = {}
-    for found in (ours, *(adapter.find(model) for adapter in (megatron, hugging_face, torch_modules))):
-        for module in found.excluded:
-            if not head:
-                excluded.setdefault(module, "")
-            elif module not in excluded:
-                layers[module] = _head(model, module)
-        for layer in found.layers:
-            if is_answered(layer.module):
-                raise InstrumentError(f"{layer.name or 'the model'} is instrumented already: leave that block first")
-            if layer.module not in excluded:
-                layers.setdefault(layer.module, layer)
-        refused |= {name: reason for name, reason in found.refused if modules[name] not in excluded}
+    for each in chain(ours, *(adapter.find(model) for adapter in (megatron, hugging_face, torch_modules))):
+        if isinstance(each, Refused):
+            if modules[each.name] not in excluded:
+                refused[each.name] = each.reason
+        elif each.is_head and not head:
+            excluded.add(each.module)
+        elif is_answered(each.module):
+            raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
+        elif each.module not in excluded:
+            layers.setdefault(each.module, each)
     if refused:
         name, reason = next(iter(refused.items()))
         more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
@@ -77,35 +84,24 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
             f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
             "megatron.core, transformers or torch.nn"
         )
-    return Found(distinct(list(layers.values())), tuple(excluded), watched=not ours.layers)
-
-
-def _head(model: nn.Module, module: nn.Module) -> Layer:
-    name = next(name for name, each in model.named_modules() if each is module)
-    if isinstance(module, nn.Linear):
-        return torch_modules.linear_layer(name, module, HEAD)
-    return megatron.head(model, name)
+    return Found(distinct(list(layers.values())), frozenset(excluded), watched=not ours)
 
 
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
     """Within it, the model's forward passes are counted, and the first of them is watched."""
     forward: Callable[..., Any] = model.forward
-    pending = watch
 
     @wraps(forward)
     def passing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal pending
+        nonlocal watch
         if clock:
             clock.begin()
         if running_backward():
             return forward(*args, **kwargs)
-        if pending is None:
+        with watch or nullcontext():
             result = forward(*args, **kwargs)
-        else:
-            with pending:
-                result = forward(*args, **kwargs)
-            pending = None
+        watch = None
         if clock:
             clock.listen(result)
         return result

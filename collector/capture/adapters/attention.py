@@ -8,49 +8,48 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from binade.collector.capture.adapters.layer import Detach, InstrumentError, set_on
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.adapters.products import (
     UNQUANTIZED,
+    Interception,
     Product,
     answering,
     beside,
-    is_answering,
     listen_to_result,
     listened,
-    shown,
+    product_dtype,
 )
 from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.parallel import STACKED, Quantization, reshaped
 from binade.quant.gemm import Observed, Tap, matmul
 
 
-class CoreMode(TorchFunctionMode):
-    """Replaces the products of one pass through one core. A subclass defines which functions these are, and checks
-    after the pass that all of them were called."""
+class ModuleMode(Interception):
+    """Replaces products while the forward of one module runs, and checks then that all of them were made.
 
-    def __init__(
-        self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
-    ) -> None:
-        self.name, self.module, self.quantization, self.qk, self.pv = name, module, quantization, qk, pv
+    replaced  the functions that a subclass replaces, each with the name of its method that stands for it
+    calls     how often each of them was called
+    """
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_answering():
-            return func(*args, **(kwargs or {}))
-        return self.answer(func, args, kwargs or {})
+    replaced: ClassVar[Mapping[Callable[..., Any], str]]
 
-    @abstractmethod
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What func(*args, **kwargs) returns."""
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.calls: Counter[Callable[..., Any]] = Counter()
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in self.replaced:
+            return func(*args, **kwargs)
+        self.calls[func] += 1
+        return getattr(self, self.replaced[func])(*args, **kwargs)
 
     @abstractmethod
     def check(self) -> None:
@@ -61,21 +60,46 @@ class CoreMode(TorchFunctionMode):
         return InstrumentError(f"{self.name} ({kind}) {what}: leave it out with exclude=[{self.name!r}]")
 
 
-def attach_core(name: str, module: nn.Module, mode: type[CoreMode], quantization: CoreQuantization) -> Detach:
-    """Run the module's forward under the mode."""
-    forward = module.forward
-    quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
+class CoreMode(ModuleMode):
+    """One pass through an attention core."""
 
-    def answered(*args: Any, **kwargs: Any) -> Any:
-        qk, pv = quantization.qk.tap(), quantization.pv.tap()
-        if not quantized and qk is None and pv is None:
+    def __init__(
+        self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
+    ) -> None:
+        super().__init__(name, module)
+        self.quantization, self.qk, self.pv = quantization, qk, pv
+
+
+def run_under(forward: Callable[..., Any], start: Callable[[], ModuleMode | None]) -> Callable[..., Any]:
+    """forward, run under the mode that `start` gives for each pass, if any."""
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        mode = start()
+        if mode is None:
             return forward(*args, **kwargs)
-        with mode(name, module, quantization, qk, pv) as running:
+        with mode:
             result = forward(*args, **kwargs)
-        running.check()
+        mode.check()
         return result
 
-    return set_on(module, "forward", answered)
+    return intercepted
+
+
+def core_forward(
+    name: str, module: nn.Module, mode: type[CoreMode]
+) -> Callable[[CoreQuantization], Callable[..., Any]]:
+    """The module's forward under a mode, for a quantization; without one while nothing is quantized or recorded."""
+
+    def forward(quantization: CoreQuantization) -> Callable[..., Any]:
+        quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
+
+        def start() -> CoreMode | None:
+            qk, pv = quantization.qk.tap(), quantization.pv.tap()
+            return mode(name, module, quantization, qk, pv) if quantized or qk or pv else None
+
+        return run_under(module.forward, start)
+
+    return forward
 
 
 def product(
@@ -91,7 +115,7 @@ def product(
     """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` computes it."""
     with answering:
         if how.formats != UNQUANTIZED:
-            a, b = _cast(a), _cast(b)
+            a, b = a.to(product_dtype(a)), b.to(product_dtype(b))
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
             y = matmul(a, b, how.formats, transpose_b=transpose_b, backend=how.backend, tap=tap)
@@ -99,12 +123,6 @@ def product(
         if tap is None:
             return original(a, b)
         return beside(original, a, b, tap, -1 if transpose_b else -2)
-
-
-def _cast(x: Tensor) -> Tensor:
-    """x in autocast's dtype where that is on, as torch's own products take it."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
@@ -116,17 +134,14 @@ def show_scores(tap: Tap | None, scores: Tensor) -> None:
 class SdpaMode(CoreMode):
     """A module that calls F.scaled_dot_product_attention."""
 
-    seen = 0
+    replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
 
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        self.seen += 1
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         with answering:
             return attend(self.quantization, self.qk, self.pv, *args, **kwargs)
 
     def check(self) -> None:
-        if not self.seen:
+        if not self.calls:
             raise self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
 
 
@@ -168,11 +183,11 @@ def attend(
         pv(Observed("y", output.detach()))
         listen_to_result(output, pv)
         return output
-    query, key, value = _cast(query), _cast(key), _cast(value)
+    query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
     _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
     probs = F.dropout(probs, dropout_p) if dropout_p else probs
     stacked, by_head = _stacked(probs, value, enable_gqa)
-    tap = shown(pv, by_head, ("a", "y", "grad", "grad_a"))
+    tap = reshaped(pv, by_head, STACKED)
     output = product(torch.matmul, stacked, value, quantization.pv, tap, transpose_b=False)
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
@@ -189,14 +204,8 @@ def _probabilities(
 ) -> tuple[Tensor, Tensor]:
     """Scaled scores and softmax [..., heads, s, t]; rows that may see nothing are all 0, as torch has them."""
     stacked, by_head = _stacked(query, key, grouped)
-    raw = product(
-        lambda a, b: a @ b.transpose(-1, -2),
-        stacked,
-        key,
-        how,
-        shown(tap, by_head, ("a", "y", "grad", "grad_a")),
-        transpose_b=True,
-    )
+    shown = reshaped(tap, by_head, STACKED)
+    raw = product(lambda a, b: a @ b.transpose(-1, -2), stacked, key, how, shown, transpose_b=True)
     batch = raw.shape[:-2] if stacked is query else query.shape[:-2]
     scores = (raw * scale).reshape(*batch, query.shape[-2], key.shape[-2])
     show_scores(tap, scores)

@@ -8,17 +8,18 @@ torch_modules handles nn.Linear. The LM head stays as it is unless head=True.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, product, show_scores
-from binade.collector.capture.adapters.layer import Detach, Found, Layer, LayerQuantization, set_on, whole
+from binade.collector.capture.adapters.attention import SdpaMode, product, show_scores
+from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
-from binade.collector.capture.adapters.torch_modules import calls, core_layer, site
+from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer, site
 from binade.collector.models.parallel import Quantization
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -26,30 +27,30 @@ MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm
 SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 
 
-def find(model: nn.Module) -> Found:
+def find(model: nn.Module) -> Iterator[Layer | Refused]:
     if "transformers" not in sys.modules:
-        return Found()
+        return
     conv = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", ())
-    layers: list[Layer] = []
-    refused: list[tuple[str, str]] = []
+    heads = _heads(model)
     for name, module in model.named_modules():
-        if isinstance(module, conv):
-            layers.append(_conv(name, module))
+        if module in heads:
+            yield replace(linear_layer(name, module), site=HEAD, is_head=True)
+        elif isinstance(module, conv):
+            yield _conv(name, module)
         elif calls(module, INTERFACE):
             implementation = _implementation(module)
             if implementation in ("eager", "sdpa"):
-                layers.append(core_layer(name, module, InterfaceMode))
+                yield core_layer(name, module, InterfaceMode)
             else:
-                refused.append((name, f"its attention is {implementation}: load it with attn_implementation='sdpa'"))
-    return Found(tuple(layers), tuple(_heads(model)), tuple(refused))
+                yield Refused(name, f"its attention is {implementation}: load it with attn_implementation='sdpa'")
 
 
-def _heads(model: nn.Module) -> list[nn.Module]:
+def _heads(model: nn.Module) -> set[Any]:
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    return [head for getter in getters if callable(getter) and (head := getter()) is not None]
+    return {getter() for getter in getters if callable(getter)}
 
 
-class InterfaceMode(CoreMode):
+class InterfaceMode(SdpaMode):
     """sdpa, or eager: a first product of two tensors of three axes or more is QKᵀ, a second the context. The scores are
     recorded once they are scaled, if that is what is done to them next."""
 
@@ -57,13 +58,10 @@ class InterfaceMode(CoreMode):
         super().__init__(*arguments)
         self.attended = 0
         self.unscaled: Tensor | None = None
-        self.sdpa = SdpaMode(*arguments)
 
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return self.sdpa.answer(func, args, kwargs)
-        if _implementation(self.module) != "eager":
-            return func(*args, **kwargs)
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in self.replaced or _implementation(self.module) != "eager":
+            return super().call(func, args, kwargs)
         if func in MATMULS and min(x.dim() for x in args) > 2:
             self.attended += 1
             if self.attended == 1:
@@ -81,10 +79,11 @@ class InterfaceMode(CoreMode):
         return scaled
 
     def check(self) -> None:
-        if (self.attended, self.sdpa.seen) not in ((2, 0), (0, 1)):
+        calls = self.calls[F.scaled_dot_product_attention]
+        if (self.attended, calls) not in ((2, 0), (0, 1)):
             raise self.missing(
-                f"called F.scaled_dot_product_attention {self.sdpa.seen} times and made {self.attended} products of "
-                "its own where one call or two products were expected, so that they were not intercepted"
+                f"called F.scaled_dot_product_attention {calls} times and made {self.attended} products of its own "
+                "where one call or two products were expected, so that they were not intercepted"
             )
 
     def _scores(self, func: Callable[..., Any], query: Tensor, key_t: Tensor) -> Tensor:
@@ -108,9 +107,7 @@ def _implementation(module: Any) -> str:
 def _conv(name: str, module: Any) -> Layer:
     """Conv1D: a linear layer with its weight [in, out]; shown, as others are, as [out, in]."""
 
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, Quantization)
-
+    def method(quantization: Quantization) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             def as_conv(a: Tensor, b: Tensor) -> Tensor:
                 flat = torch.addmm(module.bias, a.view(-1, a.size(-1)), b.t())
@@ -118,7 +115,7 @@ def _conv(name: str, module: Any) -> Layer:
 
             return linear(as_conv, x, module.weight.t(), quantization, module.bias)
 
-        return set_on(module, "forward", forward)
+        return forward
 
     found, path = site(name)
-    return Layer(name, module, found, whole, attach, path)
+    return Layer(name, module, found, whole, replaces(module, "forward", method), path)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
+
+HEAD = Site(0, "head")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Moment:
 
 
 Detach = Callable[[], None]
-LayerQuantization = Quantization | CoreQuantization
+Attach = Callable[[Any], Detach]  # given a CoreQuantization for a core, else a Quantization
 
 
 class InstrumentError(ValueError):
@@ -40,16 +40,18 @@ class Layer:
 
     name     the module's path in the model
     shard    how this rank's part of a tensor, by the name that a tap sees, relates to the whole
-    attach   makes the module's products run as given (a CoreQuantization for a core), and returns the undo function
+    attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
+    is_head  whether it is the LM head, which stays as it is unless it is asked for
     """
 
     name: str
     module: nn.Module
     site: Site
     shard: Callable[[str], Shard]
-    attach: Callable[[LayerQuantization], Detach]
+    attach: Attach
     path: str = ""
+    is_head: bool = False
 
     @property
     def is_core(self) -> bool:
@@ -57,24 +59,16 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What an adapter finds in a model.
+class Refused:
+    """The name of a module that cannot be intercepted, with the reason."""
 
-    layers    to quantize and record
-    excluded  modules that stay as they are on purpose (the LM head)
-    refused   names of modules that cannot be intercepted, each with the reason
-    watched   whether the first forward pass is watched for other products
-    """
-
-    layers: tuple[Layer, ...] = ()
-    excluded: tuple[nn.Module, ...] = ()
-    refused: tuple[tuple[str, str], ...] = ()
-    watched: bool = False
+    name: str
+    reason: str
 
 
 def is_answered(module: nn.Module) -> bool:
     """Whether an adapter has replaced a method of this instance already."""
-    return any(isinstance(value, _Answer) for value in vars(module).values())
+    return any(isinstance(value, _Replacement) for value in vars(module).values())
 
 
 def whole(name: str) -> Shard:
@@ -82,7 +76,7 @@ def whole(name: str) -> Shard:
     return Shard()
 
 
-class _Answer:
+class _Replacement:
     """Replaces a method in the dictionary of a module. A copy of the module gets its original method back: the closure
     would keep using the weights of the module that was copied."""
 
@@ -108,10 +102,10 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
     Returns what puts the instance's dictionary back exactly; it raises InstrumentError if another stands there now."""
     own = vars(module)
     had, before = name in own, own.get(name)
-    answer = own[name] = _Answer(module, name, value)
+    replacement = own[name] = _Replacement(module, name, value)
 
     def undo() -> None:
-        if own.get(name) is not answer:
+        if own.get(name) is not replacement:
             raise InstrumentError(
                 f"{type(module).__name__}.{name} was replaced in the instrumented model: undo that before leaving"
             )
@@ -123,11 +117,15 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
     return undo
 
 
+def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:
+    """What attaches a quantization by replacing one method of the module with `method(quantization)`."""
+    return lambda quantization: set_on(module, name, method(quantization))
+
+
 def distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """The layers with a site each: where two share one, both are called by their path instead."""
-    often = Counter(layer.site for layer in layers)
-    named = [
-        replace(layer, site=replace(layer.site, module=layer.path)) if often[layer.site] > 1 and layer.path else layer
+    counts = Counter(layer.site for layer in layers)
+    return tuple(
+        replace(layer, site=replace(layer.site, module=layer.path)) if counts[layer.site] > 1 and layer.path else layer
         for layer in layers
-    ]
-    return tuple(named)
+    )

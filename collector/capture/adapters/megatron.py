@@ -17,61 +17,65 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
-from typing import Any, cast
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, attach_core, product, show_scores
-from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, LayerQuantization, set_on
-from binade.collector.capture.adapters.products import UNQUANTIZED, linear, shown
-from binade.collector.models.attention import CoreQuantization
-from binade.collector.models.parallel import Quantization
+from binade.collector.capture.adapters.attention import CoreMode, core_forward, product, show_scores
+from binade.collector.capture.adapters.layer import (
+    HEAD,
+    Detach,
+    InstrumentError,
+    Layer,
+    Refused,
+    replaces,
+    set_on,
+    whole,
+)
+from binade.collector.capture.adapters.products import UNQUANTIZED, linear
+from binade.collector.models.parallel import (
+    ColumnParallelLinear,
+    Group,
+    Quantization,
+    RowParallelLinear,
+    heads_shard,
+    linear_shard,
+    reshaped,
+)
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
+from binade.quant.gemm import Tap
 
-# Rows and columns of a weight, as collector.parallel has them.
-COLUMN = {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns", "grad_a": "partial"}
-ROW = {"a": "columns", "b": "columns", "grad_a": "columns", "grad_b": "columns", "y": "partial"}
 ENGINE = ("transformer_engine", "megatron.core.extensions")
 
 
-def find(model: nn.Module) -> Found:
-    layers = _loaded("megatron.core.tensor_parallel.layers")
+def find(model: nn.Module) -> Iterator[Layer | Refused]:
+    column = _class("tensor_parallel.layers", "ColumnParallelLinear")
+    row = _class("tensor_parallel.layers", "RowParallelLinear")
+    router = _class("transformer.moe.router", "Router")
+    core = _class("transformer.dot_product_attention", "DotProductAttention")
     modules = dict(model.named_modules())
-    refused = [(name, reason) for name, m in modules.items() if (reason := _refusal(m))]
-    if layers is None:
-        return Found(refused=tuple(refused))
-    router = getattr(_loaded("megatron.core.transformer.moe.router"), "Router", ())
-    core = getattr(_loaded("megatron.core.transformer.dot_product_attention"), "DotProductAttention", ())
-    found: list[Layer] = []
-    excluded: list[nn.Module] = []
     for name, module in modules.items():
-        if isinstance(module, (layers.ColumnParallelLinear, layers.RowParallelLinear)):
-            reason = _unfit(module)
-            if reason:
-                refused.append((name, reason))
-            elif _layer_number(modules, name) is None:
-                excluded.append(module)  # the LM head
+        if reason := _refusal(module):
+            yield Refused(name, reason)
+    for name, module in modules.items():
+        if isinstance(module, (column, row)):
+            if reason := _unfit(module):
+                yield Refused(name, reason)
             else:
-                found.append(_linear(modules, name, isinstance(module, layers.ColumnParallelLinear)))
+                yield _linear(modules, name, ColumnParallelLinear if isinstance(module, column) else RowParallelLinear)
         elif isinstance(module, router):
-            found.append(_router(modules, name))
+            yield _router(modules, name)
         elif isinstance(module, core):
-            found.append(_core(modules, name))
-    return Found(tuple(found), tuple(excluded), tuple(refused))
+            yield _core(modules, name)
 
 
-def head(model: nn.Module, name: str) -> Layer:
-    """The LM head of that name, as a layer to quantize."""
-    return _linear(dict(model.named_modules()), name, column=True)
-
-
-def _loaded(name: str) -> ModuleType | None:
-    """A module of Megatron's, if the model's own imports have loaded it."""
-    return sys.modules.get(name)
+def _class(module: str, name: str) -> Any:
+    """A class of megatron.core; of a module that the model's own imports have not loaded, no class at all."""
+    return getattr(sys.modules.get(f"megatron.core.{module}"), name, ())
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -93,7 +97,7 @@ def _unfit(module: Any) -> str | None:
 
 
 def _ancestors(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
-    """What the module of that name stands in, from the inside."""
+    """The modules that contain the one of that name, the innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield modules[name]
@@ -125,33 +129,23 @@ def _path(name: str) -> str:
     return re.sub(r"(^|\.)layers\.\d+\.", r"\1", name)
 
 
-def _shard(module: Any, word: str, kinds: dict[str, str]) -> Callable[[str], Shard]:
-    group = module.tp_group
-    count = 1 if group is None else dist.get_world_size(group)
+def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelLinear | RowParallelLinear]) -> Layer:
+    """A parallel linear layer, divided among the ranks like one of ours. Outside of the layers it is the LM head."""
+    module: Any = modules[name]
+    is_head = _layer_number(modules, name) is None
+    site = HEAD if is_head else _site(modules, name)
     # Each rank's part of a gated fc1 is its gate and its up: initialized or not, the weight need not say so.
-    gated = word.endswith("fc1") and module.config.gated_linear_unit
+    gated = site.module.endswith("fc1") and module.config.gated_linear_unit
     stride = 2 if gated else max(1, getattr(module.weight, "partition_stride", 1))
 
-    def shard(name: str) -> Shard:
-        kind = kinds.get(name, "whole")
-        axis = {"rows": 0, "columns": -1}.get(kind)
-        if count == 1:
-            return Shard()
-        index = dist.get_rank(group)
-        return Shard(index, count, kind) if axis is None else Shard(index, count, "slice", axis, stride)
+    def shard(tensor: str) -> Shard:
+        return linear_shard(like.shards, tensor, Group(module.tp_group), stride)
 
-    return shard
-
-
-def _linear(modules: dict[str, nn.Module], name: str, column: bool) -> Layer:
-    module: Any = modules[name]
-
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, Quantization)
+    def attach(quantization: Quantization) -> Detach:
         original, forward = module._forward_impl, module.forward
         passed = 0
 
-        def answered(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+        def intercepted(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
             nonlocal passed
             passed += 1
             return _product(original, input, weight, bias, quantization, options)
@@ -163,16 +157,12 @@ def _linear(modules: dict[str, nn.Module], name: str, column: bool) -> Layer:
                 raise InstrumentError(f"{name} ({type(module).__name__}) did not call _forward_impl: not intercepted")
             return result
 
-        undo = set_on(module, "_forward_impl", answered), set_on(module, "forward", checked)
+        undo = ExitStack()
+        undo.callback(set_on(module, "_forward_impl", intercepted))
+        undo.callback(set_on(module, "forward", checked))
+        return undo.close
 
-        def detach() -> None:
-            for each in reversed(undo):
-                each()
-
-        return detach
-
-    site = _site(modules, name) if _layer_number(modules, name) is not None else Site(0, "head")
-    return Layer(name, module, site, _shard(module, site.module, COLUMN if column else ROW), attach, _path(name))
+    return Layer(name, module, site, shard, attach, _path(name), is_head)
 
 
 def _product(
@@ -189,11 +179,9 @@ def _product(
 
     reduced, sequence = options["allreduce_dgrad"], options["sequence_parallel"]
     group = options.get("tp_group")
-    if not (reduced or sequence):
-        return linear(lambda a, b: original(input=a, weight=b, bias=bias, **options), x, weight, how, bias)
     if sequence:
         x = tensor_parallel.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
-    else:
+    elif reduced:
         x = tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
     options = {**options, "allreduce_dgrad": False, "sequence_parallel": False}
     return linear(lambda a, b: original(input=a, weight=b, bias=bias, **options), x, weight, how, bias)
@@ -202,23 +190,23 @@ def _product(
 def _router(modules: dict[str, nn.Module], name: str) -> Layer:
     module: Any = modules[name]
 
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, Quantization)
+    def method(quantization: Quantization) -> Callable[[Tensor], Any]:
         gating = module.gating
 
-        def answered(x: Tensor) -> Any:
+        def gated(x: Tensor) -> Any:
             tap = quantization.tap()
             if quantization.formats == UNQUANTIZED and tap is None:
                 return gating(x)
             dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(module.config.moe_router_dtype, x.dtype)
             bias, weight = getattr(module, "bias", None), module.weight.to(dtype)
             megatrons = sys.modules["megatron.core.transformer.moe.router"].router_gating_linear
-            how = Quantization(quantization.formats, quantization.backend, lambda: tap)
+            how = replace(quantization, tap=lambda: tap)
             return linear(lambda a, b: megatrons(a, b, bias, dtype), x.to(dtype), weight, how, bias)
 
-        return set_on(module, "gating", answered)
+        return gated
 
-    return Layer(name, module, _site(modules, name, "router"), lambda _: Shard(), attach, _path(name))
+    where = _site(modules, name, "router")
+    return Layer(name, module, where, whole, replaces(module, "gating", method), _path(name))
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
@@ -226,52 +214,39 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     state = sys.modules["megatron.core.parallel_state"]
     group = getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group()  # 0.15 keeps none
 
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, CoreQuantization)
-        return attach_core(name, module, MegatronCore, quantization)
-
-    def shard(_: str) -> Shard:
-        count = dist.get_world_size(group)
-        return Shard(dist.get_rank(group), count, "slice", 1) if count > 1 else Shard()
-
-    return Layer(name, module, _site(modules, name, "core"), shard, attach, f"{_path(name)}.core")
+    attach = replaces(module, "forward", core_forward(name, module, MegatronCore))
+    where = _site(modules, name, "core")
+    return Layer(name, module, where, lambda _: heads_shard(Group(group)), attach, f"{_path(name)}.core")
 
 
 class MegatronCore(CoreMode):
     """DotProductAttention: one torch.baddbmm for the scaled scores, one torch.bmm for the context. Their operands are
     [b · heads, s, d], shown as [b, heads, s, d]."""
 
-    scores = contexts = 0
-
-    def answer(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.baddbmm:
-            self.scores += 1
-            return self._scores(*args, **kwargs)
-        if func is torch.bmm:
-            self.contexts += 1
-            return self._context(*args, **kwargs)
-        return func(*args, **kwargs)
+    replaced: ClassVar = {torch.baddbmm: "scores", torch.bmm: "context"}
 
     def check(self) -> None:
-        if (self.scores, self.contexts) != (1, 1):
+        scores, contexts = self.calls[torch.baddbmm], self.calls[torch.bmm]
+        if (scores, contexts) != (1, 1):
             raise self.missing(
-                f"called torch.baddbmm {self.scores} times and torch.bmm {self.contexts} times where one of each was "
-                "expected, so that its products were not intercepted"
+                f"called torch.baddbmm {scores} times and torch.bmm {contexts} times where one of each was expected, "
+                "so that its products were not intercepted"
             )
 
-    def _by_head(self, seen: Tensor) -> tuple[int, ...]:
-        heads = int(cast(Any, self.module).num_attention_heads_per_partition)
-        return (seen.shape[0] // heads, heads, *seen.shape[1:])
+    def by_head(self, tap: Tap | None) -> Tap | None:
+        module: Any = self.module
+        heads = int(module.num_attention_heads_per_partition)
+        return reshaped(tap, lambda seen: (seen.shape[0] // heads, heads, *seen.shape[1:]))
 
-    def _scores(self, buffer: Tensor, query: Tensor, key_t: Tensor, *, beta: float, alpha: float) -> Tensor:
+    def scores(self, buffer: Tensor, query: Tensor, key_t: Tensor, *, beta: float, alpha: float) -> Tensor:
         def as_megatron(a: Tensor, b: Tensor) -> Tensor:
             return torch.baddbmm(buffer, a, b.transpose(1, 2), beta=beta, alpha=alpha)
 
-        tap = shown(self.qk, self._by_head)
+        tap = self.by_head(self.qk)
         key = key_t.transpose(1, 2)
         scores = product(as_megatron, query, key, self.quantization.qk, tap, transpose_b=True, scale=alpha)
         show_scores(tap, scores)
         return scores
 
-    def _context(self, probs: Tensor, value: Tensor) -> Tensor:
-        return product(torch.bmm, probs, value, self.quantization.pv, shown(self.pv, self._by_head), transpose_b=False)
+    def context(self, probs: Tensor, value: Tensor) -> Tensor:
+        return product(torch.bmm, probs, value, self.quantization.pv, self.by_head(self.pv), transpose_b=False)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
-from binade.collector.capture.adapters.layer import Detach, Found, InstrumentError, Layer, LayerQuantization
+from binade.collector.capture.adapters.layer import Detach, InstrumentError, Layer
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.parallel import ParallelLinear
 
 
-def find(model: nn.Module) -> Found:
-    return Found(tuple(_layer(name, m) for name, m in model.named_modules() if _is_own(m)))
-
-
-def _is_own(module: nn.Module) -> bool:
-    return isinstance(module, (ParallelLinear, CoreAttention))
+def find(model: nn.Module) -> Iterator[Layer]:
+    for name, module in model.named_modules():
+        if isinstance(module, (ParallelLinear, CoreAttention)):
+            yield _layer(name, module)
 
 
 def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
-    def attach(quantization: LayerQuantization) -> Detach:
+    def attach(quantization: Any) -> Detach:
         before, module.quantization = module.quantization, quantization
 
         def detach() -> None:

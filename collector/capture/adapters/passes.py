@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from binade.collector.capture.adapters.layer import Layer, Moment
+from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import Product
 from binade.quant.gemm import Tap
@@ -122,19 +122,8 @@ class Clock:
         def note(*_: Any) -> None:
             arrived.add(moment)
 
-        for node in {x.grad_fn for x in _results(result) if x.grad_fn is not None}:
+        for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
             node.register_prehook(note)
-
-
-def _results(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _results(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _results(each)
 
 
 def megatron_iteration() -> int | None:

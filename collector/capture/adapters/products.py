@@ -8,13 +8,15 @@ gradient is this product's share alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from binade.collector.models.parallel import Quantization
+from binade.collector.models.parallel import STACKED, Quantization, reshaped
 from binade.quant import gemm
 from binade.quant.formats import GemmFormats
 from binade.quant.gemm import Observed, Tap
@@ -38,8 +40,26 @@ class _Answering(threading.local):
 answering = _Answering()
 
 
-def is_answering() -> bool:
-    return answering.depth > 0
+class Interception(TorchFunctionMode):
+    """Sees the calls of torch's functions, except those that an adapter makes to compute a product."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {})) if answering.depth else self.call(func, args, kwargs or {})
+
+    @abstractmethod
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What func(*args, **kwargs) returns."""
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
 
 
 def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
@@ -51,11 +71,11 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
         tap = how.tap()
         if how.formats == UNQUANTIZED:
             return original(x, weight) if tap is None else beside(original, x, weight, tap)
-        dtype = _dtype(x)
+        dtype = product_dtype(x)
         inner = tap if bias is None else _but_result(tap)
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
         if x.dim() == 1:
-            inner = shown(inner, lambda seen: tuple(seen.shape[1:]), ("a", "y", "grad", "grad_a"))
+            inner = reshaped(inner, lambda seen: tuple(seen.shape[1:]), STACKED)
         y = gemm.linear(rows, weight.to(dtype), how.formats, backend=how.backend, tap=inner)
         y = y if x.dim() > 1 else y[0]
         if bias is None:
@@ -72,7 +92,8 @@ def _but_result(tap: Tap | None) -> Tap | None:
     return tap and (lambda seen: None if seen.name == "y" else tap(seen))
 
 
-def _dtype(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which torch's own products take x: autocast's where that is on."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
@@ -119,14 +140,3 @@ def listen_to_result(y: Tensor, tap: Tap) -> None:
 
 def _observer(tap: Tap, name: str) -> Callable[[Tensor], None]:
     return lambda gradient: tap(Observed(name, gradient.detach()))
-
-
-def shown(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: tuple[str, ...] = ()) -> Tap | None:
-    """A tap that shows tensors (those of the names, if any are given) in another shape."""
-    if tap is None:
-        return None
-
-    def see(seen: Observed) -> None:
-        tap(replace(seen, shape=shape(seen.tensor)) if not names or seen.name in names else seen)
-
-    return see

@@ -13,27 +13,17 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from binade.collector.capture.adapters.attention import SdpaMode, attach_core
-from binade.collector.capture.adapters.layer import (
-    Detach,
-    Found,
-    InstrumentError,
-    Layer,
-    LayerQuantization,
-    set_on,
-    whole,
-)
-from binade.collector.capture.adapters.products import is_answering, linear
-from binade.collector.models.attention import CoreQuantization
+from binade.collector.capture.adapters.attention import CoreMode, ModuleMode, SdpaMode, core_forward, run_under
+from binade.collector.capture.adapters.layer import Layer, Refused, replaces, whole
+from binade.collector.capture.adapters.products import linear
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
 
@@ -63,21 +53,18 @@ HIDDEN = (
 )
 
 
-def find(model: nn.Module) -> Found:
-    layers: list[Layer] = []
-    refused: list[tuple[str, str]] = []
+def find(model: nn.Module) -> Iterator[Layer | Refused]:
     inside = ""
     for name, module in model.named_modules():
         if inside and name.startswith(inside):  # of a module that was refused
             continue
         if reason := _refusal(module):
-            refused.append((name, reason))
+            yield Refused(name, reason)
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
-            layers.append(linear_layer(name, module))
+            yield linear_layer(name, module)
         elif calls(module, "scaled_dot_product_attention"):
-            layers.append(core_layer(name, module, SdpaMode))
-    return Found(tuple(layers), refused=tuple(refused))
+            yield core_layer(name, module, SdpaMode)
 
 
 def _is_a(module: str, name: str, value: object) -> bool:
@@ -131,66 +118,36 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     return Site(number, module or WORDS.get(last, last), int(expert[1]) if expert else None), path
 
 
-def linear_layer(name: str, module: nn.Linear, where: Site | None = None) -> Layer:
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, Quantization)
-        plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
-        return set_on(
-            module, "forward", _plain(module, quantization) if plain else _customized(name, module, quantization)
-        )
+def linear_layer(name: str, module: nn.Linear) -> Layer:
+    def forward(quantization: Quantization) -> Callable[..., Tensor]:
+        def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            return linear(lambda a, b: F.linear(a, b, bias), input, weight, quantization, bias)
 
-    found, path = site(name)
-    return Layer(name, module, where or found, whole, attach, path)
+        if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
+            return lambda input: product(input, module.weight, module.bias)
+        return run_under(module.forward, lambda: LinearMode(name, module, product))
 
-
-def _plain(module: nn.Linear, quantization: Quantization) -> Callable[[Tensor], Tensor]:
-    def forward(input: Tensor) -> Tensor:
-        bias = module.bias
-        return linear(lambda a, b: F.linear(a, b, bias), input, module.weight, quantization, bias)
-
-    return forward
+    where, path = site(name)
+    return Layer(name, module, where, whole, replaces(module, "forward", forward), path)
 
 
-def _customized(name: str, module: nn.Linear, quantization: Quantization) -> Callable[..., Any]:
-    """For a forward of the module's own: F.linear is answered while it runs, and must be called once."""
-    before = module.forward
+class LinearMode(ModuleMode):
+    """One pass through a linear layer with a forward of its own, which must call F.linear once."""
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with LinearMode(quantization) as running:
-            result = before(*args, **kwargs)
-        if running.seen != 1:
-            raise InstrumentError(
-                f"{name} ({type(module).__name__}) called F.linear {running.seen} times where once was expected, so "
-                f"that its product was not intercepted: leave it out with exclude=[{name!r}]"
+    replaced: ClassVar = {F.linear: "product"}
+
+    def __init__(self, name: str, module: nn.Module, product: Callable[..., Tensor]) -> None:
+        super().__init__(name, module)
+        self.product = product
+
+    def check(self) -> None:
+        if self.calls[F.linear] != 1:
+            raise self.missing(
+                f"called F.linear {self.calls[F.linear]} times where once was expected, so that its product was not "
+                "intercepted"
             )
-        return result
-
-    return forward
 
 
-class LinearMode(TorchFunctionMode):
-    """Answers F.linear."""
-
-    def __init__(self, quantization: Quantization) -> None:
-        self.quantization, self.seen = quantization, 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.linear or is_answering():
-            return func(*args, **kwargs)
-        self.seen += 1
-        return self._answer(*args, **kwargs)
-
-    def _answer(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return linear(lambda a, b: F.linear(a, b, bias), input, weight, self.quantization, bias)
-
-
-def core_layer(name: str, module: nn.Module, mode: type) -> Layer:
-    def attach(quantization: LayerQuantization) -> Detach:
-        assert isinstance(quantization, CoreQuantization)
-        return attach_core(name, module, mode, quantization)
-
-    found, path = site(name, "core")
-    return Layer(name, module, found, whole, attach, path)
+def core_layer(name: str, module: nn.Module, mode: type[CoreMode]) -> Layer:
+    where, path = site(name, "core")
+    return Layer(name, module, where, whole, replaces(module, "forward", core_forward(name, module, mode)), path)

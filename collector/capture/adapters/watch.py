@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer
-from binade.collector.capture.adapters.products import is_answering
+from binade.collector.capture.adapters.products import Interception, tensors_in
 
 PRODUCTS = frozenset(
     (
@@ -61,7 +60,7 @@ PRODUCTS = frozenset(
 )
 
 
-class Watch(TorchFunctionMode):
+class Watch(Interception):
     """layers: what the adapters intercept. excluded: modules that are not watched. attention: whether products of two
     activations are refused too."""
 
@@ -72,25 +71,18 @@ class Watch(TorchFunctionMode):
         self.excluded = {inner for module in excluded for inner in module.modules()}
         embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded)
         known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
-        self.weights = {
-            id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known
-        }  # fmt: skip
+        self.weights = {id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known}
         self.cores = {layer.module for layer in layers if layer.is_core}
         self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
         self.copies: dict[int, tuple[weakref.ref[Tensor], str]] = {}
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_answering():
-            return func(*args, **(kwargs or {}))
-        operands = list(_tensors((*args, *(kwargs or {}).values())))
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        operands = list(tensors_in((args, kwargs)))
         if func in PRODUCTS:
             self._look(func, operands)
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.dim() > 1:
+        result = func(*args, **kwargs)
+        if func not in PRODUCTS and isinstance(result, Tensor) and result.dim() > 1:
             sources = [self._weight(x) for x in operands if x.dim() > 1]
             if sources and sources[0] and all(sources):  # weights alone: no activation came in
                 self.copies[id(result)] = (weakref.ref(result), sources[0])
@@ -119,14 +111,6 @@ class Watch(TorchFunctionMode):
             f"{where} computes a product {what} by {func.__name__} that is not intercepted: neither quantized nor "
             f"recorded. Leave it out on purpose with exclude=[{pattern!r}]"
         )
-
-
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _activations(operands: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Behind the step: the byte budget, who writes too fast, what the disk refuses, files that no row names."""
+"""Writing in the background: the byte budget, blocking callers, disk errors, files that no row names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from binade.data.runs import RunWriter, read_status
 from binade.data.segment import Identity, TensorRow, segment_names
 from binade.data.store import load
 from binade.quant.summary import summarize
-from tests.collector.test_capture import batch, build
+from tests.collector.small_model import batch, build
 from tests.interrupts import interrupted
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_budget_is_spent_to_the_end_and_never_exceeded(run):
     assert written == read_status(run.directory).bytes <= 2 * size < written + one + OVERHEAD
 
 
-def test_who_offers_too_fast_waits(run, monkeypatch):
+def test_offering_faster_than_the_disk_blocks(run, monkeypatch):
     monkeypatch.setattr(writing, "IN_FLIGHT", 3000)
     open_disk, entered = threading.Event(), threading.Event()
 
@@ -107,7 +107,7 @@ def test_what_the_disk_refuses_is_raised_once_and_the_rest_is_kept(run):
     files, x = Writing(run, 1 << 30), values()
     for number in range(2):
         files.offer(name(number), x, describe)
-        threads_turn(files)
+        finish_tasks(files)
     with pytest.raises(OSError, match="Is a directory"):
         files.offer(name(2), x, describe)
     files.offer(name(2), x, describe)
@@ -120,10 +120,10 @@ def test_what_the_disk_refuses_is_raised_once_and_the_rest_is_kept(run):
     assert files.close() is None
 
 
-def threads_turn(files: Writing) -> None:
-    """Let the thread finish without asking it how it went."""
+def finish_tasks(files: Writing) -> None:
+    """Let the thread finish without raising its failures."""
     done = threading.Event()
-    files._asked.put(done.set)
+    files._tasks.put(done.set)
     assert done.wait(20)
 
 
@@ -167,7 +167,7 @@ def test_a_recorded_step_waits_for_nothing(tmp_path, device):
         recorder.step()
         recorder.settle()
         stopped = threading.Event()
-        recorder._writing._asked.put(lambda: stopped.wait(60))
+        recorder._writing._tasks.put(lambda: stopped.wait(60))
         try:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error")

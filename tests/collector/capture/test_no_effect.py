@@ -1,0 +1,70 @@
+"""Recording changes no bit of what is computed, and costs nothing where nothing is recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from binade.collector import Recorder, instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.models.parallel import ParallelLinear
+from binade.data.catalog import Catalog
+from tests.collector.small_model import SCORES, build, gradients, step
+
+
+def test_recipe_bf16_changes_nothing_to_the_bit(tmp_path):
+    plain, recorded = build(), build()
+    logits = step(plain)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(recorded, "bf16", recorder):
+        assert torch.equal(step(recorded), logits)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(recorded), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "FA_mxfp4"])
+def test_recording_changes_nothing_to_the_bit(tmp_path, recipe):
+    alone, recorded = build(), build()
+    with instrument(alone, recipe):
+        logits = step(alone)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(recorded, recipe, recorder):
+        assert torch.equal(step(recorded), logits)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(alone), gradients(recorded), strict=True))
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(model: GPTModel) -> Counter[str]:
+    with Operations() as operations:
+        step(model)
+    return operations.counts
+
+
+def test_off_the_recorded_iterations_recording_costs_nothing(tmp_path):
+    """The same operations as without a recorder, and nothing on disk."""
+    model = build()
+    layers = [m for m in model.modules() if isinstance(m, ParallelLinear)]
+    with instrument(model, "mxfp4", backend="torch"):
+        step(model)  # gradients are there from now on
+        alone = counted_step(model)
+    with Recorder(tmp_path, scores=SCORES) as recorder, instrument(model, "mxfp4", recorder, backend="torch"):
+        with recorder.at(0, 0, False):
+            assert [layer.quantization.tap() for layer in layers] == [None] * len(layers)
+            assert counted_step(model) == alone
+        assert list(tmp_path.rglob("*.pt")) == list(tmp_path.rglob("*.parquet")) == []
+        with recorder.at(1, 0, True):
+            assert None not in [layer.quantization.tap() for layer in layers]
+            assert counted_step(model).total() > alone.total()
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors()["iteration"]) == {1}

@@ -1,0 +1,212 @@
+"""What a recorded step holds: which tensors, their values, statistics, errors, scores and files."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from binade import quant
+from binade.collector import Recorder, instrument
+from binade.collector.models.model import GPTModel
+from binade.collector.models.parallel import ParallelLinear
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.collector.small_model import SCORES, SHAPE, Hooks, build, check_errors, step
+
+LINEARS = ("qkv", "proj", "fc1", "fc2")
+LINEAR_NAMES = {
+    ("input", "forward", "pre"),
+    ("weight", "forward", "pre"),
+    ("output", "forward", "post"),
+    ("grad_output", "backward", "pre"),
+    ("grad_input", "backward", "post"),
+    ("grad_weight", "backward", "post"),
+}
+CORE_NAMES = {
+    ("query", "forward", "pre"),
+    ("key", "forward", "pre"),
+    ("value", "forward", "pre"),
+    ("attention_scores", "forward", "post"),
+    ("attention_probs", "forward", "post"),
+    ("output", "forward", "post"),
+    ("grad_output", "backward", "pre"),
+    ("grad_query", "backward", "post"),
+    ("grad_key", "backward", "post"),
+    ("grad_value", "backward", "post"),
+}
+
+
+def record(root: Path, recipe: str, **options) -> tuple[GPTModel, Hooks]:
+    model = build()
+    hooks = Hooks(model)
+    config = {"model": "m", "size": "s", "dataset": "d", "recipe": recipe}
+    options = {"scores": SCORES} | options
+    with Recorder(root, label="test", config=config, **options) as recorder:
+        with instrument(model, recipe, recorder, backend="torch"), recorder.at(3, 1):
+            step(model)
+    hooks.remove()
+    for layer in model.modules():
+        if isinstance(layer, ParallelLinear):
+            hooks.keep(layer, "grad_weight", layer.weight.grad)
+    return model, hooks
+
+
+@pytest.fixture(scope="module", params=["mxfp8", "FA_linear_mxfp4", "hifp8", "bf16"])
+def recorded(request, tmp_path_factory):
+    """(recipe, open catalog, hooks) of one recorded step."""
+    root = tmp_path_factory.mktemp("recorded")
+    _, hooks = record(root, request.param)
+    with Catalog.open(root) as catalog:
+        yield request.param, catalog, hooks
+
+
+def part_formats(recipe: str) -> dict[str, str]:
+    """quant type by kind of product."""
+    fmt = recipe.removeprefix("FA_linear_")
+    return {"linear": fmt, "qk": fmt, "pv": "bf16" if recipe.startswith("FA") else fmt}
+
+
+def kind_of(row) -> str:
+    if row.module != "core":
+        return "linear"
+    qk = ("query", "key", "attention_scores", "grad_query", "grad_key")
+    return "qk" if row.tensor_name in qk else "pv"
+
+
+class TestRecorded:
+    def test_exactly_these_tensors(self, recorded):
+        _, catalog, _ = recorded
+        frame = catalog.tensors()
+        found = Counter(frame[["layer_index", "module", "tensor_name", "operation", "phase"]].itertuples(index=False))
+        expected = Counter(
+            (layer, module, *names)
+            for layer in (1, 2)
+            for module, all_names in [*((m, LINEAR_NAMES) for m in LINEARS), ("core", CORE_NAMES)]
+            for names in all_names
+        )
+        assert Counter(tuple(key) for key in found.elements()) == expected
+        assert len(frame) == 2 * 34
+        core = frame["module"] == "core"
+        assert (frame["layer_type"] == np.where(core, "attention", "linear")).all()
+        assert (frame["component"] == np.where(core, "FA", "linear")).all()
+
+    def test_words_are_the_runs(self, recorded):
+        recipe, catalog, _ = recorded
+        frame = catalog.tensors()
+        words = {"model": "m", "size": "s", "dataset": "d", "recipe": recipe}
+        for name, value in (words | {"iteration": 3, "micro_batch": 1, "rank": 0}).items():
+            assert set(frame[name]) == {value}, name
+        assert frame["expert"].isna().all()
+        for row in frame.itertuples():
+            assert row.quant_type == part_formats(recipe)[kind_of(row)]
+
+    def test_values_are_what_the_layer_saw(self, recorded):
+        _, catalog, hooks = recorded
+        frame = catalog.tensors()
+        compared = 0
+        for row in frame.itertuples():
+            if row.tensor_name in ("attention_scores", "attention_probs"):
+                continue
+            x = catalog.load(row.tensor_id)
+            seen = hooks.seen[row.layer_index, row.module, row.tensor_name]
+            assert torch.equal(x.float(), seen.float()), f"{row.module} {row.tensor_name}"
+            assert tuple(row.shape) == tuple(x.shape) == tuple(seen.shape)
+            assert x.dtype == torch.bfloat16 and row.dtype == "bfloat16" and row.nbytes == 2 * x.numel()
+            compared += 1
+        assert compared == 2 * 32
+
+    def test_scores_and_probs_follow_from_query_and_key(self, recorded):
+        recipe, catalog, hooks = recorded
+        fmt = part_formats(recipe)["qk"]
+        for layer in (1, 2):
+            q, k = (hooks.seen[layer, "core", name] for name in ("query", "key"))
+            k = k.repeat_interleave(SHAPE.heads // SHAPE.kv_heads, 1)
+            if fmt != "bf16":
+                q, k = quant.fake_quantize(q, fmt), quant.fake_quantize(k, fmt)
+            scores = q @ k.mT * SHAPE.head_dim**-0.5
+            future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            for name, expected in (
+                ("attention_scores", scores),
+                ("attention_probs", scores.float().masked_fill(future, -torch.inf).softmax(-1).bfloat16()),
+            ):
+                (row,) = catalog.tensors(Filter(layer_index=[layer], tensor_name=[name])).itertuples()
+                assert torch.equal(catalog.load(row.tensor_id), expected), name
+
+    def test_summary_is_the_files(self, recorded):
+        _, catalog, _ = recorded
+        for row in catalog.tensors().itertuples():
+            x = catalog.load(row.tensor_id).double().numpy().ravel()
+            expected = {
+                "min": x.min(), "max": x.max(), "mean": x.mean(), "std": x.std(), "rms": np.sqrt((x**2).mean()),
+                "absmax": np.abs(x).max(), "absmin": np.abs(x[x != 0]).min(), "zeros": (x == 0).sum(),
+                "kurtosis": ((x - x.mean()) ** 4).mean() / x.var() ** 2,
+                "skewness": ((x - x.mean()) ** 3).mean() / x.std() ** 3, "nans": 0, "infs": 0,
+            }  # fmt: skip
+            scale = {"mean": x.std(), "skewness": 1.0}
+            for name, value in expected.items():
+                assert getattr(row, name) == pytest.approx(value, rel=1e-9, abs=1e-12 * scale.get(name, 0)), name
+
+    def test_errors_are_recomputed_from_the_file(self, recorded):
+        recipe, catalog, _ = recorded
+        operands = {"input", "weight", "query", "key", "value", "attention_probs", "grad_output"}
+        checked = 0
+        for row in catalog.tensors().itertuples():
+            kind = kind_of(row)
+            fmt = part_formats(recipe)[kind]
+            quantized = row.tensor_name in operands and fmt != "bf16"
+            if kind == "qk" and recipe.startswith("FA"):
+                quantized = row.tensor_name in ("query", "key")
+            if not quantized:
+                assert pd.isna(row.format) and pd.isna(row.sqnr_db), f"{row.module} {row.tensor_name}"
+                continue
+            expected_format = "mxfp8_e5m2" if fmt == "mxfp8" and row.tensor_name == "grad_output" else fmt
+            assert row.format == expected_format
+            axis = -2 if row.tensor_name == "value" else -1
+            assert row.contracted_axis == axis
+            check_errors(catalog.load(row.tensor_id), row.format, axis, row._asdict())
+            checked += 1
+        by_layer = 0 if recipe == "bf16" else 3 * len(LINEARS) + (2 if recipe.startswith("FA") else 5)
+        assert checked == 2 * by_layer
+
+    def test_scores_are_recomputed_from_the_file(self, recorded):
+        _, catalog, _ = recorded
+        scores = catalog.scores()
+        frame = catalog.tensors().set_index("tensor_id")
+        operands = frame[frame["contracted_axis"].notna()]
+        assert set(operands["tensor_name"]) == {
+            "input", "weight", "query", "key", "value", "attention_probs", "grad_output"
+        }  # fmt: skip
+        assert Counter(scores["tensor_id"]) == dict.fromkeys(operands.index, len(SCORES))
+        assert set(scores["format"]) == set(SCORES)
+        for tensor_id, rows in scores.groupby("tensor_id"):
+            x, axis = catalog.load(tensor_id), int(frame.loc[tensor_id, "contracted_axis"])
+            for row in rows.itertuples():
+                check_errors(x, row.format, axis, row._asdict())
+
+    def test_files_describe_themselves(self, recorded):
+        _, catalog, _ = recorded
+        for row in catalog.tensors().itertuples():
+            path = catalog.path(row.tensor_id)
+            content = torch.load(path, weights_only=True, mmap=True)
+            assert set(content) == {"tensor", "tensor_info", "metadata"}
+            meta = content["metadata"]
+            assert (meta["layer_type"], meta["layer_idx"], meta["operation"]) == (
+                row.layer_type, row.layer_index, row.operation
+            )  # fmt: skip
+            assert (meta["tensor_name"], meta["iteration"], meta["sample_idx"]) == (row.tensor_name, 3, 1)
+            assert content["tensor_info"]["shape"] == list(row.shape)
+            assert path.parent.name == row.quant_type
+            assert path.name.endswith(
+                f"_iter003_{row.layer_type}_L{row.layer_index}_{row.operation}_{row.phase}_{row.component}_{row.quant_type}"
+                f"_rank00_sample001_group000_{row.tensor_name}.pt"
+            )
+
+    def test_every_file_is_named_by_one_row(self, recorded):
+        _, catalog, _ = recorded
+        named = [catalog.path(tensor_id) for tensor_id in catalog.tensors()["tensor_id"]]
+        assert sorted(named) == sorted(path for path in catalog.root.rglob("tensors/**/*") if path.is_file())

@@ -1,0 +1,130 @@
+"""A Recorder: how its runs end, what it counts, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from binade.collector import Recorder, instrument
+from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.capture.recorder import RecorderError
+from binade.collector.training.config import ConfigError
+from binade.data.catalog import Catalog
+from binade.data.runs import CANCELLED, DONE, FAILED, read_run
+from tests.collector.small_model import build, step
+
+
+class TestRecorder:
+    @pytest.mark.parametrize(
+        ("error", "state", "reason"),
+        [(None, DONE, None), (ValueError, FAILED, "bad"), (KeyboardInterrupt, CANCELLED, None)],
+        ids=["done", "failed", "cancelled"],
+    )
+    def test_says_how_the_run_ended(self, tmp_path, error, state, reason):
+        model = build()
+        with pytest.raises(error) if error else nullcontext():
+            with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+                step(model)
+                if error:
+                    raise error("bad\nthing")
+        status = read_run(recorder.writer.directory).status
+        assert (status.state, status.reason, status.tensors) == (state, reason, 68)
+        with Catalog.open(tmp_path) as catalog:  # what was captured is kept
+            assert catalog.totals().tensors == catalog.totals().with_values == 68
+
+    def test_counts_iterations_for_loops_of_ones_own(self, tmp_path):
+        model = build()
+        with Recorder(tmp_path, tensors=("query",)) as recorder, instrument(model, "bf16", recorder):
+            for _ in range(3):
+                step(model)
+                recorder.step()
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.tensors()["iteration"].tolist() == [0, 0, 1, 1, 2, 2]
+            assert catalog.runs()["iteration"].tolist() == [2]
+        assert len(read_run(recorder.writer.directory).segments) == 3
+
+    def test_an_unknown_score_is_refused_before_a_run_exists(self, tmp_path):
+        with pytest.raises(ValueError, match="format 'nope' is unknown"):
+            Recorder(tmp_path, scores=("nope",))
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"tensors": ("query", "inputt")}, "tensor 'inputt' is unknown: input, weight, "),
+            ({"tensors": "input"}, r"tensors='input' is one word: .* as tensors=\('input',\)"),
+            ({"scores": "mxfp8"}, "scores='mxfp8' is one word"),
+            ({"config": {"size": 224}}, "config has size 224: a word was expected"),
+            ({"config": {"model": {"name": "x"}}}, "config has model {'name': 'x'}"),
+        ],
+        ids=["tensor", "tensors", "scores", "size", "model"],
+    )
+    def test_what_cannot_be_recorded_is_refused_before_a_run_exists(self, tmp_path, options, said):
+        with pytest.raises(ConfigError, match=said):
+            Recorder(tmp_path, **options)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_entered_again_it_records_another_run(self, tmp_path):
+        model = build()
+        recorder = Recorder(tmp_path, tensors=("query",), iterations=1, config={"size": None})
+        for _ in range(2):
+            with recorder, instrument(model, "bf16", recorder):
+                for _ in range(2):
+                    step(model)
+                    recorder.step()
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.runs()["state"].tolist() == [DONE, DONE]
+            rows = catalog.tensors()
+            assert Counter(rows["run_id"]).most_common() == [(run, 2) for run in rows["run_id"].unique()]
+            assert rows["iteration"].tolist() == [0] * 4 and rows["run_id"].nunique() == 2
+
+    def test_entered_twice_it_says_so(self, tmp_path):
+        with Recorder(tmp_path) as recorder, pytest.raises(RecorderError, match="is recording a run already"):
+            recorder.__enter__()
+        assert [read_run(path).status.state for path in tmp_path.iterdir()] == [DONE]
+
+    def test_without_a_run_it_says_so(self, tmp_path):
+        model = build()
+        recorder = Recorder(tmp_path)
+        with instrument(model, "bf16", recorder):
+            with pytest.raises(RecorderError, match=r"call the model within `with Recorder\(...\)`"):
+                step(model)
+            assert list(tmp_path.iterdir()) == []
+            with recorder:
+                step(model)
+            with pytest.raises(RecorderError, match="has no run to write to"):
+                step(model)
+        assert read_run(recorder.writer.directory).status.tensors == 68
+
+    def test_float64_is_refused_by_the_layers_name(self, tmp_path):
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+        x = torch.randn(3, 8)
+        said = r"1 \(layer2\.linear\) computes in float64, which is not recorded: convert the model"
+        with pytest.raises(InstrumentError, match=said), Recorder(tmp_path / "all") as recorder:
+            with instrument(model, None, recorder):
+                model[1](model[0](x).double())
+        assert read_run(recorder.writer.directory).status.reason.startswith("1 (layer2.linear) computes in float64")
+        with Recorder(tmp_path / "some") as recorder, instrument(model, None, recorder, capture="first"):
+            assert model[1](model[0](x).double()).dtype == torch.float64
+        assert read_run(recorder.writer.directory).status.tensors == 3
+
+    def test_a_capture_broken_off_leaves_no_file_without_a_row(self, tmp_path):
+        """Interrupted between writing a file and noting its row: the moment of a SIGTERM, chosen."""
+        model = build()
+
+        class Interrupting(Recorder):
+            def _save(self, *arguments):
+                path = super()._save(*arguments)
+                if self._count == 40:
+                    raise KeyboardInterrupt
+                return path
+
+        with pytest.raises(KeyboardInterrupt), Interrupting(tmp_path) as recorder, instrument(model, "bf16", recorder):
+            step(model)
+        files = list(tmp_path.rglob("*.pt"))
+        with Catalog.open(tmp_path) as catalog:
+            assert sorted(catalog.path(i) for i in catalog.tensors()["tensor_id"]) == sorted(files)
+            assert len(files) == 40
