@@ -1,11 +1,11 @@
-"""Import: index the tensor logs that other tools wrote, where they lie. Nothing is copied, nothing of them executed.
+"""Imports tensor logs that other tools wrote: indexes them in place. No file is copied, and no code in it is executed.
 
-An import is a run of kind "import". Importing the same directory again goes on with the same run: files that are known
-by path, size and time of change are left alone, those that changed are imported anew, those that were refused are tried
-again. Each segment lists the files whose rows it holds (files.jsonl) and appears with them at once, so that whatever is
-killed, and when, no file is indexed twice or half.
+An import is a run of kind "import". Importing the same directory again continues the same run: files whose path, size
+and modification time are known are skipped, changed files are imported again, and refused files are tried again. A
+segment lists the files whose rows it holds (files.jsonl) and is published together with that list, so that no file is
+indexed twice or partly, whenever the import is killed.
 
-Files are read by processes of their own (see workers): a hostile or broken one can kill its reader, not the import.
+Separate processes read the files (see workers): a hostile or damaged file can kill its reader, not the import.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class _Import:
             self._publish()
             self._conclude()
         except BaseException as error:
-            with suppress(OSError):  # a full disk: what was published before stays
+            with suppress(OSError):  # of a full disk: published segments stay
                 self._publish()
                 self._conclude()
             if isinstance(error, KeyboardInterrupt):
@@ -456,8 +456,8 @@ class _Import:
             self._reported = now
 
     def _publish(self) -> None:
-        """Make the pending rows a segment. What breaks in on it may call it again: the segment's name stays the same
-        until it is known to be there."""
+        """Publish the pending rows as a segment. After an interrupt it may be called again: the segment keeps its name
+        until it is published."""
         if self._rows:
             self._segment = self._segment or self.writer.next_segment_name()
             if not (self.segments / self._segment).exists():
@@ -468,7 +468,7 @@ class _Import:
         self.writer.update(tensors=sum(len(e.tensors) for e in entries), bytes=sum(e.size for e in entries))
 
     def _conclude(self) -> None:
-        """Keep what was refused, and the counts in run.json."""
+        """Write refused.jsonl, and the counts in run.json."""
         directory = self.writer.directory
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
         write_atomic(directory / "refused.jsonl", _lines(self.refused))

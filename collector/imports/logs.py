@@ -1,6 +1,6 @@
-"""What a tensor log written by another tool says about its tensor: names and metadata to an Identity. No torch.
+"""Reads what a tensor log of another tool says about its tensor, from its file name and metadata. No torch.
 
-A Megatron-LM fork used by the field writes one file a tensor and has changed how it names them seven times:
+A widely used fork of Megatron-LM writes one file per tensor and has changed its naming scheme seven times:
 
     V0   {time}_{count}_{layer type}_L{layer}_{operation}_{quant type}_{tensor}
     V1   ..._{operation}_{phase}_{component}_{quant type}_{tensor}
@@ -9,12 +9,11 @@ A Megatron-LM fork used by the field writes one file a tensor and has changed ho
     V5a  as V2 without count, phase and component                V5c  as V5a, the layer before the layer type
     V7   iter_{i}/{fwd|bwd}_{in|out}_{id}, a bare tensor
 
-Any other name is welcome and says nothing but, at most, what the tensor is called. Metadata is believed before the
-name. What neither says stays None: which linear layer it was (qkv, proj, fc1, fc2) is never recorded, nor what `group`
-counts.
+Any other file name gives at most the tensor's name. Metadata takes precedence over the name. What neither says stays
+None: which linear layer it was (qkv, proj, fc1, fc2) is never recorded, nor what `group` counts.
 
-Nothing here raises: names and metadata are anyone's, so what is no plain word or number of the expected kind is left
-out. Every change of what the log says becomes a sentence of `corrections`; none repeats text that was left out.
+Nothing here raises: names and metadata are untrusted, so a value that is not a plain word or number of the expected
+kind is left out. Each change becomes a sentence in `corrections`, which never repeats text that was left out.
 """
 
 from __future__ import annotations
@@ -79,13 +78,13 @@ _CONTRACTED: dict[tuple[str | None, ...], int] = {
 
 @dataclass(frozen=True)
 class Log:
-    """What is known of a logged tensor, by Binade's words. None where the log does not say.
+    """What a log says about its tensor, in Binade's words. None where it does not say.
 
     version           how its file is named: V0 to V7, None for any other name
     layer_index       from 1; iteration, micro_batch, rank, expert from 0
     quant_type        one of FORMATS; original_quant_type as the log spells it
     stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
-    captured          as the log tells it, its time zone unknown
+    captured          the time in the log; its time zone is unknown
     contracted_axis   of an operand, from the end
     corrections       a sentence for each thing that is not as the log says, with the reason
     """
@@ -111,9 +110,9 @@ class Log:
 
 
 def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
-    """What a log's path, metadata and key (of a file with several tensors) say. Never raises.
+    """Read a log's path, metadata and key (of a file with several tensors). Never raises.
 
-    Only the last two parts of the path are looked at; metadata that is no dict is left out.
+    Only the last two parts of the path are used; metadata other than a dict is left out.
     """
     notes: list[str] = []
     version, words = _from_name(path)
@@ -176,7 +175,7 @@ def _version(found: re.Match[str], places: Mapping[str, str]) -> str:
 
 
 def _tail(text: str) -> dict[str, Any] | None:
-    """What follows the component: both the quant type and the tensor's name may hold underscores."""
+    """The words after the component. Both the quant type and the tensor's name may contain underscores."""
     if found := _TAIL.fullmatch(text):
         words = {"quant_type": found["quant_type"], "tensor_name": found["tensor_name"]}
         words["places"] = dict(_PLACE.findall(found["places"]))
@@ -242,7 +241,7 @@ def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
 
 
 def _compare(named: Mapping[str, Any], described: Mapping[str, Any], notes: list[str]) -> None:
-    """A note where name and metadata contradict each other. Times differ by what writing took; that is none."""
+    """Add a note where name and metadata differ, except in the time: writing a file takes a while."""
     for name, value in named.items():
         other = described.get(name, value)
         same = other == value or (name == "quant_type" and _quant_type(other, []) == _quant_type(value, []))
@@ -253,7 +252,7 @@ def _compare(named: Mapping[str, Any], described: Mapping[str, Any], notes: list
 
 
 def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | None]:
-    """The format, and whether the tensor was taken before or after quantization: that tool marks what comes after."""
+    """The format, and whether the tensor was taken before or after quantization, which the tool marks by a suffix."""
     if text is None:
         return None, None
     base = text.lower().removesuffix(QUANTIZED)
@@ -279,7 +278,7 @@ def _corrected(log: Log, notes: list[str]) -> Log:
 
 
 def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
-    """What of a log is other than it says, and the sentence that explains it."""
+    """The words of a log that are wrong, corrected, and a sentence that explains why."""
     name = (log.tensor_name or "").lower()
     linear, attention = log.layer_type == "linear", log.layer_type == "attention"
     forward, backward = log.operation == "forward", log.operation == "backward"

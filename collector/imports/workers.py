@@ -1,4 +1,4 @@
-"""A pool of processes in which the death of one costs only its current job, and is reported with that job.
+"""A pool of processes. If one dies, only its current job is lost, and the death is reported with that job.
 
 Two libraries were tried. A killed worker breaks a whole concurrent.futures pool, and no job is named. The workers of
 pebble share one pipe: one that is killed while it sends its result stalls all others.
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 J = TypeVar("J")
 R = TypeVar("R")
 
-DEPTH = 2  # one job at hand and the next one waiting
+DEPTH = 2  # jobs that a process holds: the current and the next one
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Worker(Generic[J]):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
         self.process.start()
-        theirs.close()  # only the worker has that end now: when it dies, reading here ends
+        theirs.close()  # only the worker has that end now: when it dies, reading here fails
         self.held: deque[J] = deque()
 
     def give(self, job: J) -> None:
@@ -71,10 +71,9 @@ def _serve(connection: Connection, work: Callable[[J], object]) -> None:
 def prepare(module: str) -> None:
     """Start the common parent of the processes, which imports that module while the caller continues."""
     multiprocessing.get_context("forkserver").set_forkserver_preload([module])
-    resource_tracker.ensure_running()  # which forkserver starts too, and which unblocks SIGINT
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # inherited: it ignores Ctrl-C only once it serves
+    resource_tracker.ensure_running()  # forkserver would start it, and starting it unblocks SIGINT
+    # The mask is inherited: a new process ignores Ctrl-C only once it serves.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
@@ -111,7 +110,7 @@ def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[t
                 try:
                     result: R = worker.connection.recv()
                 except (EOFError, OSError):
-                    worker.process.join()  # not stopped before it has said how it died
+                    worker.process.join()  # before `stop` kills it: its own exit status is needed
                     crew.remove(worker)
                     job = worker.held.popleft()
                     again.extend(worker.held)

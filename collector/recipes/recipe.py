@@ -43,33 +43,24 @@ class Operand(NamedTuple):
     axis: str
 
 
-def _operands(*rows: tuple[str, str, str, str]) -> tuple[Operand, ...]:
-    return tuple(Operand(*row) for row in rows)
+def _operands(a: str, b: str, grad: str, gemms: Sequence[str], axes: Sequence[str]) -> tuple[Operand, ...]:
+    """The operands of the product of a and b, and of its two backward products: of grad and b, and of grad and a. gemms
+    are the names of the three products, axes what they contract."""
+    pairs = (
+        (("forward_a", a), ("forward_b", b)),
+        (("dgrad_grad", grad), ("dgrad_b", b)),
+        (("wgrad_grad", grad), ("wgrad_a", a)),
+    )
+    products = zip(gemms, axes, pairs, strict=True)
+    return tuple(Operand(field, gemm, name, axis) for gemm, axis, pair in products for field, name in pair)
 
 
 LINEAR_OPERANDS = _operands(
-    ("forward_a", "forward", "input", "input size"),
-    ("forward_b", "forward", "weight", "input size"),
-    ("dgrad_grad", "dgrad", "grad_output", "output size"),
-    ("dgrad_b", "dgrad", "weight", "output size"),
-    ("wgrad_grad", "wgrad", "grad_output", "tokens"),
-    ("wgrad_a", "wgrad", "input", "tokens"),
+    "input", "weight", "grad_output", ("forward", "dgrad", "wgrad"), ("input size", "output size", "tokens")
 )
-QK_OPERANDS = _operands(
-    ("forward_a", "forward", "query", "head size"),
-    ("forward_b", "forward", "key", "head size"),
-    ("dgrad_grad", "dquery", "grad_scores", "keys"),
-    ("dgrad_b", "dquery", "key", "keys"),
-    ("wgrad_grad", "dkey", "grad_scores", "queries"),
-    ("wgrad_a", "dkey", "query", "queries"),
-)
+QK_OPERANDS = _operands("query", "key", "grad_scores", ("forward", "dquery", "dkey"), ("head size", "keys", "queries"))
 PV_OPERANDS = _operands(
-    ("forward_a", "forward", "attention_probs", "keys"),
-    ("forward_b", "forward", "value", "keys"),
-    ("dgrad_grad", "dprobs", "grad_output", "head size"),
-    ("dgrad_b", "dprobs", "value", "head size"),
-    ("wgrad_grad", "dvalue", "grad_output", "queries"),
-    ("wgrad_a", "dvalue", "attention_probs", "queries"),
+    "attention_probs", "value", "grad_output", ("forward", "dprobs", "dvalue"), ("keys", "head size", "queries")
 )
 PARTS = {"linear": LINEAR_OPERANDS, "qk": QK_OPERANDS, "pv": PV_OPERANDS, "router": LINEAR_OPERANDS}
 

@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, distinct, is_answered, set_on
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, distinct, is_instrumented, set_on
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
 
@@ -68,7 +68,7 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
                 refused[each.name] = each.reason
         elif each.is_head and not head:
             excluded.add(each.module)
-        elif is_answered(each.module):
+        elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
         elif each.module not in excluded:
             layers.setdefault(each.module, each)

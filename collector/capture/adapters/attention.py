@@ -21,10 +21,10 @@ from binade.collector.capture.adapters.products import (
     UNQUANTIZED,
     Interception,
     Product,
-    answering,
-    beside,
+    computing,
     listen_to_result,
     listened,
+    observed_product,
     product_dtype,
 )
 from binade.collector.models.attention import CoreQuantization
@@ -113,7 +113,7 @@ def product(
     scale: float = 1.0,
 ) -> Tensor:
     """a [..., m, k] · b [..., k, n] (bᵀ with b [..., n, k] if transpose_b) · scale, as `original(a, b)` computes it."""
-    with answering:
+    with computing:
         if how.formats != UNQUANTIZED:
             a, b = a.to(product_dtype(a)), b.to(product_dtype(b))
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
@@ -122,7 +122,7 @@ def product(
             return y if scale == 1.0 else y * scale
         if tap is None:
             return original(a, b)
-        return beside(original, a, b, tap, -1 if transpose_b else -2)
+        return observed_product(original, a, b, tap, -1 if transpose_b else -2)
 
 
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
@@ -137,7 +137,7 @@ class SdpaMode(CoreMode):
     replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        with answering:
+        with computing:
             return attend(self.quantization, self.qk, self.pv, *args, **kwargs)
 
     def check(self) -> None:
@@ -160,7 +160,7 @@ def attend(
 ) -> Tensor:
     """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
 
-    Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed beside it for the
+    Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed again for the
     taps, before dropout. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
     """
     options: dict[str, Any] = {

@@ -66,7 +66,7 @@ class Refused:
     reason: str
 
 
-def is_answered(module: nn.Module) -> bool:
+def is_instrumented(module: nn.Module) -> bool:
     """Whether an adapter has replaced a method of this instance already."""
     return any(isinstance(value, _Replacement) for value in vars(module).values())
 

@@ -2,7 +2,7 @@
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
 alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
-the second adds only the gradients, and tells the recorder that this layer was recomputed. So each tensor is recorded
+the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded
 once, and a pass without gradients (an evaluation) is recorded like any other.
 
     torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second

@@ -25,7 +25,7 @@ UNQUANTIZED = GemmFormats()
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-class _Answering(threading.local):
+class _Computing(threading.local):
     """True while an adapter computes a product: its own calls are neither intercepted nor watched."""
 
     depth = 0
@@ -37,7 +37,7 @@ class _Answering(threading.local):
         self.depth -= 1
 
 
-answering = _Answering()
+computing = _Computing()
 
 
 class Interception(TorchFunctionMode):
@@ -46,7 +46,7 @@ class Interception(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*args, **(kwargs or {})) if answering.depth else self.call(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if computing.depth else self.call(func, args, kwargs or {})
 
     @abstractmethod
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,10 +67,10 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
 
     Under autocast the quantized product takes its operands in autocast's dtype, as torch's linear does.
     """
-    with answering:
+    with computing:
         tap = how.tap()
         if how.formats == UNQUANTIZED:
-            return original(x, weight) if tap is None else beside(original, x, weight, tap)
+            return original(x, weight) if tap is None else observed_product(original, x, weight, tap)
         dtype = product_dtype(x)
         inner = tap if bias is None else _but_result(tap)
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
@@ -98,7 +98,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
-def beside(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:
+def observed_product(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:
     """product(a, b), shown to the tap as quant.gemm shows its own: operands, result and, as they come, gradients.
     a is contracted along its last axis, b along dim_b."""
     tap(Observed("a", a.detach()))
