@@ -14,6 +14,7 @@ from binade.collector.capture.recorder import RecorderError
 from binade.collector.training.config import ConfigError
 from binade.data.catalog import Catalog
 from binade.data.runs import CANCELLED, DONE, FAILED, read_run
+from binade.quant.formats import UnknownFormatError
 from tests.collector.small_model import build, step
 
 
@@ -46,24 +47,21 @@ class TestRecorder:
             assert catalog.runs()["iteration"].tolist() == [2]
         assert len(read_run(recorder.writer.directory).segments) == 3
 
-    def test_an_unknown_score_is_refused_before_a_run_exists(self, tmp_path):
-        with pytest.raises(ValueError, match="format 'nope' is unknown"):
-            Recorder(tmp_path, scores=("nope",))
-        assert list(tmp_path.iterdir()) == []
-
     @pytest.mark.parametrize(
-        ("options", "said"),
+        ("options", "message"),
         [
+            ({"scores": ("nope",)}, "format 'nope' is unknown"),
             ({"tensors": ("query", "inputt")}, "tensor 'inputt' is unknown: input, weight, "),
             ({"tensors": "input"}, r"tensors='input' is one word: .* as tensors=\('input',\)"),
             ({"scores": "mxfp8"}, "scores='mxfp8' is one word"),
             ({"config": {"size": 224}}, "config has size 224: a word was expected"),
             ({"config": {"model": {"name": "x"}}}, "config has model {'name': 'x'}"),
         ],
-        ids=["tensor", "tensors", "scores", "size", "model"],
+        ids=["score", "tensor", "tensors", "scores", "size", "model"],
     )
-    def test_what_cannot_be_recorded_is_refused_before_a_run_exists(self, tmp_path, options, said):
-        with pytest.raises(ConfigError, match=said):
+    def test_what_cannot_be_recorded_is_refused_before_a_run_exists(self, tmp_path, options, message):
+        error = UnknownFormatError if "format" in message else ConfigError
+        with pytest.raises(error, match=message):
             Recorder(tmp_path, **options)
         assert list(tmp_path.iterdir()) == []
 
