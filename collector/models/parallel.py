@@ -132,21 +132,21 @@ def linear_shard(kinds: Mapping[str, str], name: str, group: Group, stride: int)
     return Shard(group.rank, group.size, "slice", axis, stride)
 
 
-GroupFunction = Callable[[Tensor, Group], Tensor]
+GroupFunction = Callable[[Group, Tensor], Tensor]
 
 
-def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> GroupFunction:
+def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> Callable[[Tensor, Group], Tensor]:
     """An autograd function of a tensor and a group; the identity at one rank."""
 
     class Exchange(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
             ctx.group = group
-            return forward(x, group)
+            return forward(group, x)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return backward(grad, ctx.group), None
+            return backward(ctx.group, grad), None
 
     Exchange.__name__ = name
 
@@ -159,26 +159,20 @@ def _function(forward: GroupFunction, backward: GroupFunction, name: str) -> Gro
     return apply
 
 
-def _same(x: Tensor, group: Group) -> Tensor:
+def _same(group: Group, x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
+def _summed(group: Group, x: Tensor) -> Tensor:
     return group.sum_(x.clone())  # the caller's tensor may have been captured
 
 
 copy_to_ranks = _function(_same, _summed, "CopyToRanks")
 reduce_from_ranks = _function(_summed, _same, "ReduceFromRanks")
-reduce_scatter_sequence = _function(
-    lambda x, group: group.reduce_scatter(x), lambda grad, group: group.gather(grad), "ReduceScatterSequence"
-)
-scatter_sequence = _function(lambda x, group: group.part(x), lambda grad, group: group.gather(grad), "ScatterSequence")
-gather_sequence = _function(
-    lambda x, group: group.gather(x), lambda grad, group: group.reduce_scatter(grad), "GatherSequence"
-)
-gather_whole_sequence = _function(
-    lambda x, group: group.gather(x), lambda grad, group: group.part(grad), "GatherWholeSequence"
-)
+reduce_scatter_sequence = _function(Group.reduce_scatter, Group.gather, "ReduceScatterSequence")
+scatter_sequence = _function(Group.part, Group.gather, "ScatterSequence")
+gather_sequence = _function(Group.gather, Group.reduce_scatter, "GatherSequence")
+gather_whole_sequence = _function(Group.gather, Group.part, "GatherWholeSequence")
 
 
 class ParallelLinear(nn.Module):

@@ -59,14 +59,10 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
     core = _class("transformer.dot_product_attention", "DotProductAttention")
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if reason := _refusal(module):
+        if reason := _refusal(module, isinstance(module, (column, row))):
             yield Refused(name, reason)
-    for name, module in modules.items():
-        if isinstance(module, (column, row)):
-            if reason := _unfit(module):
-                yield Refused(name, reason)
-            else:
-                yield _linear(modules, name, ColumnParallelLinear if isinstance(module, column) else RowParallelLinear)
+        elif isinstance(module, (column, row)):
+            yield _linear(modules, name, ColumnParallelLinear if isinstance(module, column) else RowParallelLinear)
         elif isinstance(module, router):
             yield _router(modules, name)
         elif isinstance(module, core):
@@ -78,20 +74,16 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(f"megatron.core.{module}"), name, ())
 
 
-def _refusal(module: nn.Module) -> str | None:
+def _refusal(module: Any, is_linear: bool) -> str | None:
     kind = type(module)
     engine = any(base.__module__.startswith(ENGINE) for base in kind.__mro__)
     if engine and re.search("Linear|Attention|MLP|Transformer", kind.__name__):
         return "Transformer Engine computes it out of sight: build the model with the local layer spec"
     if kind.__name__ == "GroupedMLP" and kind.__module__.startswith("megatron.core"):
         return "its grouped GEMM is out of sight: build the experts without moe_grouped_gemm"
-    return None
-
-
-def _unfit(module: Any) -> str | None:
-    if module.gradient_accumulation_fusion:
+    if is_linear and module.gradient_accumulation_fusion:
         return "its weight's gradient is fused into the accumulation: use --no-gradient-accumulation-fusion"
-    if not callable(getattr(module, "_forward_impl", None)):
+    if is_linear and not callable(getattr(module, "_forward_impl", None)):
         return "it has no _forward_impl: this version of megatron.core is not known"
     return None
 
