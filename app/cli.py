@@ -80,9 +80,9 @@ def _serve(port: int) -> int:
 def _report(context: click.Context, /, root: str | None, query: Filter | None, **given: Any) -> int:
     """Write every chart into a folder, with one HTML of all of them."""
     where = options.filter_of(query, given, given["session"])
-    from binade.app.report import headless
+    from binade.app.report import writer
 
-    request = headless.Request(
+    request = writer.Request(
         given["output"],
         where,
         given["archive"],
@@ -92,9 +92,9 @@ def _report(context: click.Context, /, root: str | None, query: Filter | None, *
         given["session"],
     )
     try:
-        return headless.run(resolve_root(root), request)
+        return writer.run(resolve_root(root), request)
     except OSError as error:
-        return fail(headless.no_room(error))
+        return fail(writer.no_room(error))
 
 
 def _export(root: str | None, session: str, output: Path, values: str) -> int:

@@ -15,20 +15,15 @@ from binade.app.sessions import draft
 from binade.app.style import CHOSEN
 from binade.data.access import read_only
 
-EXPORT_HTML = (
-    '<div class="exports" role="group" aria-label="Save as">'
-    '<button class="pin" type="button" title="Keep this chart in the session" hidden>Pin</button> '
-    '<button class="png" type="button" title="Save as a picture">PNG</button> '
-    '<button class="svg" type="button" title="Save as a drawing">SVG</button> '
-    '<button class="csv" type="button" title="Save the numbers">CSV</button></div>'
-)
 MAX_CSV_ROWS = 5000
 
 
 @st.cache_resource
 def _exporter() -> Callable[..., Any]:
-    css, js = (Path(__file__).with_name(f"export.{ending}").read_text() for ending in ("css", "js"))
-    return st.components.v2.component("binade_export", html=EXPORT_HTML, css=css, js=js)
+    html, css, picture, js = (
+        Path(__file__).with_name(name).read_text() for name in ("export.html", "export.css", "picture.js", "export.js")
+    )
+    return st.components.v2.component("binade_export", html=html, css=css, js=picture + js)
 
 
 def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
@@ -53,13 +48,12 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     if note := f"{figure.note} {figure.hint if choose else ''}".strip():
         left, place = st.columns([4, 1.7], vertical_alignment="top")
         left.caption(note)
-    comments = "".join(f"# {line}\n" for line in figure.caption.splitlines())
     data = {
         "chart": f"chart_{name}",
         "name": f"binade-{name.replace('_', '-')}",
-        "caption": figure.caption,
+        "caption": figure.caption_svg,
         "pin": pin and draft.on_a_view() and not read_only(),
-        "csv": comments + figure.table.head(MAX_CSV_ROWS).to_csv(index=False),
+        "csv": figure.csv(MAX_CSV_ROWS),
     }
     with place:
         _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -43,19 +43,32 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
+def staging_directory(path: Path) -> Iterator[Path]:
+    """An empty directory in the same folder as `path`, from where files can be renamed to it. At the end it is deleted,
+    and so are the folders above it that were made for it, unless they hold something by then. Raises OSError."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    made = [folder for folder in part.parents if not folder.exists()]
+    try:
+        part.mkdir(parents=True)
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
+
+
+@contextmanager
 def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
     behind. With replace, a directory of that name is there and goes; after a crash between the two renames neither is.
     Raises OSError."""
-    part, old = (path.with_name(f".{path.name}.{os.getpid()}.{suffix}") for suffix in ("part", "old"))
-    try:
-        part.mkdir(parents=True)
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    with staging_directory(path) as part:
         yield part
         if replace:
             os.rename(path, old)
         os.rename(part, path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     if replace:
         shutil.rmtree(old, ignore_errors=True)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from binade.app.figure import Drawn
 from binade.app.params import Param
+from binade.app.report.section import ReportSelection, Section
 from binade.data.catalog import Catalog
 
 
 def no_params(opened: Catalog) -> dict[str, Param]:
     return {}
+
+
+def not_in_report(selection: ReportSelection) -> Iterable[Section]:
+    return ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +34,7 @@ class Question:
     layout       the module that lays the answer out: `show_view(selected, values)`, or `page()` for a page of its own.
                  Without one, the verdict, the problems, the figures and the tables are shown in this order
     on_overview  whether the overview asks it
-    in_report    whether a report draws it, with the default parameters, in a part of its own
+    report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
     text: str
@@ -43,7 +48,7 @@ class Question:
     link: dict[str, str] = field(default_factory=dict)
     layout: str = ""
     on_overview: bool = True
-    in_report: bool = True
+    report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property
     def address(self) -> dict[str, str]:

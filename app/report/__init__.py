@@ -1,13 +1,13 @@
 """Reports: what the app shows, as files. No Streamlit here.
 
-headless   binade report: the folder of files
+writer     binade report: the folder of files and the ZIP
 options    its command-line options
-contents   the sections of a report of a filter's selection
+contents   the sections of a report of a filter's selection, from the questions
 sessions   the sections of a saved session's report
 runs       the sections on runs, definitions and versions
-plates     what sections are made of: charts and tables
+section    what sections are made of, and what questions draw them from
+tables     names, units and numbers of tables
 stats      the numbers as JSON and text
-frozen     the report as one HTML file that needs nothing else
-archive    the report as a ZIP of pictures, drawings and numbers
-painting   charts to PNG and SVG, by processes that run painter.py
+page       the report as one HTML file that needs nothing else: page.html, page.css, page.js
+rendering  charts to PNG and SVG, by processes of their own
 """

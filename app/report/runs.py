@@ -1,4 +1,4 @@
-"""The parts of a report that are words and tables: which runs, how each is made again, what a metric is."""
+"""The sections of text and tables: which runs, the command that repeats each, what a metric is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app.questions.shared.rounded import about_format
-from binade.app.report.plates import Part, Table
+from binade.app.report.section import Section, Table
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -29,7 +29,7 @@ def selected(opened: Catalog, where: Filter) -> pd.DataFrame:
     return runs[runs["run_id"].isin(set(counted))]
 
 
-def part(opened: Catalog, runs: pd.DataFrame) -> Part:
+def section(opened: Catalog, runs: pd.DataFrame) -> Section:
     """Some rows of `Catalog.runs` as a table, with their configurations and commands."""
     table = runs[list(COLUMNS)].assign(started=runs["started"].dt.strftime("%Y-%m-%d %H:%M:%S UTC"))
     texts = []
@@ -43,7 +43,7 @@ def part(opened: Catalog, runs: pd.DataFrame) -> Part:
     problems += [f"Passed over when the index was made: {reason}" for reason in opened.refused]
     text = "The runs whose tensors are in the report, their configurations, and the commands that make them again."
     tables = (Table("runs", "Runs", table),)
-    return Part("runs", "Runs", tables=tables, text=text, problems=tuple(problems), texts=tuple(texts))
+    return Section("runs", "Runs", tables=tables, text=text, problems=problems, texts=texts)
 
 
 def again(config: dict[str, Any]) -> str:
@@ -72,17 +72,17 @@ def _without(words: list[str], option: str) -> list[str]:
     return kept
 
 
-def definitions() -> Part:
+def definitions() -> Section:
     metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in MEASURES.values()])
     formats = pd.DataFrame([{"Format": name, "What it is": about_format(fmt)} for name, fmt in FORMATS.items()])
     tables = (Table("metrics", "Metrics", metrics), Table("formats_known", "Formats", formats))
     text = (
         "x is the tensor before, q the tensor after rounding. NaN and Inf are counted apart and left out of the sums."
     )
-    return Part("definitions", "Definitions", tables=tables, text=text)
+    return Section("definitions", "Definitions", tables=tables, text=text)
 
 
-def made_with(command: str) -> Part:
+def made_with(command: str) -> Section:
     rows = [("Python", platform.python_version())]
     for name in PACKAGES:
         try:
@@ -91,4 +91,4 @@ def made_with(command: str) -> Part:
             continue
     table = Table("versions", "Versions", pd.DataFrame(rows, columns=["Package", "Version"]))
     texts = (("This report was made by", command),)
-    return Part("made", "How it was made", tables=(table,), texts=texts)
+    return Section("made", "How it was made", tables=(table,), texts=texts)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from binade.app.params import TITLES
-from binade.app.questions.distribution import question as distribution
-from binade.app.report.contents import STATISTICS_BY
-from binade.app.report.frozen import number_text
-from binade.app.report.plates import shown
+from binade.app.questions.distribution.question import REPORTED_BY, moments
+from binade.app.report.tables import cells, shown
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
@@ -23,31 +20,22 @@ TEXT_COLUMNS = ("group", "tensors", "numel", "mean", "std", "min", "max", "absmi
 
 def strict_json(content: Any) -> str:
     """JSON that any reader takes: NaN is null, infinities are the texts "inf" and "-inf"."""
-    return json.dumps(_plain(content), indent=1, ensure_ascii=False, allow_nan=False)
+    constants = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
+    plain = json.loads(json.dumps(content, default=_plain), parse_constant=constants.get)
+    return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, np.ndarray)):
-        return [_plain(item) for item in value]
-    if value is None or value is pd.NaT or value is pd.NA:
-        return None
-    if isinstance(value, pd.Timestamp):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+    """What json does not know as something that it knows."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.tolist()
+    return None if value is pd.NaT or value is pd.NA else value.isoformat()
 
 
 def tensor_stats(opened: Catalog, where: Filter) -> dict[str, Any]:
-    """The selection's totals, `Catalog.moments` by each of STATISTICS_BY, and every tensor's own row."""
+    """The selection's totals, `Catalog.moments` by each of REPORTED_BY, and every tensor's own row."""
     totals = opened.totals(where)
-    by = {
-        name: distribution.moments(opened, where, opened.rows_of([]), name).to_dict("records") for name in STATISTICS_BY
-    }
+    by = {name: moments(opened, where, opened.rows_of([]), name).to_dict("records") for name in REPORTED_BY}
     return {
         "root": opened.root.name,
         "filter": where.to_dict(),
@@ -75,13 +63,6 @@ def as_text(stats: dict[str, Any], sentence: str) -> str:
 
 def _aligned(frame: pd.DataFrame) -> list[str]:
     frame = shown(frame)
-    cells = [[str(name) for name in frame.columns]]
-    cells += [[number_text(value) for value in row] for row in frame.itertuples(index=False, name=None)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(frame.columns))]
-    return [
-        "  " + "  ".join(
-            text.ljust(width) if index == 0 else text.rjust(width)
-            for index, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]  # fmt: skip
+    rows = [[str(name) for name in frame.columns], *cells(frame)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(["", row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]

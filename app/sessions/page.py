@@ -16,7 +16,7 @@ from binade.app.address import chosen_filter, follow, plain, write
 from binade.app.figure import Drawn
 from binade.app.formatting import bytes_text
 from binade.app.params import One
-from binade.app.report import headless
+from binade.app.report import writer
 from binade.app.sessions import draft, notes, pins, storage
 from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
@@ -125,8 +125,8 @@ def _report(opened: Catalog, one: Session) -> None:
 
     def make(folder: Path, done: Done) -> None:
         command = f"binade report --session {one.id}"
-        request = headless.Request(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
-        headless.make(opened, request, lambda count, of, name: done(count, of))
+        request = writer.Request(folder / "report", Filter(), folder / "a.zip", command=command, session=one.id)
+        writer.make(opened, request, lambda count, of, name: done(count, of))
 
     _offer(
         "Drawing",
@@ -150,7 +150,7 @@ def _offer(what: str, make: Callable[[Path, Done], None], *files: tuple[str, str
     with tempfile.TemporaryDirectory() as folder, show.progress(what) as done:
         try:
             make(Path(folder), done)
-        except (headless.ReportError, headless.PaintError, BundleError, SessionError, OSError) as error:
+        except (writer.ReportError, writer.RenderError, BundleError, SessionError, OSError) as error:
             st.error(plain(str(error)), icon=":material/error:")
             return
         contents = [(Path(folder) / path).read_bytes() for path, *_ in files]

@@ -48,7 +48,7 @@ from pathlib import Path
 from streamlit.testing.v1 import AppTest
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import describe
-from binade.app.report.contents import parts
+from binade.app.report.contents import contributions
 from binade.app.sessions import pins, session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -78,8 +78,8 @@ else:
 with Catalog.open(Path(root)) as catalog:
     pin = pins.draw(catalog, pins.Pin(page, {name: [text] for name, text in address.items()}, "toy_bars"))
     assert [figure.name for figure in pin.figures] == ["toy_bars"], pin.problems
-    part = next(part for part in parts(catalog, Filter(), "here") if part.name == "toy")
-    assert part.plates and part.tables and part.verdict == pin.verdict
+    section = next(one for one in contributions(catalog, Filter(), "here") if one.name == "toy")
+    assert section.figures and section.tables and section.verdict == pin.verdict
 """
 
 

@@ -27,10 +27,12 @@ import pytest
 import torch
 
 from binade.app.figure import Figure
-from binade.app.report import contents, frozen, headless, hifp8, runs
-from binade.app.report.headless import Request
-from binade.app.report.painting import PaintError, Painters, sized, spec_of
-from binade.app.report.plates import Plate, axis_of, shown
+from binade.app.questions.codes import hifp8
+from binade.app.report import contents, page, rendering, runs, writer
+from binade.app.report.rendering import RenderError, Renderers
+from binade.app.report.section import Section
+from binade.app.report.tables import axis_of, shown
+from binade.app.report.writer import Request
 from binade.app.sessions import session as sessions
 from binade.app.sessions import storage
 from binade.app.sessions.pins import refreshed
@@ -46,6 +48,7 @@ pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).parents[2]
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
+BARS = alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q")
 FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
 
 
@@ -187,24 +190,24 @@ def test_tables_of_the_html_hold_the_same_numbers(tags):
 
 def test_shown_tables_lose_no_column(root):
     with Catalog.open(root) as opened:
-        for part in contents.parts(opened, Filter(), "here"):
-            for frame in [*(t.frame for t in part.tables), *(p.figure.table for p in part.plates)]:
+        for section in contents.contributions(opened, Filter(), "here"):
+            for frame in [*(t.frame for t in section.tables), *(figure.table for figure in section.figures)]:
                 assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
 
 
 def test_shown_columns_have_names_and_units(root):
-    raw, found = set(), []
+    raw, found = set(), {}
     with Catalog.open(root) as opened:
-        for part in contents.parts(opened, Filter(), "here"):
-            found += part.plates
-            for plate in part.plates:
-                names = shown(plate.figure.table).columns
-                raw |= {(plate.path, name) for name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
+        for section in contents.contributions(opened, Filter(), "here"):
+            for figure in section.figures:
+                found[f"{section.name}/{figure.name}"] = figure
+                names = shown(figure.table).columns
+                raw |= {(figure.name, name) for name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
     assert {name for _, name in raw} <= {measure.axis for measure in MEASURES.values()}, raw
     named = {
-        plate.path: shown(plate.figure.table, axis_of(plate.spec)).columns
-        for plate in found
-        if plate.path.startswith(("distributions/histogram", "statistics/boxes"))
+        path: shown(figure.table, axis_of(figure.spec)).columns
+        for path, figure in found.items()
+        if path.startswith(("distributions/histogram", "statistics/boxes"))
     }
     linear = named.pop("distributions/histogram_quant_type_linear")
     assert "From, value" in linear and "Share (%)" in linear
@@ -214,10 +217,11 @@ def test_shown_columns_have_names_and_units(root):
 
 
 def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
-    cells = frozen.CSV_CELLS // 100 + 1
-    plate = Plate("x/y", Figure("y", alt.Chart(), pd.DataFrame(np.zeros((cells, 100))), "c"))
-    assert "see the ZIP" in frozen._figure(plate, True)
-    assert "see the ZIP" not in frozen._figure(plate, False) and "made with --zip" in frozen._figure(plate, False)
+    rows = page.CSV_CELLS // 100 + 1
+    section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, 100))), "c")])
+    with_zip, without = (page.page((section,), "", archived) for archived in (True, False))
+    assert "see the ZIP" in with_zip
+    assert "see the ZIP" not in without and "made with --zip" in without
 
 
 def test_hifp8_precisions_are_those_of_the_values(root):
@@ -325,8 +329,8 @@ def test_a_histogram_in_the_zip_is_numpys(drawn):
 
 def test_specifications_are_vega_lite(root):
     with Catalog.open(root) as opened:
-        part = next(contents.parts(opened, Filter(), "here"))
-    spec = sized(part.plates[0].spec, 700, 300)
+        figures = (f for one in contents.contributions(opened, Filter(), "here") for f in one.figures)
+        spec = next(figures).sized_spec(700)
     for theme in THEMES.values():
         kind = alt.LayerChart if "layer" in spec else alt.Chart
         kind.from_dict(spec | {"config": theme.config()})
@@ -449,11 +453,11 @@ def test_a_slip_is_one_line(root, tmp_path, capsys, signals, arguments, status, 
 
 def make(root: Path, output: Path, **where: list) -> int:
     with Catalog.open(root) as opened:
-        return headless.make(opened, Request(output, Filter(**where), jobs=1), lambda *_: None)
+        return writer.make(opened, Request(output, Filter(**where), jobs=1), lambda *_: None)
 
 
 def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    monkeypatch.setattr(contents, "QUESTIONS", ())
     output = tmp_path / "draw"
     make(root, output)
     own = output / "heatmaps"
@@ -469,7 +473,7 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, mon
     assert (tmp_path / "outside").read_text() == "kept"
     assert (output / "index.html").read_text() != before
     (output / "report.json").unlink()
-    with pytest.raises(headless.UsageError, match="is there and no report wrote it"):
+    with pytest.raises(writer.UsageError, match="is there and no report wrote it"):
         make(root, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
@@ -488,27 +492,21 @@ def test_a_folder_that_nobody_foresaw_is_refused_before_anything_is_moved(tmp_pa
     output = tmp_path / "draw"
     output.mkdir()
     (output / "later").symlink_to("nowhere")
-    with headless.Aside(output) as aside:
-        for name in ("first.png", "later/one.png", "report.json"):
-            aside.write(name, '{"files": []}')
-        with pytest.raises(headless.UsageError, match="later is there and no report wrote it"):
-            aside.publish(set())
+    made = report_of(tmp_path / "made", ["first.png", "later/one.png", "report.json"])
+    with pytest.raises(writer.UsageError, match="later is there and no report wrote it"):
+        writer.publish(made, output, set())
     assert [path.name for path in output.iterdir()] == ["later"]
 
 
 def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
     output = tmp_path / "draw"
     output.mkdir()
-    old = {"report.json": json.dumps({"files": ["old.png", "report.json"]}), "old.png": "old"}
-    new = {"report.json": json.dumps({"files": ["a.png", "b/c.png", "report.json"]}), "a.png": "new", "b/c.png": "new"}
-    for name, text in old.items():
-        (output / name).write_text(text)
+    report_of(output, ["old.png", "report.json"])
+    new = ["a.png", "b/c.png", "index.html", "report.json"]
 
     def publish() -> None:
-        with headless.Aside(output) as aside:
-            for name, text in new.items():
-                aside.write(name, text)
-            aside.publish(headless._written_before(output))
+        made = report_of(tmp_path / "made", new)
+        writer.publish(made, output, writer._written_before(output))
 
     move = os.replace
     with monkeypatch.context() as patch:
@@ -517,7 +515,15 @@ def test_who_is_broken_off_while_moving_can_begin_again(tmp_path, monkeypatch):
             publish()
     assert everything(output) == {"report.json", "old.png", "a.png"}
     publish()
-    assert everything(output) == set(new) and (output / "report.json").read_text() == new["report.json"]
+    assert everything(output) == set(new) and json.loads((output / "report.json").read_text()) == {"files": new}
+
+
+def report_of(folder: Path, names: list[str]) -> Path:
+    """A folder with the files of a report."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"files": names}))
+    return folder
 
 
 def fail() -> None:
@@ -533,14 +539,14 @@ class Noon(datetime):
 
 
 def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(headless, "datetime", Noon)
-    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
+    monkeypatch.setattr(writer, "datetime", Noon)
+    monkeypatch.setattr(contents, "QUESTIONS", ())
     output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
     places = (output / "r.zip", output / "more" / "r.zip", tmp_path / "r.zip", shared)
     try:
         for place in places:
             with Catalog.open(root) as opened:
-                headless.make(opened, Request(output, Filter(), archive=place, jobs=1), lambda *_: None)
+                writer.make(opened, Request(output, Filter(), archive=place, jobs=1), lambda *_: None)
             assert "index.html" in zipfile.ZipFile(place).namelist()
         assert len({place.read_bytes() for place in places}) == 1
     finally:
@@ -550,18 +556,18 @@ def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
 
 def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
-        raise headless.UsageError("refused")
+        raise writer.UsageError("refused")
 
-    monkeypatch.setattr(contents, "parts", lambda opened, where, command: iter([contents._overview(opened, where)]))
-    monkeypatch.setattr(headless.Aside, "publish", refuse)
+    monkeypatch.setattr(contents, "QUESTIONS", ())
+    monkeypatch.setattr(writer, "publish", refuse)
     for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
         wanted = Request(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
-        with Catalog.open(root) as opened, pytest.raises(headless.UsageError, match="refused"):
-            headless.make(opened, wanted, lambda *_: None)
+        with Catalog.open(root) as opened, pytest.raises(writer.UsageError, match="refused"):
+            writer.make(opened, wanted, lambda *_: None)
         assert list(tmp_path.iterdir()) == []
 
 
-def painters_of(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -596,14 +602,14 @@ def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
         [*command, "--tensor-save-dir", str(collected)], cwd=PROJECT, stderr=subprocess.PIPE, text=True
     )
     assert "charts so far" in process.stderr.readline()
-    painters = painters_of(process.pid)
-    assert painters
+    renderers = children_of(process.pid)
+    assert renderers
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     end = time.monotonic() + 20
-    while any(alive(pid) for pid in painters) and time.monotonic() < end:
+    while any(alive(pid) for pid in renderers) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not any(alive(pid) for pid in painters)
+    assert not any(alive(pid) for pid in renderers)
     if number == signal.SIGKILL:
         assert process.returncode == -9 and not (tmp_path / "draw").exists() and not (tmp_path / "z.zip").exists()
     else:
@@ -664,30 +670,36 @@ def test_a_full_disk_is_said(tmp_path, capsys, signals, root):
     assert ended == 1 and error.startswith("binade: the disk is full"), error
 
 
-def test_a_painter_that_dies_is_said():
-    figure = Figure("x", alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q"), pd.DataFrame({"a": [1]}), "c")
-    with Painters(1) as painters:
-        assert painters.paint(figure, spec_of(figure.chart)).result().png.startswith(b"\x89PNG")
-        with pytest.raises(PaintError, match="cannot be drawn"):
-            painters.paint(figure, {"mark": "nonsense"}).result()
-        painters._processes[0].kill()
-        with pytest.raises(PaintError, match="has ended"):
-            painters.paint(figure, spec_of(figure.chart)).result()
+def test_a_renderer_that_dies_is_an_error():
+    figure = Figure("x", BARS, pd.DataFrame({"a": [1]}), "c")
+    request = (figure.caption_svg, {"card": "#fff", "quiet": "#000", "font": "Arial"})
+    with Renderers(1) as renderers:
+        assert renderers.render(figure.spec, *request).result().png.startswith(b"\x89PNG")
+        with pytest.raises(RenderError, match="cannot be drawn"):
+            renderers.render({"mark": "nonsense"}, *request).result()
+        renderers._processes[0].kill()
+        with pytest.raises(RenderError, match="has ended"):
+            renderers.render(figure.spec, *request).result()
 
 
 def test_small_digits_stand_in_letters_that_are_always_there():
-    sys.path.insert(0, str(PROJECT / "app" / "report"))
-    try:
-        import painter
-    finally:
-        sys.path.pop(0)
     svg = '<svg xmlns="http://www.w3.org/2000/svg"><text x="1" aria-label="log₂">10·log₁₀(Σx²) ‖q‖</text></svg>'
-    text = ElementTree.fromstring(painter.drawable(svg))[0]
+    text = ElementTree.fromstring(rendering.supported(svg))[0]
     assert "".join(text.itertext()) == "10·log10(Σx2) ||q||" and text.get("aria-label") == "log₂"
     shifts = [float(span.get("dy", "0em")[:-2]) * (0.72 if span.get("font-size") else 1.0) for span in text]
     assert sum(shifts) == pytest.approx(0, abs=0.01)
 
 
-def test_a_plate_says_what_the_caption_does_not():
-    figure = Figure("x", alt.Chart(), pd.DataFrame(), "SQNR: so.", "SQNR: so. Bright is bad. Choose a cell to look in.")
-    assert Plate("a/b_c", figure).note == "Bright is bad." and Plate("a/b_c", figure).file == "binade-a-b-c"
+def test_a_note_repeats_nothing_of_the_caption():
+    figure = Figure("x", alt.Chart(), pd.DataFrame(), "SQNR: so.", "SQNR: so. Bright is bad.")
+    assert page.note(figure) == "Bright is bad."
+
+
+def test_a_caption_is_wrapped_beneath_the_chart():
+    lines = ["Data: " + "a < b " * 60, "SQNR: so."]
+    caption = Figure("x", alt.Chart(), pd.DataFrame(), "\n".join(lines)).caption_svg
+    texts = ElementTree.fromstring(f"<g>{caption['svg']}</g>")
+    assert " ".join(" ".join(text.text for text in texts).split()) == " ".join(" ".join(lines).split())
+    assert len(texts) == 4 and caption["width"] <= 760 and max(len(text.text) for text in texts) * 5.7 <= 736
+    assert [float(text.get("y")) for text in texts] == [8, 24, 40, 56] and caption["height"] > 56
+    assert Figure("x", alt.Chart(), pd.DataFrame(), "").caption_svg["height"] == 0

@@ -106,7 +106,7 @@ def test_a_run_that_came_later_is_said_and_not_in_its_pins(visit: Visit, root: P
     with Catalog.open(root) as catalog:
         written = storage.export_bundle(catalog, now, tmp_path / "b.zip")
         assert len(pins.refreshed(catalog, wanted).runs) == 4
-        pinned = next(report.parts(catalog, now, "")).plates[0].figure
+        pinned = next(report.contributions(catalog, now, "")).figures[0]
     assert written.runs == 3 and pinned.chart.title.subtitle == seen.chart.title.subtitle
     at = press(visit(root, "overview", session=one.id), "Save session")  # the page as it is now, with the late run
     assert "includes 1 more run now" in words(at)

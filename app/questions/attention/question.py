@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -13,12 +13,15 @@ from binade.app.params import One, Param, Whole
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.report.section import ReportSelection, Section, slug
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
+from binade.quant.formats import FORMATS
 
 NAMES = compute.NAMES
+MAX_PLACES = 8  # layers of runs that a report draws
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
 
 
@@ -156,6 +159,41 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     return Figure("head_map", chart, grid(values), caption, height=360, group="maps")
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    where = selection.where
+    names = [name for name in NAMES if not where.tensor_name or name in where.tensor_name]
+    if not names:
+        return
+    rows = selection.opened.tensors(replace(where, tensor_name=tuple(names)))
+    rows = rows[rows["path"].notna()]
+    rows = rows.sort_values(["iteration", "micro_batch", "rank", "run_id", "layer_index"], kind="stable")
+    rows = rows.drop_duplicates(["run_id", "layer_index"])
+    if len(rows) > MAX_PLACES:
+        problem = f"{MAX_PLACES} of {len(rows)} layers of runs are drawn: narrow the filter for others."
+        yield Section("attention_maps", problems=[problem])
+    for number, row in enumerate(rows.head(MAX_PLACES).to_dict("records"), 1):
+        fmt = row["quant_type"] if row["quant_type"] in FORMATS and row["quant_type"] != "bf16" else "hifp8"
+        selected, problems = selection.tensor(row["tensor_id"], fmt)
+        suffix = f"_{number:02d}_{slug(str(row['recipe']))}_L{int(row['layer_index'])}"
+        figures = _of_layer(selected) if selected else []
+        figures = [replace(figure, name=f"{figure.name}{suffix}") for figure in figures]
+        yield Section("attention_maps", figures=figures, problems=problems)
+
+
+def _of_layer(selected: SelectedTensor) -> list[Figure]:
+    """What is known by head, and the maps of the most focused head."""
+    maps = maps_of(selected)
+    if maps is None:
+        return []
+    figures = list(heads(selected, maps).figures)
+    head = 1
+    for entropy in (figure.table for figure in figures if figure.name == "entropy"):
+        head = int(entropy["head"].iloc[entropy["entropy"].fillna(1e9).argmin()])
+    for name in maps.heads:
+        figures.append(replace(head_map(maps, name, head, 1), name=f"{name.removeprefix('attention_')}_map"))
+    return figures
+
+
 ATTENTION = Question(
     text="What happens inside attention?",
     title="Attention",
@@ -166,5 +204,5 @@ ATTENTION = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.attention.view",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

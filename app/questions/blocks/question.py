@@ -10,7 +10,7 @@ import pandas as pd
 from binade.app.figure import Drawn, Figure, grid
 from binade.app.params import One, Param, Whole
 from binade.app.questions.blocks import charts, compute
-from binade.app.questions.question import Question
+from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.style import MEASURES
@@ -133,5 +133,5 @@ BLOCKS = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.blocks.view",
-    in_report=False,
+    report=not_in_report,
 )

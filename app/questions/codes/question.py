@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import pandas as pd
+
 from binade.app.figure import Drawn, Figure
-from binade.app.questions.codes import charts, compute
+from binade.app.questions.codes import charts, compute, hifp8
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.report.section import ReportSelection, Section
 from binade.quant.blocks import DENORMAL, ZERO
 from binade.quant.metrics import METRICS
+
+PRECISIONS_BY = ("quant_type", "tensor_name", "module", "operation", "layer_index")
+COUNTED = 2  # tensors of each operation whose codes a report counts
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -39,6 +47,26 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     return Drawn((bars, parts), verdict)
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    opened, where = selection.opened, selection.where
+    precisions = (hifp8.precisions(opened, where, by) for by in selection.dividing(PRECISIONS_BY))
+    yield Section("hifp8", figures=[figure for figure in (hifp8.codebook(opened, where), *precisions) if figure])
+    if "hifp8" not in selection.formats:
+        yield Section("hifp8", problems=["No operand was scored in hifp8: its codes are not counted."])
+        return
+    by_operation = selection.ranked("hifp8").groupby("operation", sort=False)
+    worst = pd.concat([part.head(COUNTED) for _, part in by_operation]).head(2 * COUNTED)
+    for number, tensor_id in enumerate(worst["tensor_id"], 1):
+        selected, problems = selection.tensor(tensor_id, "hifp8")
+        if selected is None:
+            yield Section("hifp8", problems=problems)
+            continue
+        drawn = draw(selected, {})
+        figures = [replace(figure, name=f"{figure.name}_{number}") for figure in drawn.figures]
+        verdict = f"{selected.label}: {drawn.verdict}"
+        yield Section("hifp8", figures=figures, verdict=verdict, problems=drawn.problems)
+
+
 CODES = Question(
     text="What is the format really using?",
     title="Codes",
@@ -48,5 +76,5 @@ CODES = Question(
     view="codes",
     draw=draw,
     layout="binade.app.questions.codes.view",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -10,6 +12,7 @@ from binade.app.figure import Drawn, Figure
 from binade.app.questions.depth import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Board
+from binade.app.report.section import OF_VALUES, ReportSelection, Section
 from binade.app.style import Measure
 
 
@@ -41,6 +44,15 @@ def _depth_verdict(table: pd.DataFrame, measure: Measure) -> str:
     return "There is one layer in the filter: nothing to compare." if layers == 1 else ""
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    figures = []
+    for board in selection.boards(("sqnr_db", "flush_to_zero", "saturated"), OF_VALUES):
+        drawn = draw(board, {}).figures
+        if board.measure.key != "saturated" or any((figure.table["value"] > 0).any() for figure in drawn):
+            figures += [replace(figure, name=board.name) for figure in drawn]
+    yield Section("heatmaps", figures=figures)
+
+
 DEPTH = Question(
     text="Does it get worse with depth?",
     title="By depth",
@@ -49,5 +61,5 @@ DEPTH = Question(
     page="worst",
     view="depth",
     draw=draw,
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

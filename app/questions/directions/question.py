@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from binade.app.figure import Drawn, Figure
@@ -10,6 +12,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts as ranking_charts
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.selection import Board
+from binade.app.report.section import ReportSelection, Section
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
@@ -45,6 +48,18 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     return Drawn(tuple(figures), words)
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    for board in selection.boards(("sqnr_db", "flush_to_zero")):
+        figures = []
+        for figure in draw(board, {}).figures:
+            operation = figure.name.removeprefix("direction_")
+            title: Any = figure.chart.title.copy()  # in a report it stands alone: it says the metric too
+            title.text = f"{board.measure.label} in {board.format}, {operation}"
+            chart = figure.chart.properties(title=title)
+            figures.append(replace(figure, name=f"{operation}_{board.name}", chart=chart))
+        yield Section("comparisons", figures=figures)
+
+
 DIRECTIONS = Question(
     text="Which gradients flush to zero?",
     title="Forward and backward",
@@ -55,5 +70,5 @@ DIRECTIONS = Question(
     draw=draw,
     link={"metric": "flush_to_zero"},
     layout="binade.app.questions.directions.view",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

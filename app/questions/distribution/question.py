@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
 from binade.app.questions.shared.scores import format_comparison
 from binade.app.questions.shared.selection import Selection
+from binade.app.report.section import ReportSelection, Section, Table, slug
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
@@ -26,6 +28,8 @@ from binade.quant.metrics import METRICS
 MAX_SELECTED = style.MAX_GROUPS
 CHART = 360  # pixels, without the legend
 GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
+REPORTED_BY = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index")
+MAX_TYPES = 6  # quant types of which a report draws each tensor
 AXES = {"log2": "log₂ magnitude", "linear": "linear"}
 
 
@@ -212,6 +216,41 @@ def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list
     return panels, operands
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    opened, where = selection.opened, selection.where
+    lie: list[Figure] = []
+    boxes: list[Figure] = []
+    problems: list[str] = []
+    for by in selection.dividing((*REPORTED_BY, "iteration")):
+        drawn = _by_group(opened, where, by)
+        problems += [f"By {TITLES[by].lower()}: {problem}" for problem in drawn.problems]
+        for figure in drawn.figures:
+            (boxes if figure.name == "boxes" else lie).append(replace(figure, name=f"{figure.name}_{by}"))
+    others = {"quant_type_linear": _by_group(opened, where, "quant_type", "linear")}
+    types = selection.values_of("quant_type")
+    for name in types[:MAX_TYPES] if len(types) > 1 else ():
+        others[f"of_{slug(name)}"] = _by_group(opened, replace(where, quant_type=(name,)), "tensor_name")
+    histograms = {suffix: drawn.get("histogram") for suffix, drawn in others.items()}
+    lie += [replace(figure, name=f"histogram_{suffix}") for suffix, figure in histograms.items() if figure]
+    yield Section("distributions", figures=lie, problems=problems)
+    frames = {by: moments(opened, where, opened.rows_of([]), by) for by in selection.dividing(REPORTED_BY)}
+    tables = [Table(f"statistics_{by}", f"By {TITLES[by].lower()}", frame) for by, frame in frames.items()]
+    yield Section("statistics", figures=boxes, tables=tables)
+    panels, operands = formats(opened, where, None)
+    if not panels:
+        problem = "No format comparison: only the operands of a GEMM are scored, and none is selected."
+        yield Section("comparisons", problems=[problem])
+        return
+    metrics = [metric for metric, *_ in format_charts.ERROR_PANELS]
+    named = [replace(panel, name=f"formats_{metric}") for panel, metric in zip(panels, metrics, strict=True)]
+    table = Table("formats", "What each format does", panels[0].table, f"{operands:,} operands.")
+    yield Section("comparisons", figures=named, tables=[table])
+
+
+def _by_group(opened: Catalog, where: Filter, by: str, axis: str = "log2") -> Drawn:
+    return values_lie(opened, where, None, groups_of(opened, where, opened.rows_of([]), by), axis, "normal")
+
+
 DISTRIBUTION = Question(
     text="How do the values lie?",
     title="Explore",
@@ -222,5 +261,5 @@ DISTRIBUTION = Question(
     params=params,
     on_overview=False,
     layout="binade.app.questions.distribution.page",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

@@ -11,7 +11,7 @@ from binade.app import style
 from binade.app.figure import Drawn, Figure
 from binade.app.params import Known, Param
 from binade.app.questions.drift import compute
-from binade.app.questions.question import Question
+from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
 from binade.app.questions.shared.runs import runs_with_reference
@@ -108,5 +108,5 @@ DRIFT = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.drift.view",
-    in_report=False,
+    report=not_in_report,
 )

@@ -9,7 +9,7 @@ import pandas as pd
 
 from binade.app.figure import Drawn, Figure
 from binade.app.params import Known, One, Param
-from binade.app.questions.question import Question
+from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.shared.distribution_charts import LAW_TITLES
 from binade.app.questions.shared.distributions import Distribution
@@ -130,5 +130,5 @@ NORMALITY = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.normality.view",
-    in_report=False,
+    report=not_in_report,
 )

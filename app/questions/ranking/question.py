@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from binade.app.figure import Drawn, Figure
@@ -9,6 +11,9 @@ from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts, compute
 from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.selection import Board
+from binade.app.report.section import OF_VALUES, ReportSelection, Section, Table
+
+MAX_WORST = 200  # places in a report's table
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:
@@ -33,6 +38,18 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     return Drawn((figure,), verdict)
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    for board in selection.boards(("sqnr_db",), OF_VALUES):
+        drawn = draw(board, {})
+        figures = [replace(figure, name=f"ranking_{board.name}") for figure in drawn.figures]
+        tables, verdict, fmt = [], "", board.format
+        if fmt:
+            verdict = f"{fmt}: {drawn.verdict}"
+            places = [figure.table.head(MAX_WORST).drop(columns=["value"]) for figure in figures]
+            tables = [Table(f"ranking_{fmt}", f"Worst in {fmt}", table) for table in places]
+        yield Section("statistics", figures=figures, tables=tables, verdict=verdict)
+
+
 RANKING = Question(
     text="Which tensors suffer most?",
     title="Ranking",
@@ -42,5 +59,5 @@ RANKING = Question(
     view="board",
     draw=draw,
     layout="binade.app.questions.ranking.view",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +11,14 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Drawn, Figure, source
-from binade.app.formatting import losses_of
+from binade.app.formatting import big, losses_of
 from binade.app.params import One, Param, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Selection
+from binade.app.report.section import ReportSelection, Section, Table
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -25,6 +27,7 @@ from binade.data.tensor_kinds import label_of
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
 NAMED = 4  # parts in the answer
 NAMES = ("grad_weight", "grad_input", "grad_output")
+MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
 
 
@@ -183,6 +186,35 @@ def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
     return comparable_runs(table).tail(style.MAX_GROUPS)
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    opened, where = selection.opened, selection.where
+    runs = runs_with_reference(runs_of(opened, where), opened.parts())
+    if not has_reference(runs):
+        yield Section("comparisons", problems=[no_reference(runs).replace("`", "")])
+        return
+    found = cost(opened, where, runs)
+    tables = [Table(name, "Loss against bf16’s", frame) for name, frame in found.tables.items()]
+    yield Section("comparisons", "", found.figures, tables, verdict=found.verdict, problems=found.problems)
+    of_weights = _weight_gradients(opened, where, runs)
+    figures = [replace(figure, name=f"gradients_{figure.name}") for figure in of_weights.figures]
+    yield Section("comparisons", figures=figures, problems=of_weights.problems)
+
+
+def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
+    """Those of the first iteration, unless that would read too many values."""
+    name = NAMES[0]
+    iterations = iterations_of(opened, name)
+    if not iterations:
+        return Drawn(problems=(f"No {label_of(name)} was recorded.",))
+    first = Filter(tensor_name=(name,), iteration=(iterations[0],))
+    pairs = (opened.pairs(run["run_id"], run["reference"], first) for _, run in runs_compared(runs).iterrows())
+    values = sum(int(each["numel"].sum()) for each in pairs)
+    if values > MAX_GRADIENT_VALUES:
+        problem = f"Gradients are not compared here: {big(values)} values would be read. The app does (Recipes)."
+        return Drawn(problems=(problem,))
+    return gradients(where, runs, name, iterations[0], iterations, partial(compare, opened))
+
+
 RECIPES = Question(
     text="Which part costs the most loss?",
     title="Recipes",
@@ -192,5 +224,5 @@ RECIPES = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.recipes.page",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

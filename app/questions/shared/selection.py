@@ -35,6 +35,11 @@ class Board(Selection):
     POOLED = "all runs and iterations of the filter together"
 
     @property
+    def name(self) -> str:
+        """For the files of its figures: "sqnr_db_mxfp4", "absmax"."""
+        return f"{self.measure.key}_{self.format}" if self.format else self.measure.key
+
+    @property
     def definition(self) -> str:
         measure = self.measure
         if boards.is_error(measure.key):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -15,6 +17,7 @@ from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
+from binade.app.report.section import ReportSelection, Section
 from binade.app.style import Measure
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -74,6 +77,15 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     return [Figure("losses", loss_chart.losses(shown), shown, words, note=thinned_note(step), height=height)]
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    found: dict[str, Figure] = {}
+    for board in selection.boards(("sqnr_db",), ("absmax",)):
+        for figure in draw(board, {}).figures:
+            name = figure.name if figure.name == "losses" else f"{figure.name}_{board.name}"
+            found[name] = replace(figure, name=name)
+    yield Section("statistics", figures=[*found.values()])
+
+
 TRAINING = Question(
     text="Does it change in training?",
     title="In training",
@@ -82,5 +94,5 @@ TRAINING = Question(
     page="worst",
     view="training",
     draw=draw,
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

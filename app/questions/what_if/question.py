@@ -12,7 +12,7 @@ from torch import Tensor
 from binade.app import style
 from binade.app.figure import Drawn, Figure, source
 from binade.app.params import Many, One, Param
-from binade.app.questions.question import Question
+from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
 from binade.app.questions.shared.selection import SelectedTensor
@@ -174,5 +174,5 @@ WHAT_IF = Question(
     draw=draw,
     params=params,
     layout="binade.app.questions.what_if.view",
-    in_report=False,
+    report=not_in_report,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import charts, compute
+from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, short
 from binade.quant.metrics import sqnr_db
 
@@ -77,6 +80,18 @@ def tokens(selected: SelectedTensor) -> Figure | None:
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
 
 
+def report(selection: ReportSelection) -> Iterator[Section]:
+    for fmt in selection.formats:
+        for tensor_id in selection.ranked(fmt)["tensor_id"].head(1):
+            selected, problems = selection.tensor(tensor_id, fmt)
+            figure = tokens(selected) if selected else None
+            figures = []
+            if figure:
+                caption = f"{figure.caption}\nThe tensor with the lowest SQNR in {fmt}."
+                figures = [replace(figure, name=f"tokens_worst_{fmt}", caption=caption)]
+            yield Section("heatmaps", figures=figures, problems=problems)
+
+
 WHY = Question(
     text="Why do they suffer?",
     title="Why",
@@ -86,5 +101,5 @@ WHY = Question(
     view="why",
     draw=draw,
     layout="binade.app.questions.why.view",
-    in_report=False,  # report/contents.py places its figures
+    report=report,
 )

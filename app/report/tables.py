@@ -1,93 +1,14 @@
-"""What reports are made of: plates (figures ready to be drawn), tables, parts, and the report itself."""
+"""A report's tables as people read them: names, units and numbers."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+import math
 from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Figure
 from binade.app.params import TITLES
-from binade.app.report.painting import HEIGHT, spec_of
 from binade.app.style import MEASURES
-
-_CHOOSE = re.compile(r"\s*Choose an? [^.]*\.")
-
-
-@dataclass(frozen=True)
-class Plate:
-    """A figure with its place in the report (letters, digits, "_" and one "/") and its specification."""
-
-    path: str
-    figure: Figure
-
-    @cached_property
-    def spec(self) -> dict[str, Any]:
-        return spec_of(self.figure.chart)
-
-    @property
-    def file(self) -> str:
-        """The name of a file saved from a page."""
-        return "binade-" + re.sub(r"[/_]", "-", self.path)
-
-    @property
-    def height(self) -> int:
-        return self.figure.height or HEIGHT
-
-    @property
-    def note(self) -> str:
-        """What a reader needs beside title and caption; without the app's "choose a bar"."""
-        text = _CHOOSE.sub("", self.figure.note)
-        for line in self.figure.caption.splitlines():
-            text = text.replace(line, "")
-        return "" if text.strip() in self.figure.caption else text.strip()
-
-    @property
-    def csv(self) -> str:
-        """The numbers, the caption before them as comments."""
-        comments = "".join(f"# {line}\n" for line in self.figure.caption.splitlines())
-        return comments + self.figure.table.to_csv(index=False)
-
-
-@dataclass(frozen=True)
-class Table:
-    """Numbers that stand by themselves. name is unique in a report."""
-
-    name: str
-    title: str
-    frame: pd.DataFrame
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A section. texts: (title, what is set as it is)."""
-
-    name: str
-    title: str
-    plates: tuple[Plate, ...] = ()
-    tables: tuple[Table, ...] = ()
-    text: str = ""
-    verdict: str = ""
-    problems: tuple[str, ...] = ()
-    texts: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """notes: HTML that was made safe, "" for none; facts: (name, value) as they stand under the title; archived:
-    whether a ZIP was made as well."""
-
-    title: str
-    subtitle: str
-    facts: tuple[tuple[str, str], ...]
-    parts: tuple[Part, ...]
-    notes: str = ""
-    archived: bool = False
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
@@ -147,5 +68,16 @@ def _words(name: str) -> str:
     return name[:1].upper() + name[1:].replace("_", " ")
 
 
-def plates(folder: str, figures: Iterable[Figure], suffix: str = "") -> tuple[Plate, ...]:
-    return tuple(Plate(f"{folder}/{figure.name}{suffix}", figure) for figure in figures)
+def cells(frame: pd.DataFrame) -> list[list[str]]:
+    """Every row's cells: numbers in at most six digits, "–" for none."""
+    return [[_text(value) for value in row] for row in frame.itertuples(index=False, name=None)]
+
+
+def _text(value: object) -> str:
+    if value is None or value is pd.NaT or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return "∞" if value == math.inf else "−∞" if value == -math.inf else f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,86 @@
+"""A report as one HTML file that needs nothing else: interactive charts, numbers as tables, what it was made from.
+
+The libraries that draw are inlined. The page's own policy forbids every request and every script but the two that it
+was written with, whose hashes it names; expressions are interpreted, never compiled. Whatever comes from metadata is
+escaped; where it stands in JSON, so that no tag can end there.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from jinja2 import Environment, FileSystemLoader
+
+from binade.app.figure import HEIGHT, Figure
+from binade.app.report.section import Section
+from binade.app.report.tables import axis_of, cells, shown
+from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
+
+HERE = Path(__file__).parent
+LONG = 12  # lines of a text that is folded away
+SHOWN_ROWS = 100  # of a chart's numbers; of a table all
+CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
+
+
+def page(sections: tuple[Section, ...], bundle: str, archived: bool, **top: Any) -> str:
+    """The HTML. bundle: vega, vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is
+    made as well; top: title, subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
+    own = (HERE.parent / "picture.js").read_text() + (HERE / "page.js").read_text()
+    themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
+    environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {
+        "allow_nan": False, "ensure_ascii": False, "separators": (",", ":"),
+    }  # fmt: skip
+    return environment.get_template("page.html").render(
+        top, sections=sections, archived=archived, themes=themes, scripts=(bundle, own), style=_style(),
+        hashes=[_hash(bundle), _hash(own)], long=LONG, shown_rows=SHOWN_ROWS,
+        embedded=embedded, height=HEIGHT, fits=fits, note=note, rows=_rows, axis_of=axis_of,
+    )  # fmt: skip
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _style() -> str:
+    def variables(theme: Theme) -> str:
+        pairs = ((name, value) for name, value in asdict(theme).items() if name != "name")
+        return f"color-scheme:{theme.name};" + ";".join(f"--{name}:{value}" for name, value in pairs)
+
+    return (
+        f":root{{--font:{FONT};--mono:{MONO};{variables(LIGHT)}}}"
+        f"@media (prefers-color-scheme: dark){{:root{{{variables(DARK)}}}}}"
+        f":root[data-scheme=light]{{{variables(LIGHT)}}}:root[data-scheme=dark]{{{variables(DARK)}}}\n"
+    ) + (HERE / "page.css").read_text()
+
+
+def fits(figure: Figure) -> bool:
+    """Whether the page holds the figure's numbers."""
+    return figure.table.size <= CSV_CELLS
+
+
+def embedded(figure: Figure) -> dict[str, Any]:
+    """What page.js draws and saves."""
+    spec = figure.spec | {
+        "width": "container", "height": figure.height or HEIGHT, "autosize": {"type": "fit", "contains": "padding"},
+    }  # fmt: skip
+    return {"spec": spec, "caption": figure.caption_svg, "csv": figure.csv() if fits(figure) else None}
+
+
+def note(figure: Figure) -> str:
+    """The figure's note without what its caption says as well."""
+    text = figure.note
+    for line in figure.caption.splitlines():
+        text = text.replace(line, "")
+    return "" if text.strip() in figure.caption else text.strip()
+
+
+def _rows(frame: pd.DataFrame, axis: str = "") -> dict[str, Any]:
+    frame = shown(frame, axis)
+    numeric = [pd.api.types.is_numeric_dtype(kind) for kind in frame.dtypes]
+    return {"names": list(frame.columns), "numeric": numeric, "cells": cells(frame)}

@@ -1,0 +1,148 @@
+"""Charts to PNG and SVG, by as many processes as there are cores to use: vl-convert draws one chart at a time.
+
+The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
+memory that the index and the analysis need, and they end when their input does, however their parent has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+from xml.sax.saxutils import quoteattr
+
+SCALE = 1.5  # pixels of a PNG per pixel of an SVG
+
+# Liberation Sans, the font that is always there, lacks these (but has ¹²³). A text with one of them would be drawn in
+# another font altogether, whichever the machine has.
+SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "0123456789−T", strict=True))
+SIMILAR = str.maketrans({"⟨": "‹", "⟩": "›", "‖": "||"})
+_TEXT = re.compile(r"(<(?:text|tspan)\b[^>]*>)([^<]*)")
+_SHIFTED = re.compile(f"([{''.join(SUBSCRIPTS)}]+|[{''.join(SUPERSCRIPTS)}]+)")
+SMALL, DOWN, UP = 0.72, 0.2, -0.36  # a small digit's size, and its shift down or up, in ems of the text
+
+
+class RenderError(RuntimeError):
+    """A chart could not be drawn. The message says why."""
+
+
+class Picture(NamedTuple):
+    """A drawn chart with its caption."""
+
+    png: bytes
+    svg: bytes
+
+
+class Renderers:
+    """Processes that draw; a context manager that ends them. Requests are taken in their order."""
+
+    def __init__(self, jobs: int | None = None) -> None:
+        self.jobs = jobs or len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(self.jobs, thread_name_prefix="renderer", initializer=self._start)
+        self._own = threading.local()
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Renderers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+        self._pool.shutdown(wait=True)
+        for process in self._processes:
+            process.communicate()
+
+    def render(self, spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> Future[Picture]:
+        """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font. The
+        future raises RenderError."""
+        return self._pool.submit(self._request, (spec, caption, colors))
+
+    def bundle(self) -> Future[str]:
+        """Vega, Vega-Lite and vega-embed as one script."""
+        return self._pool.submit(self._request, None)
+
+    def _start(self) -> None:
+        # A process group of its own: Ctrl-C is for the parent, which ends it.
+        self._own.process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+        self._processes.append(self._own.process)
+
+    def _request(self, request: tuple[Any, ...] | None) -> Any:
+        process = self._own.process
+        try:
+            pickle.dump(request, process.stdin)
+            process.stdin.flush()
+            answer, error = pickle.load(process.stdout)
+        except (OSError, EOFError, pickle.UnpicklingError):
+            raise RenderError("the process that draws the charts has ended: killed, or out of memory") from None
+        if error:
+            raise RenderError(f"a chart cannot be drawn: {error}")
+        return Picture(*answer) if isinstance(answer, tuple) else answer
+
+
+def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> tuple[bytes, bytes]:
+    import vl_convert
+
+    svg = supported(captioned(vl_convert.vegalite_to_svg(spec), caption, colors))
+    return vl_convert.svg_to_png(svg, scale=SCALE), svg.encode()
+
+
+def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
+    """The drawing with its caption beneath, on the card's ground."""
+    sizes = dict(re.findall(r' (width|height)="([0-9.]+)"', svg[: svg.index(">") + 1]))
+    chart_height = float(sizes["height"])
+    width, height = max(float(sizes["width"]), caption["width"]), chart_height + caption["height"]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
+        f'viewBox="0 0 {width:g} {height:g}">'
+        f'<rect width="{width:g}" height="{height:g}" fill={quoteattr(colors["card"])}/>{svg}'
+        f'<g transform="translate(0 {chart_height:g})" font-family={quoteattr(colors["font"])} '
+        f"fill={quoteattr(colors['quiet'])}>{caption['svg']}</g></svg>"
+    )
+
+
+def supported(svg: str) -> str:
+    """The drawing in letters that Liberation Sans has: small digits become digits set small."""
+    return _TEXT.sub(lambda found: found[1] + _shifted(found[2].translate(SIMILAR)), svg)
+
+
+def _shifted(text: str) -> str:
+    parts, shift = [], 0.0  # of the text so far, in ems
+    for part in filter(None, _SHIFTED.split(text)):
+        table, to = next(((t, to) for t, to in ((SUBSCRIPTS, DOWN), (SUPERSCRIPTS, UP)) if part[0] in t), ({}, 0.0))
+        size, attributes = (SMALL, f' font-size="{SMALL:.0%}"') if table else (1.0, "")
+        move = f' dy="{(to - shift) / size:.3g}em"' if to != shift else ""
+        letters = "".join(table.get(letter, letter) for letter in part)
+        parts.append(f"<tspan{move}{attributes}>{letters}</tspan>" if move or table else part)
+        shift = to
+    return "".join(parts)
+
+
+def main() -> None:
+    """Answer the requests on stdin with a pair (result, error) on stdout, both pickled, until stdin ends."""
+    import vl_convert
+
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            result: Any = render(*request) if request else vl_convert.javascript_bundle()  # type: ignore[call-arg]
+            answer = result, ""
+        except (ValueError, KeyError, TypeError) as error:
+            answer = None, " ".join(str(error).split())[:300] or type(error).__name__
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""binade report: every chart of a root or a filter as files, without a browser.
+
+    draw/index.html            the report as one page
+    draw/quick_analysis.png    all values, by quant type, layer type and operation
+    draw/tensor_stats.txt, tensor_stats.json
+    draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
+    draw/report.json           what was drawn from what, and the list of these files
+
+Of a session: pins/ and view/ in place of the folders above. The ZIP has each chart as PNG, SVG, CSV and its Vega-Lite
+specification as well, and each table as CSV and JSON.
+
+All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
+of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
+if one is in the way, the error names it, and nothing is moved.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path, PurePosixPath
+from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
+
+from altair.utils.schemapi import disable_debug_mode
+
+from binade.app.figure import WIDTH, Figure
+from binade.app.formatting import big, bytes_text
+from binade.app.report import contents, sessions, stats
+from binade.app.report.page import page
+from binade.app.report.rendering import Picture, RenderError, Renderers
+from binade.app.report.section import Section, Table, merged
+from binade.app.sessions import storage
+from binade.app.sessions.session import Session, SessionError
+from binade.app.theme import FONT, THEMES
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.store import staged_file, staging_directory, write_atomic
+
+__all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
+
+MANIFEST = "report.json"
+ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
+FOLDERS = tuple(section.name for section in contents.SECTIONS if section.name != "overview")
+SESSION_FOLDERS = ("pins", "view")
+Progress = Callable[[int, int, str], None]
+
+
+class ReportError(RuntimeError):
+    """The report cannot be made. The message says why and what to do."""
+
+
+class UsageError(ReportError):
+    """What was asked for makes no sense."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. archive: a ZIP of the report as well; command: how it was asked for; session: the id of a
+    saved session, whose view, pins and notes are then drawn in place of the filter's charts."""
+
+    output: Path
+    where: Filter
+    archive: Path | None = None
+    theme: str = "light"
+    jobs: int | None = None
+    command: str = ""
+    session: str | None = None
+
+
+def make(opened: Catalog, request: Request, progress: Progress) -> int:
+    """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
+    _check(opened, request)
+    session = storage.load(opened.root, request.session).session if request.session else None
+    if session:
+        request = replace(request, where=sessions.filter_of(opened, session))
+    before = _written_before(request.output)
+    folders = SESSION_FOLDERS if session else FOLDERS
+    _refuse_foreign(request.output, ALWAYS, before, folders)  # the usual case, before the work
+    with staging_directory(request.output.absolute()) as staging:
+        made, archive = staging / "report", staging / "report.zip"
+        made.mkdir()
+        with ExitStack() as stack:
+            zipped = stack.enter_context(ZipFile(archive, "w", ZIP_DEFLATED)) if request.archive else None
+            charts = _draw(opened, request, session, Files(made, zipped), progress)
+        publish(made, request.output, before)
+        if request.archive:
+            request.archive.parent.mkdir(parents=True, exist_ok=True)  # within the report
+            with open(archive, "rb") as content, staged_file(request.archive) as file:  # perhaps on another disk
+                shutil.copyfileobj(content, file)
+    return charts
+
+
+def _check(opened: Catalog, request: Request) -> None:
+    if not opened.totals().tensors:
+        found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
+        advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
+        raise ReportError(f"{opened.root} {found}: {advice}")
+    if not opened.totals(request.where).tensors:
+        raise ReportError(f"no tensor matches: {request.where.sentence()}; take something out of the filter")
+    if not request.output.absolute().name:
+        raise UsageError(f"{request.output} is no folder for a report: give --output one of its own")
+    if request.output.exists() and not request.output.is_dir():
+        raise UsageError(f"{request.output} is a file: give --output a folder, new or of an earlier report")
+    if request.archive is not None and request.archive.is_dir():
+        raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
+    if request.archive is not None:
+        _check_archive(request.archive.absolute(), request.output.absolute())
+
+
+def _check_archive(archive: Path, output: Path) -> None:
+    """Raise UsageError for a ZIP in a folder that is not there, but for the report's own, or by the name of one of the
+    report's files."""
+    within = archive.relative_to(output).parts if archive.is_relative_to(output) else ()
+    if within and within[0] in (*ALWAYS, *FOLDERS, *SESSION_FOLDERS):
+        raise UsageError(f"{archive} is a place of the report's own files: give --zip another name")
+    if not within and not archive.parent.is_dir():
+        raise UsageError(f"{archive.parent} is no folder: make it first, or give --zip a place that is there")
+
+
+def _written_before(output: Path) -> set[str]:
+    """The files that an earlier report wrote into the folder. Raises UsageError for a manifest that is none."""
+    manifest = output / MANIFEST
+    if not manifest.exists():
+        return set()
+    try:
+        files = json.loads(manifest.read_bytes())["files"]
+        names = {name for name in files if isinstance(name, str)}
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{manifest} is no report's: give --output another folder, or move that file away") from None
+    inside = (PurePosixPath(name) for name in names)
+    return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
+
+
+def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folders: Iterable[str] = ()) -> None:
+    """Raise UsageError if one of the files is there and not from an earlier report, or is a folder, or if one of the
+    folders, which may be theirs, is no folder."""
+    files = list(files)
+    foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
+    wanted = {*folders, *(str(parent) for name in files for parent in PurePosixPath(name).parents[:-1])}
+    foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
+    if foreign:
+        raise UsageError(
+            f"{output / min(foreign)} is there and no report wrote it: give --output another folder, or move it"
+        )
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.lexists(path)
+
+
+def publish(made: Path, output: Path, before: set[str]) -> None:
+    """Move a report's files into place. before: the files of an earlier report. Raises UsageError, before anything is
+    moved, where that would replace a file that no report wrote."""
+    manifest = json.loads((made / MANIFEST).read_bytes())
+    files = set(manifest["files"])
+    _refuse_foreign(output, files, before)
+    if not output.exists():
+        os.replace(made, output)
+        return
+    # Until all is in place, the manifest names the old files and the new ones: after an interruption, a new report can
+    # replace both.
+    write_atomic(output / MANIFEST, json.dumps(manifest | {"files": sorted(files | before)}).encode())
+    for name in (*sorted(files - {"index.html", MANIFEST}), "index.html"):
+        (output / name).parent.mkdir(exist_ok=True)
+        os.replace(made / name, output / name)
+    for old in (output / name for name in before - files):
+        if old.is_file() or old.is_symlink():
+            old.unlink()
+    os.replace(made / MANIFEST, output / MANIFEST)
+
+
+class Files:
+    """The files of a report while it is made: a folder, and a ZIP if one is wanted. The ZIP's entries carry no time of
+    day, so that the same report makes the same bytes."""
+
+    def __init__(self, folder: Path, archive: ZipFile | None) -> None:
+        self.folder, self.archive = folder, archive
+        self.names: list[str] = []
+
+    def write(self, name: str, content: bytes | str) -> None:
+        """Write a file into the folder."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        self.names.append(name)
+
+    def add(self, name: str, content: bytes | str) -> None:
+        """Write an entry of the ZIP, if there is one."""
+        if self.archive:
+            entry = ZipInfo(name)
+            entry.external_attr = 0o644 << 16
+            self.archive.writestr(entry, content, ZIP_STORED if name.endswith(".png") else ZIP_DEFLATED)
+
+    def add_figure(self, path: str, figure: Figure, picture: Picture) -> None:
+        if not path.startswith("overview/"):  # quick_analysis.png has these
+            self.write(f"{path}.png", picture.png)
+        if self.archive:
+            content = {"caption": figure.caption, "vega_lite": figure.spec}
+            self.add(f"{path}.png", picture.png)
+            self.add(f"{path}.svg", picture.svg)
+            self.add(f"{path}.csv", figure.csv())
+            self.add(f"{path}.json", json.dumps(content, ensure_ascii=False, allow_nan=False))
+
+    def add_table(self, table: Table) -> None:
+        if self.archive:
+            self.add(f"tables/{table.name}.csv", table.frame.to_csv(index=False))
+            self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
+
+
+def _draw(opened: Catalog, request: Request, session: Session | None, files: Files, progress: Progress) -> int:
+    where, command = request.where, request.command
+    theme = THEMES[request.theme]
+    colors = {"card": theme.card, "quiet": theme.quiet, "font": FONT}
+    contributions = (
+        sessions.contributions(opened, session, command) if session else contents.contributions(opened, where, command)
+    )
+    found: list[Section] = []
+    waiting: deque[tuple[str, Figure, Future[Picture]]] = deque()
+    done = total = 0
+    with Renderers(request.jobs) as renderers:
+
+        def collect(most: int) -> None:
+            nonlocal done
+            while len(waiting) > most:
+                path, figure, picture = waiting.popleft()
+                files.add_figure(path, figure, picture.result())
+                done += 1
+                progress(done, total, path)
+
+        bundle = renderers.bundle()
+        for one in contributions:
+            found.append(one)
+            figures = {f"{one.name}/{figure.name}": figure for figure in one.figures}
+            if one.name == "overview" and (quick := contents.quick_analysis(one)):
+                figures = {quick.name: quick} | figures
+            total += len(figures)
+            for path, figure in figures.items():
+                spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
+                waiting.append((path, figure, renderers.render(spec, figure.caption_svg, colors)))
+                collect(4 * renderers.jobs)
+        collect(0)
+        sections = merged(found)
+        html = page(sections, bundle.result(), files.archive is not None, **_top(opened, where, session))
+    numbers = stats.tensor_stats(opened, where)
+    texts = {
+        "tensor_stats.json": stats.strict_json(numbers),
+        "tensor_stats.txt": stats.as_text(numbers, where.sentence()),
+        "index.html": html,
+    }
+    for name, text in texts.items():
+        files.write(name, text)
+        files.add(name, text)
+    for table in (table for section in sections for table in section.tables):
+        files.add_table(table)
+    files.write(MANIFEST, _manifest(opened, request, files.names))
+    return total
+
+
+def _top(opened: Catalog, where: Filter, session: Session | None) -> dict[str, object]:
+    """What stands above the sections of the page."""
+    totals = opened.totals(where)
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {
+        "title": session.name if session else f"Tensors of {opened.root.name}",
+        "subtitle": f"Made {made} from {opened.root.name}. Shown: {where.sentence()}.",
+        "facts": (
+            ("Tensors", f"{totals.tensors:,}"),
+            ("Values", big(totals.elements)),
+            ("With values on disk", f"{totals.with_values:,}"),
+            ("Size", bytes_text(totals.nbytes)),
+            ("Runs", f"{totals.runs:,}"),
+        ),
+        "notes": sessions.notes_html(session) if session else "",
+    }
+
+
+def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
+    content = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "root": opened.root.name,
+        "filter": request.where.to_dict(),
+        "command": request.command,
+        "files": sorted([*files, MANIFEST]),
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def run(root: Path, request: Request) -> int:
+    """As `make`, told on stderr; returns the exit status but for KeyboardInterrupt. Raises ReportError, OSError."""
+    disable_debug_mode()  # the tests hold every chart to Vega-Lite's schema
+    start = time.monotonic()
+    with Catalog.open(root) as opened:
+        for reason in opened.refused:
+            print(f"binade: passed over: {reason}", file=sys.stderr)
+        with _progress_line() as progress:
+            charts = make(opened, request, progress)
+    seconds = time.monotonic() - start
+    print(f"{request.output / 'index.html'}: {charts} charts in {seconds:.1f} s")
+    if request.archive:
+        print(request.archive)
+    return 0
+
+
+@contextmanager
+def _progress_line() -> Iterator[Progress]:
+    """A line of progress on stderr: rewritten in place on a terminal, else one line per folder."""
+    live, last = sys.stderr.isatty(), ""
+
+    def show(done: int, total: int, name: str) -> None:
+        nonlocal last
+        folder = name.partition("/")[0]
+        if live:
+            print(f"\r\x1b[K{done} of {total} charts so far · {name}"[:100], end="", file=sys.stderr, flush=True)
+        elif folder != last:
+            print(f"{done} of {total} charts so far · {folder}", file=sys.stderr, flush=True)
+        last = folder
+
+    try:
+        yield show
+    finally:
+        if live and last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def no_room(error: OSError) -> str:
+    """An OSError as a sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full: nothing of the report was kept; free some space or give another --output"
+    return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"
