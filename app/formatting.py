@@ -26,20 +26,17 @@ def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, A
     return found
 
 
-def big(number: float) -> str:
-    """1234567 as "1.2 M"."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+def big(number: float, unit: str = "") -> str:
+    """1234567 as "1.2 M", or with a unit as "1.2 MB"."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(number) >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:,.0f}"
+            return f"{number / size:.1f} {prefix}{unit}"
+    return f"{number:,.0f} {unit}".rstrip()
 
 
 def bytes_text(number: float) -> str:
     """Bytes in decimal units: "76.3 MB"."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f} B"
+    return big(number, "B")
 
 
 def duration_text(seconds: float) -> str:

@@ -87,8 +87,7 @@ class ReportSelection(Selection):
     @cached_property
     def formats(self) -> tuple[str, ...]:
         """The formats that the selection was scored with, the coarsest first."""
-        scored = set(self.opened.scored_formats(self.where))
-        return tuple(name for name in first_formats(self.opened) if name in scored)
+        return first_formats(self.opened, self.where)
 
     def boards(self, of_errors: Sequence[str], of_values: Sequence[str] = ()) -> Iterator[Board]:
         """Each metric of errors in each format, then each metric of the values."""
