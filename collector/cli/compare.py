@@ -26,23 +26,61 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import DONE, STATES, RunInfo, list_runs, read_losses
+from binade.data.runs import DONE, STATES, RunInfo, is_loss, list_runs, read_losses
 from binade.quant.formats import FORMATS, UnknownFormatError
 
 BF16_BITS = 16
-SIDES = (("linear", "forward"), ("linear", "backward"), ("FA", "forward"), ("FA", "backward"))  # component, operation
-MEASURES = ("sqnr_db", "flush_to_zero", "saturated")
+# What rounding is shown for: component and operation.
+SIDES = {
+    "linear forward": ("linear", "forward"),
+    "linear gradients": ("linear", "backward"),
+    "FA forward": ("FA", "forward"),
+    "FA gradients": ("FA", "backward"),
+}
+MEASURES = {"sqnr_db": "sqnr_db", "flush_to_zero": "flush_to_zero_share", "saturated": "saturated_share"}
+
+
+def rounding_figure(side: str, measure: str) -> str:
+    """The figure of a measure of one of SIDES: linear_forward_sqnr_db."""
+    return f"{side.replace(' ', '_').lower()}_{measure}"
+
+
+# The figures of a row in the order of the CSV. "common" is what a run and bf16's have both finished; shares are 0 to 1.
+FIGURES = (
+    "loss_nats",
+    "loss_spread_nats",
+    "common_iterations",
+    "common_iteration",
+    "loss_at_common_iteration_nats",
+    "bf16_loss_at_common_iteration_nats",
+    "gap_at_common_iteration_nats",
+    "gap_mean_nats",
+    "gap_deviation_nats",
+    "perplexity_ratio",
+    "operands",
+    "operand_values",
+    "operand_bits_per_value",
+    "operand_bytes",
+    "operand_bytes_in_bf16",
+    "recorded_iteration_median_seconds",
+    "recorded_iterations_timed",
+    "unrecorded_iteration_median_seconds",
+    "unrecorded_iterations_timed",
+    *(rounding_figure(side, measure) for side in SIDES for measure in (*MEASURES.values(), "operands")),
+)
 
 Value = str | int | float | bool | None
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -73,84 +111,9 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """A run against bf16. Losses are in nats per token, at `iteration`, the last that both finished. `mean` and
-    `deviation` (the sample's, None of a single value) are of loss − bf16_loss over the `iterations` both finished."""
-
-    iteration: int
-    loss: float
-    bf16_loss: float
-    mean: float
-    deviation: float | None
-    iterations: int
-
-    @property
-    def last(self) -> float:
-        return self.loss - self.bf16_loss
-
-    @property
-    def perplexity_ratio(self) -> float:
-        """exp(mean): the geometric mean of the ratios of perplexity to bf16."""
-        try:
-            return math.exp(self.mean)
-        except OverflowError:
-            return math.inf
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """What rounding did to the quantized operands of a component in an operation, taken together. Shares are 0 to 1."""
-
-    component: str
-    operation: str
-    tensors: int
-    sqnr_db: float
-    flush_to_zero: float
-    saturated: float
-
-
-@dataclass(frozen=True)
-class Storage:
-    """The recorded operands: how many tensors and values, and their bits in the formats they were rounded to."""
-
-    tensors: int
-    values: int
-    bits: float
-
-    @property
-    def bits_per_value(self) -> float:
-        return self.bits / self.values if self.values else math.nan
-
-    @property
-    def nbytes(self) -> float:
-        return self.bits / 8
-
-    @property
-    def bf16_bytes(self) -> float:
-        return self.values * BF16_BITS / 8
-
-    @property
-    def ratio(self) -> float:
-        """Of the bytes that the same values take in bf16."""
-        return self.bits_per_value / BF16_BITS
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Median time of the optimizer steps of one kind, and how many there were."""
-
-    median: float
-    iterations: int
-
-
-@dataclass(frozen=True)
 class Row:
-    """A recipe in a state. The figures are of the run `run_id`, one of `runs`; None where there is nothing to tell.
-
-    iterations are those finished under the recipe; loss is the last one's, in nats per token. loss_spread is the
-    largest minus the smallest loss of the row's runs at the last iteration that all finished. gap is None for the bf16
-    run that the others are compared to.
-    """
+    """A recipe in a state. The figures are of the run `run_id`, one of `runs`: those of FIGURES, without any that
+    there is nothing to compute from. iterations are those finished under the recipe."""
 
     recipe: str
     state: str
@@ -159,20 +122,11 @@ class Row:
     run_id: str
     backend: str
     iterations: int
-    loss: float | None
-    loss_spread: float | None
-    gap: Gap | None
-    roundings: tuple[Rounding, ...]
-    storage: Storage | None
-    recorded: Seconds | None
-    unrecorded: Seconds | None
+    figures: Mapping[str, float]
 
     @property
     def label(self) -> str:
         return self.recipe if self.state == DONE else f"{self.recipe} ({self.state})"
-
-    def rounding(self, component: str, operation: str) -> Rounding | None:
-        return next((r for r in self.roundings if (r.component, r.operation) == (component, operation)), None)
 
 
 @dataclass(frozen=True)
@@ -186,18 +140,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sections in order of their first run, and what was passed over with the reason."""
+    """Sections in order of their first run, and the skipped runs with the reason."""
 
     root: Path
     sections: tuple[Section, ...]
     refused: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Loss:
-    loss: float
-    seconds: float | None
-    recorded: bool | None
 
 
 @dataclass(frozen=True)
@@ -206,7 +153,7 @@ class _Run:
 
     info: RunInfo
     recipe: str
-    losses: dict[int, _Loss]
+    losses: dict[int, dict[str, Any]]
     last: int
 
     @property
@@ -276,33 +223,17 @@ def _read(run: RunInfo, refused: list[str]) -> _Run:
     losses = {}
     try:
         for record in read_losses(run.directory):
-            loss = _loss(record)
-            if loss is None:
+            if not is_loss(record):
                 refused.append(f"{run.run_id}: loss.jsonl is damaged: {json.dumps(record)[:60]} is no loss")
                 break
             if record["iteration"] >= 0:
-                losses[record["iteration"]] = loss
+                losses[record["iteration"]] = record
     except (OSError, RecursionError) as error:
         refused.append(f"{run.run_id}: loss.jsonl cannot be read: {error}")
-    reached = run.status.iteration if isinstance(run.status.iteration, int) else -1
+    reached = run.status.iteration
     if losses and max(losses) < reached:
         refused.append(f"{run.run_id}: loss.jsonl ends at iteration {max(losses)} of {reached}")
     return _Run(run, _recipe(run.config), losses, max([reached, *losses]))
-
-
-def _loss(record: Any) -> _Loss | None:
-    if not isinstance(record, dict) or type(record.get("iteration")) is not int or not _finite(record.get("loss")):
-        return None
-    seconds, recorded = record.get("seconds"), record.get("recorded")
-    return _Loss(
-        float(record["loss"]),
-        float(seconds) if _finite(seconds) else None,
-        recorded if isinstance(recorded, bool) else None,
-    )
-
-
-def _finite(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: list[str]) -> Section:
@@ -315,7 +246,13 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
     rows = []
     for key in sorted(groups, key=_order):
         run = shown[key]
-        finished = _finished(catalog, run)
+        figures = _losses(run, groups[key])
+        if bf16 and run is not bf16:
+            figures |= _gap(run, bf16)
+        if finished := _finished(catalog, run):
+            figures |= _operands(catalog, finished, run.info.run_id, refused)
+        for kind in ("recorded", "unrecorded"):
+            figures |= _times(run, kind)
         rows.append(
             Row(
                 recipe=run.recipe,
@@ -325,13 +262,7 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
                 run_id=run.info.run_id,
                 backend=", ".join(str(run.info.config.get(name) or "unknown") for name in ("backend", "device")),
                 iterations=run.iterations,
-                loss=run.losses[run.last].loss if run.last in run.losses else None,
-                loss_spread=_spread(groups[key]),
-                gap=_gap(run, bf16) if bf16 and run is not bf16 else None,
-                roundings=_roundings(catalog, finished) if finished else (),
-                storage=_storage(catalog, finished, run.info.run_id, refused) if finished else None,
-                recorded=_seconds(run, True),
-                unrecorded=_seconds(run, False),
+                figures=figures,
             )
         )
     reference = next((row for row in rows if bf16 and row.run_id == bf16.info.run_id), None)
@@ -357,55 +288,70 @@ def _finished(catalog: Catalog, run: _Run) -> Filter | None:
     return replace(whole, iteration=tuple(iterations)) if iterations else None
 
 
-def _gap(run: _Run, bf16: _Run) -> Gap | None:
+def _losses(run: _Run, group: list[_Run]) -> Figures:
+    """The last loss, and the largest minus the smallest loss of the group at the last iteration that all finished."""
+    found = {"loss_nats": float(run.losses[run.last]["loss"])} if run.last in run.losses else {}
+    common = set.intersection(*(set(each.losses) for each in group))
+    if len(group) > 1 and common:
+        losses = [each.losses[max(common)]["loss"] for each in group]
+        found["loss_spread_nats"] = max(losses) - min(losses)
+    return found
+
+
+def _gap(run: _Run, bf16: _Run) -> Figures:
     common = sorted(run.losses.keys() & bf16.losses.keys())
     if not common:
-        return None
-    last = common[-1]
-    gaps = [run.losses[i].loss - bf16.losses[i].loss for i in common]
-    deviation = statistics.stdev(gaps) if len(gaps) > 1 else None
-    return Gap(last, run.losses[last].loss, bf16.losses[last].loss, statistics.fmean(gaps), deviation, len(gaps))
+        return {}
+    pairs = [(float(run.losses[i]["loss"]), float(bf16.losses[i]["loss"])) for i in common]
+    gaps = [loss - reference for loss, reference in pairs]
+    mean = statistics.fmean(gaps)
+    return {
+        "common_iterations": len(common),
+        "common_iteration": common[-1],
+        "loss_at_common_iteration_nats": pairs[-1][0],
+        "bf16_loss_at_common_iteration_nats": pairs[-1][1],
+        "gap_at_common_iteration_nats": gaps[-1],
+        "gap_mean_nats": mean,
+        "perplexity_ratio": math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf,
+        **({"gap_deviation_nats": statistics.stdev(gaps)} if len(gaps) > 1 else {}),
+    }
 
 
-def _spread(runs: list[_Run]) -> float | None:
-    common = set.intersection(*(set(run.losses) for run in runs))
-    if len(runs) == 1 or not common:
-        return None
-    losses = [run.losses[max(common)].loss for run in runs]
-    return max(losses) - min(losses)
+def _times(run: _Run, kind: str) -> Figures:
+    """The median seconds of the optimizer steps with or without capture, and how many there were."""
+    steps = [record for record in run.losses.values() if record.get("recorded") is (kind == "recorded")]
+    times = [float(record["seconds"]) for record in steps if record.get("seconds") is not None]
+    if not times:
+        return {}
+    return {f"{kind}_iteration_median_seconds": statistics.median(times), f"{kind}_iterations_timed": len(times)}
 
 
-def _seconds(run: _Run, recorded: bool) -> Seconds | None:
-    times = [loss.seconds for loss in run.losses.values() if loss.recorded is recorded and loss.seconds is not None]
-    return Seconds(statistics.median(times), len(times)) if times else None
-
-
-def _roundings(catalog: Catalog, finished: Filter) -> tuple[Rounding, ...]:
+def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str]) -> Figures:
+    """What rounding did to the quantized operands of each side, and the size of all operands."""
     operands = catalog.operands(finished)
+    found: Figures = {}
     quantized = operands[operands["format"].notna()].groupby(["component", "operation"])["tensors"].sum()
     pooled = catalog.moments(finished, by=("component", "operation")).set_index(["component", "operation"])
     measures = pooled.astype(dict.fromkeys(MEASURES, float))[list(MEASURES)].to_dict("index")
-    return tuple(
-        Rounding(
-            *side,
-            int(quantized[side]),
-            *(float(measures[side][name]) for name in MEASURES),
-        )
-        for side in SIDES
-        if side in quantized
-    )
-
-
-def _storage(catalog: Catalog, finished: Filter, run_id: str, refused: list[str]) -> Storage | None:
-    operands = catalog.operands(finished)
-    if operands.empty:
-        return None
+    for side, place in SIDES.items():
+        if place in quantized:
+            found |= {rounding_figure(side, name): float(measures[place][key]) for key, name in MEASURES.items()}
+            found[rounding_figure(side, "operands")] = int(quantized[place])
     try:
         bits = sum(_bits(row) for row in operands.itertuples())
     except UnknownFormatError as error:
         refused.append(f"{run_id}: {error}")
-        return None
-    return Storage(int(operands["tensors"].sum()), int(operands["numel"].sum()), bits)
+        return found
+    if not operands.empty:
+        values = int(operands["numel"].sum())
+        found |= {
+            "operands": int(operands["tensors"].sum()),
+            "operand_values": values,
+            "operand_bits_per_value": bits / values if values else math.nan,
+            "operand_bytes": bits / 8,
+            "operand_bytes_in_bf16": values * BF16_BITS / 8,
+        }
+    return found
 
 
 def _bits(row: Any) -> float:

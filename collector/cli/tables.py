@@ -9,20 +9,25 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 
-from binade.collector.cli.compare import SIDES, Comparison, Rounding, Row, Seconds, Section, Settings
+from binade.collector.cli.compare import (
+    BF16_BITS,
+    FIGURES,
+    MEASURES,
+    SIDES,
+    Comparison,
+    Row,
+    Section,
+    Settings,
+    rounding_figure,
+)
 from binade.terminal import one_line
 
 WIDTH = 120
 NOTHING = "–"
-SIDE_TITLES = {
-    ("linear", "forward"): "linear forward",
-    ("linear", "backward"): "linear gradients",
-    ("FA", "forward"): "FA forward",
-    ("FA", "backward"): "FA gradients",
-}
+ROW_COLUMNS = ("recipe", "state", "runs", "run_id", "backend", "iterations")
 LEGEND = (
     "gap: loss − bf16's at the same iteration on the same data; mean gap: over every iteration under the recipe that "
     "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
@@ -35,6 +40,30 @@ LEGEND = (
     "nothing of hardware that has the format.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
     "timed.",
+)
+
+
+# Columns of numbers: title, figure, format, divisor.
+LOSS = (
+    ("loss", "loss_nats", ".4f", 1),
+    ("common", "common_iterations", "", 1),
+    ("loss there", "loss_at_common_iteration_nats", ".4f", 1),
+    ("bf16 there", "bf16_loss_at_common_iteration_nats", ".4f", 1),
+    ("gap", "gap_at_common_iteration_nats", "+.4f", 1),
+    ("mean gap", "gap_mean_nats", "+.4f", 1),
+    ("sd", "gap_deviation_nats", ".4f", 1),
+    ("perplexity", "perplexity_ratio", ".4f", 1),
+)
+COST = (
+    ("operands", "operands", "", 1),
+    ("bits/value", "operand_bits_per_value", ".2f", 1),
+    ("MB", "operand_bytes", ".2f", 1e6),
+    ("MB in bf16", "operand_bytes_in_bf16", ".2f", 1e6),
+    ("ratio", "operand_bits_per_value", ".3f", BF16_BITS),
+    ("s recorded", "recorded_iteration_median_seconds", ".3f", 1),
+    ("n", "recorded_iterations_timed", "", 1),
+    ("s unrecorded", "unrecorded_iteration_median_seconds", ".3f", 1),
+    ("n", "unrecorded_iterations_timed", "", 1),
 )
 
 
@@ -78,39 +107,40 @@ def heading(settings: Settings) -> str:
 
 def tables(section: Section) -> list[Table]:
     """Loss, rounding (if anything was rounded), size and time."""
-    sides = [side for side in SIDES if any(row.rounding(*side) for row in section.rows)]
+    rows = section.rows
     found = [
         Table(
             "Loss, in nats per token",
-            (
-                "recipe",
-                "state",
-                "runs",
-                "steps",
-                "loss",
-                "common",
-                "loss there",
-                "bf16 there",
-                "gap",
-                "mean gap",
-                "sd",
-                "perplexity",
+            ("recipe", "state", "runs", "steps", *(title for title, *_ in LOSS)),
+            tuple(
+                (one_line(row.recipe), row.state, str(row.runs), str(row.iterations), *_cells(row, LOSS))
+                for row in rows
             ),
-            tuple(_loss_cells(row) for row in section.rows),
             left=2,
-        ),
-        Table(
-            "Rounding: SQNR, dB / flushed to zero, % / saturated, %",
-            ("recipe", *(SIDE_TITLES[side] for side in sides)),
-            tuple((one_line(row.label), *(_rounding(row.rounding(*side)) for side in sides)) for row in section.rows),
-        ),
+        )
+    ]
+    if sides := [side for side in SIDES if any(rounding_figure(side, "operands") in row.figures for row in rows)]:
+        found.append(
+            Table(
+                "Rounding: SQNR, dB / flushed to zero, % / saturated, %",
+                ("recipe", *sides),
+                tuple((one_line(row.label), *(_rounding(row, side) for side in sides)) for row in rows),
+            )
+        )
+    return [
+        *found,
         Table(
             "Size of the recorded operands, time of an iteration",
-            ("recipe", "operands", "bits/value", "MB", "MB in bf16", "ratio", "s recorded", "n", "s unrecorded", "n"),
-            tuple(_cost_cells(row) for row in section.rows),
+            ("recipe", *(title for title, *_ in COST)),
+            tuple((one_line(row.label), *_cells(row, COST)) for row in rows),
         ),
     ]
-    return found if sides else [found[0], found[2]]
+
+
+def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator[str]:
+    for _, name, spec, divisor in columns:
+        value = row.figures.get(name)
+        yield NOTHING if value is None else format(value if divisor == 1 else value / divisor, spec)
 
 
 def notes(section: Section) -> list[str]:
@@ -125,73 +155,27 @@ def notes(section: Section) -> list[str]:
             found.append(f"{row.label}: {row.reason}.")
         if row.runs > 1:
             found.append(f"{row.label}: {row.runs} runs; shown is the longest, of these the newest, {row.run_id}.")
-        if row.loss_spread is not None:
-            found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {row.loss_spread:.2g}.")
-    recorded = {row.storage.values for row in section.rows if row.storage}
-    if len(recorded) > 1:
+        if (spread := row.figures.get("loss_spread_nats")) is not None:
+            found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
+    if len({row.figures.get("operand_values") for row in section.rows} - {None}) > 1:
         found.append("Not every run recorded as many operands: SQNR, size and recorded time are of different tensors.")
-    backends = _by(section.rows, lambda row: row.backend)
+    backends: dict[str, list[str]] = {}
+    for row in section.rows:
+        backends.setdefault(row.backend, []).append(row.label)
     if len(backends) > 1:
         listed = "; ".join(f"{', '.join(labels)}: {backend}" for backend, labels in backends.items())
         found.append(f"Times are not all of one set-up. {listed}.")
     return [one_line(note) for note in found]
 
 
-def _by(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row.label)
-    return found
-
-
-def _loss_cells(row: Row) -> tuple[str, ...]:
-    gap = row.gap
-    compared = (
-        (
-            str(gap.iterations),
-            f"{gap.loss:.4f}",
-            f"{gap.bf16_loss:.4f}",
-            f"{gap.last:+.4f}",
-            f"{gap.mean:+.4f}",
-            NOTHING if gap.deviation is None else f"{gap.deviation:.4f}",
-            f"{gap.perplexity_ratio:.4f}",
-        )
-        if gap
-        else (NOTHING,) * 7
-    )
-    loss = NOTHING if row.loss is None else f"{row.loss:.4f}"
-    return (one_line(row.recipe), row.state, str(row.runs), str(row.iterations), loss, *compared)
-
-
-def _rounding(rounding: Rounding | None) -> str:
-    if rounding is None:
-        return NOTHING
-    return f"{rounding.sqnr_db:.2f} / {_percent(rounding.flush_to_zero)} / {_percent(rounding.saturated)}"
+def _rounding(row: Row, side: str) -> str:
+    sqnr, *shares = (row.figures.get(rounding_figure(side, measure)) for measure in MEASURES.values())
+    return NOTHING if sqnr is None else " / ".join([f"{sqnr:.2f}", *(_percent(share or 0.0) for share in shares)])
 
 
 def _percent(share: float) -> str:
     """A share in %: a few are not shown as none."""
     return "<0.01" if 0 < share < 0.00005 else f"{100 * share:.2f}"
-
-
-def _cost_cells(row: Row) -> tuple[str, ...]:
-    stored = row.storage
-    size = (
-        (
-            f"{stored.tensors}",
-            f"{stored.bits_per_value:.2f}",
-            f"{stored.nbytes / 1e6:.2f}",
-            f"{stored.bf16_bytes / 1e6:.2f}",
-            f"{stored.ratio:.3f}",
-        )
-        if stored
-        else (NOTHING,) * 5
-    )
-    return (one_line(row.label), *size, *_time(row.recorded), *_time(row.unrecorded))
-
-
-def _time(seconds: Seconds | None) -> tuple[str, str]:
-    return (f"{seconds.median:.3f}", str(seconds.iterations)) if seconds else (NOTHING, NOTHING)
 
 
 # Text and Markdown
@@ -202,8 +186,8 @@ def _text(comparison: Comparison) -> str:
     for section in comparison.sections:
         blocks.append(_wrapped(heading(section.settings)))
         blocks += [f"{table.title}\n{_aligned(table)}" for table in tables(section)]
-        if said := notes(section):
-            blocks.append("\n".join(_wrapped(note, "* ") for note in said))
+        if remarks := notes(section):
+            blocks.append("\n".join(_wrapped(note, "* ") for note in remarks))
     blocks.append("\n".join(_wrapped(line) for line in LEGEND))
     return "\n\n".join(blocks) + "\n"
 
@@ -233,8 +217,8 @@ def _markdown(comparison: Comparison) -> str:
             rule = [":--" if place < table.left else "--:" for place in range(len(table.header))]
             lines = (table.header, rule, *([_escaped(cell) for cell in row] for row in table.rows))
             blocks.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        if said := notes(section):
-            blocks.append("\n".join(f"* {_escaped(note)}" for note in said))
+        if remarks := notes(section):
+            blocks.append("\n".join(f"* {_escaped(note)}" for note in remarks))
     blocks.append("\n".join(f"* {line}" for line in LEGEND))
     return "\n\n".join(blocks) + "\n"
 
@@ -246,56 +230,15 @@ def _escaped(text: str) -> str:
 
 # CSV
 
-Cell = str | int | float | bool | None
-COLUMNS: dict[str, Callable[[Row], Cell]] = {
-    "recipe": lambda row: row.recipe,
-    "state": lambda row: row.state,
-    "runs": lambda row: row.runs,
-    "run_id": lambda row: row.run_id,
-    "backend": lambda row: row.backend,
-    "iterations": lambda row: row.iterations,
-    "loss_nats": lambda row: row.loss,
-    "loss_spread_nats": lambda row: row.loss_spread,
-    "common_iterations": lambda row: row.gap.iterations if row.gap else None,
-    "common_iteration": lambda row: row.gap.iteration if row.gap else None,
-    "loss_at_common_iteration_nats": lambda row: row.gap.loss if row.gap else None,
-    "bf16_loss_at_common_iteration_nats": lambda row: row.gap.bf16_loss if row.gap else None,
-    "gap_at_common_iteration_nats": lambda row: row.gap.last if row.gap else None,
-    "gap_mean_nats": lambda row: row.gap.mean if row.gap else None,
-    "gap_deviation_nats": lambda row: row.gap.deviation if row.gap else None,
-    "perplexity_ratio": lambda row: row.gap.perplexity_ratio if row.gap else None,
-    "operands": lambda row: row.storage.tensors if row.storage else None,
-    "operand_values": lambda row: row.storage.values if row.storage else None,
-    "operand_bits_per_value": lambda row: row.storage.bits_per_value if row.storage else None,
-    "operand_bytes": lambda row: row.storage.nbytes if row.storage else None,
-    "operand_bytes_in_bf16": lambda row: row.storage.bf16_bytes if row.storage else None,
-    "recorded_iteration_median_seconds": lambda row: row.recorded.median if row.recorded else None,
-    "recorded_iterations_timed": lambda row: row.recorded.iterations if row.recorded else None,
-    "unrecorded_iteration_median_seconds": lambda row: row.unrecorded.median if row.unrecorded else None,
-    "unrecorded_iterations_timed": lambda row: row.unrecorded.iterations if row.unrecorded else None,
-}
-ROUNDING_COLUMNS: dict[str, Callable[[Rounding], Cell]] = {
-    "sqnr_db": lambda rounding: rounding.sqnr_db,
-    "flush_to_zero_share": lambda rounding: rounding.flush_to_zero,
-    "saturated_share": lambda rounding: rounding.saturated,
-    "operands": lambda rounding: rounding.tensors,
-}
-
 
 def _csv(comparison: Comparison) -> str:
     """Lines end in CR LF. A section's settings are in the first columns of each of its rows."""
     written = io.StringIO(newline="")
-    writer = csv.writer(written)
-    rounded = [f"{SIDE_TITLES[side].replace(' ', '_').lower()}_{name}" for side in SIDES for name in ROUNDING_COLUMNS]
-    writer.writerow([*(f.name for f in fields(Settings)), *COLUMNS, *rounded])
+    shared = [each.name for each in fields(Settings)]
+    writer = csv.DictWriter(written, [*shared, *ROW_COLUMNS, *FIGURES])
+    writer.writeheader()
     for section in comparison.sections:
         for row in section.rows:
-            sides = [(row.rounding(*side), value) for side in SIDES for value in ROUNDING_COLUMNS.values()]
-            writer.writerow(
-                [
-                    *astuple(section.settings),
-                    *(value(row) for value in COLUMNS.values()),
-                    *(value(rounding) if rounding else None for rounding, value in sides),
-                ]
-            )
+            own = {name: getattr(row, name) for name in ROW_COLUMNS}
+            writer.writerow(asdict(section.settings) | own | dict(row.figures))
     return written.getvalue()

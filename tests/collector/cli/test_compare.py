@@ -35,6 +35,7 @@ SIDES = {
     ("FA", "forward"): "fa_forward",
     ("FA", "backward"): "fa_gradients",
 }
+LAST, MEAN = "gap_at_common_iteration_nats", "gap_mean_nats"
 BITS = {"mxfp8": 8.25, "mxfp8_e5m2": 8.25, "mxfp4": 4.25, "hifp8": 8.0, None: 16.0}
 # (largest exponent, largest value) of the elements of a block format
 ELEMENTS = {"mxfp8": (8, 448.0), "mxfp8_e5m2": (15, 57344.0), "mxfp4": (2, 6.0)}
@@ -291,37 +292,40 @@ class TestGap:
         made("mxfp4", [5.5, 4.5, 3.5, 3.5, 3.0])
         rows = only(compared())
         shorter, longer = rows["mxfp8"], rows["mxfp4"]
-        assert (shorter.loss, shorter.gap.iteration, shorter.gap.loss, shorter.gap.bf16_loss) == (3.3, 2, 3.3, 3.0)
-        assert shorter.gap.last == pytest.approx(0.3) and shorter.gap.mean == pytest.approx(0.2)
-        assert (longer.loss, longer.iterations, longer.gap.iterations) == (3.0, 5, 4)
-        assert longer.gap.last == pytest.approx(1.0) and longer.gap.mean == pytest.approx(2.5 / 4)
-        assert longer.gap.perplexity_ratio == pytest.approx(math.exp(0.625))
-        assert longer.gap.deviation == pytest.approx(np.std([0.5, 0.5, 0.5, 1.0], ddof=1))
-        assert rows["bf16"].gap is None
+        names = ("loss_nats", "common_iteration", "loss_at_common_iteration_nats", "bf16_loss_at_common_iteration_nats")
+        assert [shorter.figures[name] for name in names] == [3.3, 2, 3.3, 3.0]
+        assert shorter.figures[LAST] == pytest.approx(0.3) and shorter.figures[MEAN] == pytest.approx(0.2)
+        assert (longer.figures["loss_nats"], longer.iterations, longer.figures["common_iterations"]) == (3.0, 5, 4)
+        assert longer.figures[LAST] == pytest.approx(1.0) and longer.figures[MEAN] == pytest.approx(2.5 / 4)
+        assert longer.figures["perplexity_ratio"] == pytest.approx(math.exp(0.625))
+        assert longer.figures["gap_deviation_nats"] == pytest.approx(np.std([0.5, 0.5, 0.5, 1.0], ddof=1))
+        assert not [name for name in rows["bf16"].figures if "gap" in name or "common" in name or "perplexity" in name]
 
     def test_warm_up_does_not_count(self, made, compared):
         for recipe, offset in (("bf16", 0.0), ("hifp8", 0.25)):
             run = made(recipe, [5.0 + offset, 4.0 + offset])
             run.append_loss({"iteration": -1, "loss": 9.0 + 4 * offset, "seconds": 50.0, "recorded": False})
         row = only(compared())["hifp8"]
-        assert (row.gap.iterations, row.gap.mean, row.iterations, row.unrecorded) == (2, 0.25, 2, None)
+        assert (row.figures["common_iterations"], row.figures[MEAN], row.iterations) == (2, 0.25, 2)
+        assert "unrecorded_iterations_timed" not in row.figures
 
     def test_without_bf16_there_is_none(self, made, compared):
         made("mxfp8", [5.0])
         made("bf16", [], FAILED)
         comparison = compared()
-        assert comparison.sections[0].reference is None and only(comparison)["mxfp8"].gap is None
+        assert comparison.sections[0].reference is None and MEAN not in only(comparison)["mxfp8"].figures
         assert "No bf16 run of these settings finished an iteration" in render(comparison, "text")
 
     def test_a_bf16_run_that_is_not_done_serves_when_there_is_no_other(self, made, compared):
         made("bf16", [5.0, 4.0], CRASHED)
         made("bf16", [9.0], FAILED)
         made("mxfp8", [5.5, 4.5, 4.0])
-        assert only(compared())["mxfp8"].gap.mean == 0.5
+        assert only(compared())["mxfp8"].figures[MEAN] == 0.5
         assert "The bf16 run is crashed" in render(compared(), "text")
         made("bf16", [5.25])
         rows = only(compared())
-        assert rows["mxfp8"].gap.mean == 0.25 and rows["bf16 (crashed)"].gap.mean == -0.25 and rows["bf16"].gap is None
+        assert rows["mxfp8"].figures[MEAN] == 0.25 and rows["bf16 (crashed)"].figures[MEAN] == -0.25
+        assert MEAN not in rows["bf16"].figures
         assert "The bf16 run is" not in render(compared(), "text")
 
     def test_bf16_with_another_format_by_option_is_not_bf16(self, made, compared):
@@ -330,13 +334,13 @@ class TestGap:
         made("linear_mxfp8", [4.5], pv_quant="hifp8", router_quant="mxfp4")
         rows = only(compared())
         assert list(rows) == ["bf16", "bf16, linear mxfp4", "linear_mxfp8, PV hifp8, router mxfp4"]
-        assert [row.gap and row.gap.last for row in rows.values()] == [None, 1.0, 0.5]
+        assert [row.figures.get(LAST) for row in rows.values()] == [None, 1.0, 0.5]
 
     def test_beyond_what_a_float_holds(self, made, compared):
         made("bf16", [1.0])
         made("mxfp4", [1001.0])
-        gap = only(compared())["mxfp4"].gap
-        assert gap.perplexity_ratio == math.inf and gap.deviation is None
+        figures = only(compared())["mxfp4"].figures
+        assert figures["perplexity_ratio"] == math.inf and "gap_deviation_nats" not in figures
         assert read_csv(render(compared(), "csv"))[1]["perplexity_ratio"] == "inf"
 
 
@@ -347,7 +351,8 @@ class TestRows:
         newest = made("mxfp8", [5.0, 4.25, 3.25])
         made("mxfp8", [5.0, 4.125])  # newer yet, but shorter
         row = only(compared())["mxfp8"]
-        assert (row.runs, row.run_id, row.loss, row.loss_spread) == (3, newest.run_id, 3.25, 0.375)
+        assert (row.runs, row.run_id) == (3, newest.run_id)
+        assert (row.figures["loss_nats"], row.figures["loss_spread_nats"]) == (3.25, 0.375)
         text = render(compared(), "text")
         assert f"mxfp8: 3 runs; shown is the longest, of these the newest, {newest.run_id}." in " ".join(text.split())
         assert "losses differ by 0.38." in text
@@ -360,9 +365,9 @@ class TestRows:
         rows = only(compared())
         expected = ["mxfp8", "mxfp8 (running)", "mxfp8 (failed)", "mxfp8 (crashed)"]
         assert list(rows) == ["bf16", "mxfp4 (failed)", *expected]
-        assert all(rows[label].gap.last == 0.5 for label in expected)
+        assert all(rows[label].figures[LAST] == 0.5 for label in expected)
         nothing = rows["mxfp4 (failed)"]
-        assert (nothing.iterations, nothing.loss, nothing.gap, nothing.storage) == (0, None, None, None)
+        assert nothing.iterations == 0 and not nothing.figures
         text = render(compared(), "text")
         assert (
             "mxfp4 (failed): it broke." in text
@@ -374,12 +379,12 @@ class TestRows:
         quantized = {"format": "mxfp8"}
         made("mxfp8", [5.0], state, [(TENSOR, quantized | {"iteration": i}) for i in (0, 1, 1)])
         (row,) = only(compared()).values()
-        assert row.storage.tensors == row.roundings[0].tensors == (3 if state == DONE else 1)
+        assert row.figures["operands"] == row.figures["linear_forward_operands"] == (3 if state == DONE else 1)
 
     def test_nothing_finished_has_no_error_and_no_size(self, made, compared):
         made("mxfp8", [], FAILED, [(TENSOR, {"format": "mxfp8"})])
         (row,) = only(compared()).values()
-        assert row.storage is None and row.roundings == () and row.iterations == 0
+        assert not row.figures and row.iterations == 0
 
     def test_each_operand_is_counted_in_its_own_format(self, made, compared):
         made(
@@ -392,12 +397,11 @@ class TestRows:
             ],
         )
         (row,) = only(compared()).values()
-        assert (row.storage.tensors, row.storage.values) == (2, 6144)
-        assert row.storage.bits == 4096 * 4.25 + 2048 * 4.5 and row.storage.bf16_bytes == 2 * 6144
-        assert [(r.component, r.operation, r.tensors) for r in row.roundings] == [
-            ("FA", "forward", 1),
-            ("FA", "backward", 1),
-        ]
+        assert (row.figures["operands"], row.figures["operand_values"]) == (2, 6144)
+        assert row.figures["operand_bytes"] == (4096 * 4.25 + 2048 * 4.5) / 8
+        assert row.figures["operand_bytes_in_bf16"] == 2 * 6144
+        rounded = {name: value for name, value in row.figures.items() if name.endswith("_operands")}
+        assert rounded == {"fa_forward_operands": 1, "fa_gradients_operands": 1}
 
     def test_operands_not_quantized_keep_their_dtype(self, collect, tmp_path):
         """A real DeepSeek: its routers work in float32, and only QK^T's operands are rounded."""
@@ -406,7 +410,7 @@ class TestRows:
         assert {r["dtype"] for r in rows} == {"bfloat16", "float32"}
         bits = sum(r["numel"] * (8.25 if r["format"] else {"bfloat16": 16, "float32": 32}[r["dtype"]]) for r in rows)
         (row,) = only(compare(tmp_path / "runs")).values()
-        assert {r["format"] for r in rows} == {None, "mxfp8"} and row.storage.bits == bits
+        assert {r["format"] for r in rows} == {None, "mxfp8"} and row.figures["operand_bytes"] == bits / 8
 
     def test_recorded_and_unrecorded_iterations_are_timed_apart(self, made, compared):
         run = made("mxfp8", [])
@@ -414,8 +418,9 @@ class TestRows:
             run.append_loss({"iteration": iteration, "loss": 5.0, "seconds": seconds, "recorded": recorded})
         run.append_loss({"iteration": 4, "loss": 5.0, "seconds": 1.25, "recorded": False})
         (row,) = only(compared()).values()
-        assert (row.recorded.median, row.recorded.iterations) == (6.0, 2)
-        assert (row.unrecorded.median, row.unrecorded.iterations) == (1.25, 3)
+        for kind, expected in (("recorded", (6.0, 2)), ("unrecorded", (1.25, 3))):
+            names = (f"{kind}_iteration_median_seconds", f"{kind}_iterations_timed")
+            assert tuple(row.figures[name] for name in names) == expected
 
     def test_runs_that_were_not_timed_show_a_blank(self, made, compared):
         made("mxfp8", [5.0, 4.0])
@@ -429,7 +434,7 @@ class TestRows:
         add_segment(writer, assorted(1))
         writer.finish(DONE)
         (row,) = only(compared()).values()
-        assert (row.recipe, row.loss, row.gap) == ("unnamed", None, None) and row.storage.tensors == 3
+        assert row.recipe == "unnamed" and not {"loss_nats", MEAN} & set(row.figures) and row.figures["operands"] == 3
         assert "unnamed model, unnamed data" in render(compared(), "text")
 
 
@@ -479,7 +484,7 @@ class TestSections:
         made("bf16", [5.0], **usual)
         made("mxfp8", [5.0], **usual | other)
         first, second = compared().sections
-        assert [row.gap for row in (*first.rows, *second.rows)] == [None, None]
+        assert not [row for row in (*first.rows, *second.rows) if MEAN in row.figures]
         headings = [line for line in render(compared(), "markdown").splitlines() if line.startswith("### ")]
         assert len(set(headings)) == 2
 
@@ -500,7 +505,7 @@ class TestSections:
     def test_what_was_trained_alike_is_compared(self, made, compared, other):
         made("bf16", [5.0], device="cpu, 1 threads", layers=None)
         made("mxfp8", [5.5], **{"device": "cpu, 1 threads"} | other)
-        assert only(compared())["mxfp8"].gap.last == 0.5
+        assert only(compared())["mxfp8"].figures[LAST] == 0.5
 
     def test_times_of_several_machines_are_noted(self, made, compared):
         made("bf16", [5.0], backend="torch", device="cpu, 2 threads")
