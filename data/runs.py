@@ -348,7 +348,7 @@ def read_run(directory: Path) -> RunInfo:
         raise RunError(f"{directory.name} is not a run: {Path(error.filename).name} is missing") from None
     except (OSError, ValueError) as error:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
-    if status.state == RUNNING and _is_gone(status):
+    if status.state == RUNNING and _is_gone(status) and all(_is_gone(rank) for rank in rank_statuses(directory)):
         status = replace(
             status,
             state=CRASHED,
@@ -358,9 +358,11 @@ def read_run(directory: Path) -> RunInfo:
     return RunInfo(directory.name, directory, config, status)
 
 
-def _is_gone(status: Status) -> bool:
+def _is_gone(status: Status | RankStatus) -> bool:
     if status.host in ("", socket.gethostname()):
         return process_start(status.pid) != status.pid_started
+    if isinstance(status, RankStatus):
+        return True  # only its run's heartbeat tells
     try:
         return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
     except (TypeError, ValueError):

@@ -193,7 +193,8 @@ class Recorder:
         cause = error or failure
         state = DONE if cause is None else CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED
         try:
-            self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
+            if state == DONE or not self.ranks.launcher_decides:
+                self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
         except OSError as refused:  # not even a status fits: the run will be shown as crashed
             failure = failure or refused
         if error is None and failure is not None:

@@ -22,9 +22,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from binade.collector.errors import ConfigError
 from binade.collector.models.parallel import PeerLostError
-from binade.collector.training.ranks import LAUNCHER, STORE
+from binade.collector.training.ranks import LAUNCHER, STORE, settle_runs
 from binade.data.python import package_environment
-from binade.data.runs import CANCELLED, DONE, FAILED, RunState, list_runs, settle
+from binade.data.runs import CANCELLED, FAILED
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
@@ -54,7 +54,7 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
             result = processes.wait()
         except SignalException as cancelled:
             processes.close(cancelled.sigval)
-            _settle(root, CANCELLED, None)
+            settle_runs(root, os.getpid(), CANCELLED, None)
             raise KeyboardInterrupt from None
         if result and result.failures:
             rank, failure = _first(result.failures)
@@ -62,7 +62,7 @@ def launch(argv: Sequence[str], root: Path, ranks: int) -> None:
                 message = f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
             else:
                 message = f"rank {rank}: {_last_line(failure, result.stderrs[rank])}"
-            _settle(root, FAILED, message)
+            settle_runs(root, os.getpid(), FAILED, message)
             if failure.exitcode == REFUSED:
                 raise ConfigError(message.removeprefix(f"rank {rank}: "))
             raise RankFailedError(f"the run failed: {message}")
@@ -76,13 +76,6 @@ def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
         defaults["GLOO_SOCKET_IFNAME"] = "lo"
     own = {name: str(value) for name, value in position.items()} | {LAUNCHER: str(os.getpid()), STORE: str(store)}
     return defaults | package_environment() | own
-
-
-def _settle(root: Path, state: RunState, reason: str | None) -> None:
-    """Write the end of the run that this process owns and that did not finish."""
-    for run in list_runs(root)[0]:
-        if run.status.pid == os.getpid() and run.status.host == socket.gethostname() and run.status.state != DONE:
-            settle(run.directory, state, reason)
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

@@ -25,7 +25,7 @@ from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.training.config import ConfigError, RunConfig, check
+from binade.collector.training.config import Backend, ConfigError, Device, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.ranks import (
     Ranks,
@@ -71,16 +71,16 @@ def prepare(config: RunConfig) -> None:
     On a CPU the memory is that of all ranks of the machine: who starts them looks at it, not each of them.
     """
     check(config)
-    if config.backend == "triton" and not find_spec("triton"):
+    if config.backend == Backend.TRITON and not find_spec("triton"):
         raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
-    if config.device == "cuda":
+    if config.device == Device.CUDA:
         if not torch.cuda.is_available():
             raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
         check_memory(config, torch.cuda.mem_get_info()[0])
     else:
         if not started_as_rank():
             check_memory(config, available_host_memory(), config.world_size)
-        if config.backend == "triton":
+        if config.backend == Backend.TRITON:
             # On a machine with a GPU the kernels would be compiled for it; decided before they are imported.
             os.environ["TRITON_INTERPRET"] = "1"
 
@@ -94,7 +94,7 @@ def _version(package: str) -> str | None:
 
 def backend_name(config: RunConfig) -> str:
     """What quantizes the GEMM operands, as recorded with the run."""
-    if config.backend == "torch":
+    if config.backend == Backend.TORCH:
         return "torch"
     kernels = import_module("binade.quant.backends.triton_kernels")
     return f"triton {version('triton')} ({'interpreted' if kernels.INTERPRETED else 'compiled'})"
@@ -106,7 +106,7 @@ def train(
     """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
     written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
-    with join(config) as ranks:
+    with join(config, root) as ranks:
         return _run(config, root, ranks, say if ranks.rank == 0 else _silent, progress, command)
 
 
@@ -119,7 +119,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
     shape, recipe = config.shape(), config.parsed_recipe()
     dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
     stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
-    device = torch.device("cuda", torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     description = config.to_dict() | {
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
@@ -217,7 +217,7 @@ def _train(
             recorded = config.records(iteration)
             _note(recorder, iteration, step, stream.digest(), tell, recipe.name, recorded=recorded)
             progress(config.warmup_iterations + iteration + 1, total)
-    if config.backend == "triton":
+    if config.backend == Backend.TRITON:
         tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
         tell("quantized by torch")
@@ -232,7 +232,7 @@ def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
 
 
 def _launches(config: RunConfig) -> int:
-    return import_module("binade.quant.backends.triton_kernels").launches if config.backend == "triton" else 0
+    return import_module("binade.quant.backends.triton_kernels").launches if config.backend == Backend.TRITON else 0
 
 
 def _step(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +16,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
+from pathlib import Path
+from threading import Event, Thread
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from binade.collector.models.parallel import SINGLE, Group, PeerLostError
-from binade.collector.training.config import ConfigError, RunConfig
+from binade.collector.training.config import ConfigError, Device, RunConfig
+from binade.data.runs import DONE, FAILED, RunState, list_runs, settle
 
 # Set by `launch` for the ranks that it starts: its process, and a file to meet at that no other machine can reach.
 LAUNCHER = "BINADE_LAUNCHER"
 STORE = "BINADE_STORE"
+LAUNCHER_GONE = "the process that started the ranks is gone"
 TIMEOUT = timedelta(minutes=30)
+NOTICE = 10.0  # seconds that a rank has to notice by itself that the launcher is gone
 _joined = count()  # the runs of this process
 
 
@@ -70,10 +76,15 @@ class Ranks:
             self.share(None)
             Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
 
+    @property
+    def launcher_decides(self) -> bool:
+        """Whether `launch` writes how the run ended: it alone knows which rank failed first. Not once it is gone."""
+        return self.owner is not None and os.getppid() == self.owner
+
     def check_launcher(self) -> None:
         """Raises PeerLostError if the process that started the ranks is gone: nobody would end them."""
-        if self.owner is not None and os.getppid() != self.owner:
-            raise PeerLostError("the process that started the ranks is gone")
+        if self.owner is not None and not self.launcher_decides:
+            raise PeerLostError(LAUNCHER_GONE)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
@@ -109,39 +120,66 @@ def current_ranks() -> Ranks:
     return Ranks(rank, size, Group(state.get_tensor_model_parallel_group()), Group(state.get_data_parallel_group()))
 
 
+def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> None:
+    """Write the end of the run that the process `owner` started here and that did not finish."""
+    for run in list_runs(root)[0]:
+        if run.status.pid == owner and run.status.host == socket.gethostname() and run.status.state != DONE:
+            settle(run.directory, state, reason)
+
+
+def _end_without_launcher(ranks: Ranks, root: Path, left: Event) -> None:
+    """End this process if the launcher is gone and the rank does not notice. gloo may miss that a peer has died, and
+    then waits for TIMEOUT in a call that no signal and no exception ends."""
+    while ranks.launcher_decides:
+        if left.wait(1.0):
+            return
+    if not left.wait(NOTICE):
+        try:
+            if ranks.rank == 0 and ranks.owner is not None:
+                settle_runs(root, ranks.owner, FAILED, LAUNCHER_GONE)
+        finally:
+            os._exit(PeerLostError.exit_status)
+
+
 @contextmanager
-def join(config: RunConfig) -> Iterator[Ranks]:
-    """This process as one of the ranks that the run asks for; a single one without torchrun. Raises ConfigError."""
-    wanted = config.tp * config.dp
-    size = _told("WORLD_SIZE") if started_as_rank() else 1
+def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
+    """This process as one of the ranks that the run under this root requests; a single one without torchrun. Raises
+    ConfigError."""
+    wanted = config.world_size
+    size = _environment_number("WORLD_SIZE") if started_as_rank() else 1
     if size != wanted:
         raise ConfigError(
             f"--tp {config.tp} times --dp {config.dp} is {wanted} ranks, torchrun started {size}: make them equal"
         )
-    rank = _told("RANK") if started_as_rank() else 0
+    rank = _environment_number("RANK") if started_as_rank() else 0
     if rank >= size:
         raise ConfigError(f"RANK is {rank}, but torchrun started {size}: the ranks are 0 to {size - 1}")
     if wanted == 1:
         yield Ranks()
         return
-    if config.device == "cuda":
-        torch.cuda.set_device(_told("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
+    if config.device == Device.CUDA:
+        torch.cuda.set_device(_environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     store = dist.PrefixStore(  # type: ignore[attr-defined]  # documented, but not in __all__
         f"run {next(_joined)}", _meeting_place(rank, size)
     )
     dist.init_process_group(
-        "nccl" if config.device == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
+        "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
+    left = Event()
     try:
         tensor = _own([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
         data = _own([range(first, size, config.tp) for first in range(config.tp)], rank)
-        yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
+        ranks = Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
+        if ranks.owner is not None:
+            Thread(target=_end_without_launcher, args=(ranks, root, left), daemon=True).start()
+        yield ranks
     finally:
         dist.destroy_process_group()
+        left.set()
 
 
-def _told(name: str) -> int:
-    """A number that torchrun tells its processes. Raises ConfigError."""
+def _environment_number(name: str) -> int:
+    """A variable that torchrun sets. Raises ConfigError."""
     word = os.environ[name]
     if not re.fullmatch("[0-9]{1,9}", word):
         raise ConfigError(f"the environment's {name} is {word!r}, not a number: torchrun sets it; without it, unset it")

@@ -92,7 +92,8 @@ def main(directory: Path) -> None:
     store = os.environ["BINADE_STORE"]
     for number, case in enumerate(CASES):
         os.environ["BINADE_STORE"] = f"{store}{number}"
-        with join(RunConfig(tp=case.tp, dp=case.dp, sequence_parallel=case.sequence_parallel)) as ranks:
+        config = RunConfig(tp=case.tp, dp=case.dp, sequence_parallel=case.sequence_parallel)
+        with join(config, directory) as ranks:
             torch.save(train(case, ranks), directory / f"{case.name} rank{ranks.rank}.pt")
 
 

@@ -256,6 +256,33 @@ def test_a_rank_that_left_because_the_launcher_is_gone_is_not_blamed(tmp_path: P
     assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
 
+def test_no_state_is_shown_before_the_launcher_has_decided(tmp_path: Path):
+    """Rank 0 ends because it is asked to, rank 1 because rank 0 is gone: which of them was first the launcher knows."""
+    launcher, directory = start(tmp_path)
+    os.kill(launcher.pid, signal.SIGSTOP)
+    os.kill(rank_statuses(directory)[0].pid, signal.SIGTERM)
+    ended = gone(directory)
+    status = list_runs(tmp_path)[0][0].status
+    os.kill(launcher.pid, signal.SIGCONT)
+    assert launcher.wait(60) == 1 and ended
+    assert (status.state, status.reason) == ("running", None)
+    assert list_runs(tmp_path)[0][0].status.state == "failed"
+
+
+def test_a_run_has_not_crashed_while_a_rank_lives(tmp_path: Path):
+    launcher, directory = start(tmp_path)
+    pids = [rank.pid for rank in rank_statuses(directory)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    assert list_runs(tmp_path)[0][0].status.state == "running"
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert gone(directory)
+    assert list_runs(tmp_path)[0][0].status.state == "failed"
+
+
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     """Rank 1's segment cannot be published: a file is in its way."""
     launcher, directory = start(tmp_path)
