@@ -12,6 +12,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.option import declared
+from binade.collector.training.slurm_options import Launcher
 from binade.quant.formats import FORMATS
 from binade.terminal import usage_message
 
@@ -31,7 +32,7 @@ def parse_runs(line: Sequence[str]) -> list[RunConfig]:
         raise ConfigError(usage_message(error)) from None
     if request.start.dry_run:
         raise ConfigError("--dry-run runs nothing: leave it out, or call binade with it directly")
-    if request.start.launcher != "local":
+    if request.start.launcher != Launcher.LOCAL:
         raise ConfigError(f"--launcher {request.start.launcher} has a queue of its own: call binade directly")
     return request.runs
 

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from binade.collector.models.shape import Spec
-from binade.collector.training.config import ConfigError, RunConfig, check
+from binade.collector.training.config import ConfigError, Device, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
 from binade.data.tensor_kinds import TENSOR_KINDS
@@ -102,7 +102,7 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
 
 def _sharing(config: RunConfig) -> int:
     """The ranks that share one memory: all of them on a CPU, one on each GPU."""
-    return config.world_size if config.device == "cpu" else 1
+    return config.world_size if config.device == Device.CPU else 1
 
 
 def _gib(number: int) -> str:
@@ -117,7 +117,7 @@ def free_space(root: Path) -> int:
 
 def memory_free(device: str) -> int | None:
     """Bytes free on the device, None if nvidia-smi does not say."""
-    if device == "cpu":
+    if device == Device.CPU:
         return available_host_memory()
     try:
         command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
@@ -18,24 +19,21 @@ from binade.data.tensor_kinds import tensor_names
 from binade.quant.formats import FORMATS, UnknownFormatError
 
 __all__ = [
-    "BACKENDS",
     "BYTE",
     "DATASETS",
     "DEFAULT_SCORES",
-    "DEVICES",
     "MODELS",
-    "SIZES",
+    "Backend",
     "ConfigError",
+    "Device",
     "RunConfig",
+    "Size",
     "check",
     "declared",
     "defaults",
     "fast",
 ]
 
-SIZES = ("tiny", "full")
-BACKENDS = ("triton", "torch")
-DEVICES = ("cpu", "cuda")
 DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
 LAYERS = (
     "LAYERS is first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
@@ -53,6 +51,27 @@ WHERE = Group("Where")
 FORM_LAYERS = "Layers: first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv"
 
 
+class Size(StrEnum):
+    """The dimensions of a model."""
+
+    TINY = "tiny"  # the same architecture, narrow enough for a CPU
+    FULL = "full"  # the published dimensions
+
+
+class Device(StrEnum):
+    """Where a run trains."""
+
+    CPU = "cpu"
+    CUDA = "cuda"  # one GPU for each rank
+
+
+class Backend(StrEnum):
+    """What quantizes operands. Both give the same bits."""
+
+    TRITON = "triton"  # kernels, which are interpreted on a CPU
+    TORCH = "torch"  # plain torch
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One run. Each field declares its option; see collector.training.option."""
@@ -60,7 +79,7 @@ class RunConfig:
     # fmt: off
     model: str = option("llama32-1b", group=MODEL, metavar="NAME", help="Model", choices=MODELS, label="Model",
         form_help="")
-    size: str = option("tiny", group=MODEL, metavar="NAME", choices=SIZES, label="Size",
+    size: Size = option(Size.TINY, group=MODEL, metavar="NAME", label="Size",
         help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
         help=f"{', '.join(DATASETS)}, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx")
@@ -130,9 +149,9 @@ class RunConfig:
         help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
         help="Seed of the weights and the data", label="Seed", form_maximum=(1 << 53) - 1)
-    device: str = option("cpu", group=WHERE, metavar="NAME", help="Device", choices=DEVICES,
+    device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
-    backend: str = option("triton", group=WHERE, metavar="NAME", choices=BACKENDS, label="Quantized by",
+    backend: Backend = option(Backend.TRITON, group=WHERE, metavar="NAME", label="Quantized by",
         help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits, sooner")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
         label="Tensor-parallel ranks", form_help="", form_maximum=64)

@@ -6,9 +6,10 @@ layers; for Llama 3.2 1B and DeepSeek-V2-Lite they are within a tenth of the mea
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from binade.collector.training.config import ConfigError, RunConfig
 
@@ -63,13 +64,11 @@ def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:
 
 
 def available_host_memory() -> int:
-    """Bytes that a new process can take without swapping; the cgroup's limit counts where there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, StopIteration, ValueError):
+    """Bytes that a new process can take without swapping, within the limit of its cgroup."""
+    free: int = psutil.virtual_memory().available
+    folder = Path("/sys/fs/cgroup")
+    try:  # psutil does not know the limits of cgroups, which a container has
+        limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
         return free
-    return free if limit == "max" else min(free, int(limit) - used)
+    return free if limit == "max" else min(free, int(limit) - int(used))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
+from enum import StrEnum
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from binade.collector.errors import ConfigError
@@ -63,7 +64,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Declared:
-    """An option together with its field: `kind` is the type of a value, or of an item of a list."""
+    """An option together with its field: `kind` is the type of a value, or of an item of a list; str for a StrEnum,
+    whose members equal their text."""
 
     name: str
     default: Any
@@ -94,9 +96,12 @@ def declared(owner: type) -> dict[str, Declared]:
 
 
 def _declared(each: Field[Any], hint: Any) -> Declared:
-    """From `int`, `int | None` or `tuple[int, ...]`: the kind is int."""
-    kind = next(iter(get_args(hint)), hint)
-    return Declared(each.name, each.default, kind, get_origin(hint) is tuple, each.metadata[METADATA])
+    """From `int`, `int | None` or `tuple[int, ...]`: the kind is int. The choices of a StrEnum are its members."""
+    kind, option = next(iter(get_args(hint)), hint), each.metadata[METADATA]
+    if issubclass(kind, StrEnum):
+        option = replace(option, choices=tuple(kind))
+        kind = str
+    return Declared(each.name, each.default, kind, get_origin(hint) is tuple, option)
 
 
 def check_options(config: object) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from binade.collector.errors import ConfigError
-from binade.collector.training.config import RunConfig
+from binade.collector.training.config import Device, RunConfig
 from binade.collector.training.option import Group, check_options, declared, option
 
-LAUNCHERS = ("local", "slurm")
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
 START = Group("How it is started", "All but --launcher and --dry-run need --launcher slurm.")
+
+
+class Launcher(StrEnum):
+    """What starts the ranks."""
+
+    LOCAL = "local"  # this process
+    SLURM = "slurm"  # a job on a cluster
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class SlurmOptions:
     """The launcher, and the machines of a Slurm job; None leaves a choice to the cluster."""
 
     # fmt: off
-    launcher: str = option("local", group=START, metavar="NAME", choices=LAUNCHERS,
+    launcher: Launcher = option(Launcher.LOCAL, group=START, metavar="NAME",
         help="local: on this machine; slurm: as a job on a cluster")
     nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Machines",
         default_help="one, or as many as the ranks take")
@@ -41,13 +48,13 @@ class SlurmOptions:
     def for_run(self, config: RunConfig) -> SlurmOptions | None:
         """Checked, with nodes and ranks_per_node filled in; None for --launcher local. Raises ConfigError."""
         check_options(self)
-        if self.launcher == "local":
+        if self.launcher == Launcher.LOCAL:
             for each in declared(SlurmOptions).values():
                 if each.name not in ("launcher", "dry_run") and getattr(self, each.name) is not None:
                     raise ConfigError(f"{each.flag} needs --launcher slurm: add it, or leave {each.flag} out")
             return None
         nodes, ranks_per_node = _placed(config, self.nodes, self.ranks_per_node)
-        if config.device == "cuda" and self.gpus_per_node is not None and self.gpus_per_node < ranks_per_node:
+        if config.device == Device.CUDA and self.gpus_per_node is not None and self.gpus_per_node < ranks_per_node:
             raise ConfigError(
                 f"--gpus-per-node is {self.gpus_per_node}, but a node has {ranks_per_node} ranks and each takes a GPU: "
                 "raise it, or --nodes"
