@@ -14,25 +14,21 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
 
     ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """
-    print_comparison(resolve_root(root), kind, output)
-
-
-def print_comparison(root: Path, kind: str, output: Path | None) -> None:
-    """Compare the recipes of a root; skipped runs are named on stderr. Raises RunError, and then writes nothing."""
     from binade.collector.cli.compare import compare  # imports pandas and DuckDB
     from binade.collector.cli.tables import render
     from binade.data.runs import RunError
     from binade.data.store import write_atomic
 
+    runs = resolve_root(root)
     try:
-        comparison = compare(root)
+        comparison = compare(runs)
     except OSError as error:
-        raise RunError(f"{root} cannot be read: {error.strerror or error}") from error
+        raise RunError(f"{runs} cannot be read: {error.strerror or error}") from error
     for reason in comparison.refused:
         fail(f"passed over: {reason}")
     if not comparison.sections:
-        found = "holds no runs that can be read" if root.is_dir() else "does not exist"
-        raise RunError(f"{root} {found}: name the root of some runs, or collect some with binade batch")
+        found = "holds no runs that can be read" if runs.is_dir() else "does not exist"
+        raise RunError(f"{runs} {found}: name the root of some runs, or collect some with binade batch")
     written = render(comparison, kind)
     if output is None:
         print_text(written.removesuffix("\n"))

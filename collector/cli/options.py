@@ -5,7 +5,7 @@ No torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, names, root_option
 
 MODES = {"single": "run", "batch": "batch", "quick": "quick"}
-QUANTIZATION = {"run": "RECIPE", "batch": "A,B,...", "quick": "RECIPE"}
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
@@ -83,42 +82,43 @@ def start_params() -> list[click.Parameter]:
 
 def training_params(command: str) -> list[click.Parameter]:
     """The parameters of run, batch or quick. Each command has its own defaults for the recipes."""
-    params = [*_training_params(command), *start_params()]
-    return [click.Argument(["recipe"], required=False, metavar="[RECIPE]"), *params] if command == "quick" else params
-
-
-def _training_params(command: str) -> Iterator[click.Parameter]:
-    added = {
-        "recipe": _recipe_options(command),
-        "train_iters": _length_options(command),
-        "save_tensors": _record_options(),
+    what = "Recipes" if command == "batch" else "Recipe"
+    recipes = {"type": names, "metavar": "A,B,..." if command == "batch" else "RECIPE"}
+    default = {"run": "  [default: bf16]", "batch": "  [default: the ten of `binade list`]", "quick": ""}[command]
+    preset = "fast" if command == "quick" else "standard"
+    # Options that are no field of RunConfig stand before the one that they belong to.
+    others = {
+        "recipe": [
+            _option(FORMAT, "--quantization", help=f"{what}: see `binade list`{default}", **recipes),
+            _option(FORMAT, "--quant-type", help="Old spelling of --quantization", **recipes),
+        ],
+        "train_iters": [
+            _option(
+                LENGTH,
+                "--training-config",
+                type=click.Choice(("standard", "fast")),
+                help=f"fast: a quarter of the tokens  [default: {preset}]",
+            )
+        ],
+        "save_tensors": [
+            _option(
+                RECORD,
+                "--save-tensors",
+                "record_tensors",
+                is_flag=True,
+                help="Old spelling of what is the default: record",
+            )
+        ],
     }
     shown = defaults(command)
+    params: list[click.Parameter] = []
+    if command == "quick":
+        params.append(click.Argument(["recipe"], required=False, metavar="[RECIPE]"))
     for each in declared(RunConfig).values():
-        yield from added.get(each.name, ())
+        params += others.get(each.name, [])
         if each.name != "recipe":
-            yield click_option(each, getattr(shown, each.name))
-    yield root_option(WHERE.title)
-
-
-def _recipe_options(command: str) -> Iterator[Option]:
-    shown = {"run": "[default: bf16]", "batch": "[default: the ten of `binade list`]", "quick": ""}[command]
-    what = "Recipes" if command == "batch" else "Recipe"
-    text = f"{what}: see `binade list`  {shown}"
-    yield _option(FORMAT, "--quantization", type=names, metavar=QUANTIZATION[command], help=text)
-    old = "Old spelling of --quantization"
-    yield _option(FORMAT, "--quant-type", type=names, metavar=QUANTIZATION[command], help=old)
-
-
-def _length_options(command: str) -> Iterator[Option]:
-    choices = click.Choice(("standard", "fast"))
-    text = f"fast: a quarter of the tokens  [default: {'fast' if command == 'quick' else 'standard'}]"
-    yield _option(LENGTH, "--training-config", type=choices, help=text)
-
-
-def _record_options() -> Iterator[Option]:
-    text = "Old spelling of what is the default: record"
-    yield _option(RECORD, "--save-tensors", "record_tensors", is_flag=True, help=text)
+            params.append(click_option(each, getattr(shown, each.name)))
+    return [*params, root_option(WHERE.title), *start_params()]
 
 
 def _option(group: Group, *names: str, **settings: Any) -> Option:

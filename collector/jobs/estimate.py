@@ -165,6 +165,15 @@ class EarlierRun:
     recorded: float | None
 
 
+def step_times(losses: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float], list[float]]:
+    """Seconds of the warm-up, unrecorded and recorded iterations, from records of loss.jsonl."""
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for record in losses:
+        if record.get("seconds") is not None:
+            times[0 if record["iteration"] < 0 else 2 if record.get("recorded") else 1].append(record["seconds"])
+    return times
+
+
 def earlier_runs(root: Path) -> list[EarlierRun]:
     """The finished runs under a root that recorded the time of their iterations, newest first, without damaged ones."""
     found = []
@@ -172,19 +181,13 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
         if run.status.state != DONE:
             continue
         try:
-            losses = [r for r in sound_losses(run.directory) if r.get("seconds") is not None and "recorded" in r]
-            check(_config_of(run.config))
+            kinds = step_times(sound_losses(run.directory))
+            check(config_of(run.config))
         except (OSError, ValueError, TypeError, KeyError):
             continue
-        if not losses:
-            continue
-        # The first iteration of a kind also compiles and fills caches: it counts only where it is alone.
-        kinds = (
-            [r["seconds"] for r in losses if r["iteration"] < 0],
-            [r["seconds"] for r in losses if r["iteration"] >= 0 and not r["recorded"]],
-            [r["seconds"] for r in losses if r["iteration"] >= 0 and r["recorded"]],
-        )
-        found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
+        if any(kinds):
+            # The first iteration of a kind also compiles and fills caches: it counts only where it is alone.
+            found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 
 
@@ -192,11 +195,8 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tu
     """(seconds of a run from start to end, what they are based on, whether they were measured)."""
     similar = [run for run in history if _similar(config, run.config)]
     if not similar:
-        return (
-            STARTUP + _by_rule(config, plan),
-            "No similar run yet: a rule of thumb for the order of magnitude.",
-            False,
-        )
+        basis = "No similar run yet: a rule of thumb for the order of magnitude."
+        return STARTUP + _by_rule(config, plan), basis, False
     lines = config.parsed_recipe().lines()
     same = [run for run in similar if run.config.get("operands") == lines]
     if same:
@@ -228,7 +228,7 @@ def _quantized(lines: Sequence[str]) -> int:
 
 def _scaled(config: RunConfig, plan: Plan, run: EarlierRun) -> float:
     """The seconds of a run's iterations, scaled from those of an earlier run."""
-    other = _config_of(run.config)
+    other = config_of(run.config)
     grown = _tokens(config) / _tokens(other) * config.shape().layers / other.shape().layers
     plain = run.plain
     if plain is None and not _quantized(run.config.get("operands") or []):
@@ -248,15 +248,15 @@ def _recording(config: RunConfig, plan: Plan) -> float:
     return plan.values / max(1, len(config.recorded_iterations)) * (1 + len(config.scores))
 
 
-def _config_of(found: Mapping[str, Any]) -> RunConfig:
-    """The part of a run.json that determines the size of its iterations."""
+def config_of(found: Mapping[str, Any]) -> RunConfig:
+    """The part of a run.json that determines the number and the size of its iterations."""
     names = (
         *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),
         *("control_iter", "capture_every", "collect_micro_batches", "train_iters", "save_tensors", "capture_layers"),
-        *("tp", "dp", "max_bytes"),
+        *("tp", "dp", "max_bytes", "warmup_iterations"),
     )
     lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
-    return RunConfig(**{name: found[name] for name in names if name in found}, **lists)
+    return RunConfig(**{name: found[name] for name in names if found.get(name) is not None}, **lists)
 
 
 def _tokens(config: RunConfig) -> int:

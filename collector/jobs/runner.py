@@ -179,7 +179,7 @@ class Runner:
         except OSError as error:
             named = f" ({error.filename})" if error.filename else ""
             reason = f"it could not be started: {error.strerror or error}{named}"
-            self._note_end(job, execution, after(State.STARTING, Event.FAIL), reason)
+            self._note_end(job, execution, after(State.STARTING, State.FAILED), reason)
             return
         self.children[job.id] = child
         process = Process.of(child.pid) or Process(child.pid, 0.0)
@@ -249,10 +249,10 @@ class Runner:
         run = run_of(self.root, execution)
         with locked(self.root):  # a cancellation comes before this or is refused
             before = state_of(run, cancelled_at(self.root, job))
-            event, reason = how_it_ended(self.root, job, execution, run, exit_status)
-            if event is Event.STOP and run and run.status.state != runs.CANCELLED:
+            end, reason = how_it_ended(self.root, job, execution, run, exit_status)
+            if end is State.CANCELLED and run and run.status.state != runs.CANCELLED:
                 settle(run.directory, runs.CANCELLED, None)
-            self._note_end(job, execution, after(before, event), reason)
+            self._note_end(job, execution, after(before, end), reason)
         self.children.pop(job.id, None)
 
     def _note_end(self, job: Job, execution: Execution, state: State, reason: str | None) -> None:

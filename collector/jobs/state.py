@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from binade.collector.jobs.estimate import config_of, step_times
 from binade.collector.jobs.processes import boot, host, marked, out_of_memory_kills
 from binade.collector.jobs.store import (
     Execution,
@@ -28,6 +30,7 @@ from binade.collector.jobs.store import (
     read_runner,
 )
 from binade.collector.jobs.transitions import ACTIVE, Event, State, after
+from binade.collector.training.config import RunConfig
 from binade.data import runs
 from binade.data.runs import RunError, RunInfo, read_run, read_status, sound_losses
 
@@ -129,8 +132,8 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     if end:
         state, reason = end.state, end.reason
     else:
-        event, reason = how_it_ended(root, job, execution, run, None)
-        state = after(state_of(run, cancelled), event)
+        found, reason = how_it_ended(root, job, execution, run, None)
+        state = after(state_of(run, cancelled), found)
     if state is State.DONE and run is None:
         reason = "its run was deleted since"
     noted, finished = end.at if end else None, run.status.finished if run else None
@@ -180,34 +183,34 @@ def _lives(job: Job, execution: Execution) -> bool:
 
 def how_it_ended(
     root: Path, job: Job, execution: Execution, run: RunInfo | None, exit_status: int | None
-) -> tuple[Event, str | None]:
+) -> tuple[State, str | None]:
     """What ended a job whose last process is gone, and why. exit_status is None where it is not known."""
     state = run.status.state if run else None
     if state == runs.DONE or (run is None and exit_status == 0):
-        return Event.FINISH, None
+        return State.DONE, None
     if state == runs.CANCELLED or (run is None and exit_status == 130):
-        return Event.STOP, None
+        return State.CANCELLED, None
     cancelled = cancelled_at(root, job)
     # While a run is being cancelled it may fail: a rank whose neighbour has ended says so.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
-        return Event.STOP, None
+        return State.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
     if _NO_DISK.search(message):
-        return Event.FILL_DISK, message
+        return State.NO_DISK, message
     if _NO_MEMORY.search(message):
-        return Event.EXHAUST_MEMORY, message
+        return State.NO_MEMORY, message
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
         if execution.here and out_of_memory_kills() > execution.oom_kills:
-            return Event.EXHAUST_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
-        return Event.KILL, reason
+            return State.NO_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
+        return State.KILLED, reason
     if execution.host == host() and execution.boot != boot():
-        return Event.RESTART, "the machine was restarted while the job ran"
+        return State.RESTARTED, "the machine was restarted while the job ran"
     if state == runs.FAILED or (exit_status is not None and exit_status > 0):
-        return Event.FAIL, message or f"the collector ended with exit status {exit_status}"
+        return State.FAILED, message or f"the collector ended with exit status {exit_status}"
     if exit_status is not None and exit_status < 0:
-        return Event.CRASH, f"the collector was ended by {signal.Signals(-exit_status).name}"
-    return Event.CRASH, "the collector's process is gone and did not say why"
+        return State.CRASHED, f"the collector was ended by {signal.Signals(-exit_status).name}"
+    return State.CRASHED, "the collector's process is gone and did not say why"
 
 
 def last_words(root: Path, job: Job) -> str:
@@ -246,11 +249,9 @@ def progress(view: JobView) -> Progress:
     did: warm-up, recorded, not recorded."""
     if view.run is None:
         return Progress(0, 0, None)
-    config = view.run.config
-    total = _whole(config.get("warmup_iterations")) + _whole(config.get("train_iters"))
-    losses = losses_of(view.run)
-    left = _seconds_left(config, losses) if view.state is State.RUNNING else None
-    return Progress(len(losses), total, left)
+    config, losses = config_of(view.run.config), losses_of(view.run)
+    left = seconds_left(config, losses) if view.state is State.RUNNING else None
+    return Progress(len(losses), config.warmup_iterations + config.iterations, left)
 
 
 def losses_of(run: RunInfo) -> list[dict[str, Any]]:
@@ -261,34 +262,20 @@ def losses_of(run: RunInfo) -> list[dict[str, Any]]:
         return []
 
 
-def _seconds_left(config: Mapping[str, Any], losses: Sequence[dict[str, Any]]) -> float | None:
-    timed = [record for record in losses if isinstance(record.get("seconds"), (int, float))]
-    if not timed:
+def seconds_left(config: RunConfig, losses: Sequence[dict[str, Any]]) -> float | None:
+    """Until a run with these records of loss.jsonl has ended; None while there is no estimate."""
+    warm_up_times, plain_times, recorded_times = step_times(losses)
+    if not losses or not (warm_up_times or plain_times or recorded_times):
         return None
     last = max(record["iteration"] for record in losses)
+    recorded_iterations = config.recorded_iterations
     warm_up = max(0, -1 - last)
-    recorded = _recorded_until(config, _whole(config.get("train_iters"))) - _recorded_until(config, last + 1)
-    plain = max(0, _whole(config.get("train_iters")) - max(last + 1, 0)) - recorded
-    kinds = {
-        "warm-up": [record["seconds"] for record in timed if record["iteration"] < 0],
-        "recorded": [record["seconds"] for record in timed if record["iteration"] >= 0 and record.get("recorded")],
-        "plain": [record["seconds"] for record in timed if record["iteration"] >= 0 and not record.get("recorded")],
-    }
-    if (recorded or plain) and not kinds["recorded"] + kinds["plain"]:
+    recorded = len(recorded_iterations) - bisect_right(recorded_iterations, last)
+    plain = max(0, config.iterations - max(last + 1, 0)) - recorded
+    if (recorded or plain) and not (plain_times or recorded_times):
         return None  # nothing under the recipe yet, and warm-up says little about it
-    left = warm_up * median(kinds["warm-up"]) if warm_up else 0.0
-    for count, own, other in ((recorded, "recorded", "plain"), (plain, "plain", "recorded")):
-        left += count * median(kinds[own] or kinds[other]) if count else 0.0
-    at = losses[-1].get("time")
-    passed = datetime.now().timestamp() - at if isinstance(at, (int, float)) else 0.0
+    left = warm_up * median(warm_up_times) if warm_up else 0.0
+    left += recorded * median(recorded_times or plain_times) if recorded else 0.0
+    left += plain * median(plain_times or recorded_times) if plain else 0.0
+    passed = datetime.now().timestamp() - losses[-1]["time"] if losses[-1].get("time") is not None else 0.0
     return max(left - passed, 0.0)
-
-
-def _recorded_until(config: Mapping[str, Any], end: int) -> int:
-    """How many of the iterations from 0 to before `end` are recorded."""
-    count = -(-max(end, 0) // max(1, _whole(config.get("capture_every"))))
-    return min(count, _whole(config.get("control_iter")) or count)
-
-
-def _whole(value: Any) -> int:
-    return value if isinstance(value, int) else 0

@@ -1,5 +1,7 @@
 """What can happen to a job: a state and an event give the next state. Whatever is not in the table is refused.
 
+That the last process of a job has ended is an event too, named by the state in which it leaves the job.
+
 A job's state is not stored while the job is active. It follows from what is on disk and from the processes
 (collector.jobs.state), in an order in which no state is shown that will be taken back.
 """
@@ -34,33 +36,15 @@ class Event(Enum):
     RECORD = auto()  # the process has made its run directory
     CANCEL = auto()  # the user cancels it
     DELETE = auto()  # the user deletes it
-    # The last process of the job has ended,
-    FINISH = auto()  # having done everything
-    STOP = auto()  # because it was cancelled
-    FAIL = auto()  # with an error
-    CRASH = auto()  # without saying why
-    KILL = auto()  # by SIGKILL
-    EXHAUST_MEMORY = auto()
-    FILL_DISK = auto()
-    RESTART = auto()  # with the machine
 
 
 ACTIVE = (State.QUEUED, State.STARTING, State.RUNNING, State.CANCELLING)
 ENDED = tuple(state for state in State if state not in ACTIVE)
 
-_ENDS = {
-    Event.FINISH: State.DONE,
-    Event.STOP: State.CANCELLED,
-    Event.FAIL: State.FAILED,
-    Event.CRASH: State.CRASHED,
-    Event.KILL: State.KILLED,
-    Event.EXHAUST_MEMORY: State.NO_MEMORY,
-    Event.FILL_DISK: State.NO_DISK,
-    Event.RESTART: State.RESTARTED,
-}
+_ENDS: dict[Event | State, State | None] = {state: state for state in ENDED}
 
 # None: the job is gone.
-TRANSITIONS: dict[State, dict[Event, State | None]] = {
+TRANSITIONS: dict[State, dict[Event | State, State | None]] = {
     State.QUEUED: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
     State.STARTING: {
         Event.LOSE: State.QUEUED,
@@ -83,7 +67,7 @@ class TransitionError(ValueError):
     """This cannot happen to a job in this state."""
 
 
-def after(state: State, *events: Event) -> State:
+def after(state: State, *events: Event | State) -> State:
     """The state after these events. Raises TransitionError if one of them cannot happen."""
     for event in events:
         following = TRANSITIONS[state].get(event)
@@ -93,5 +77,5 @@ def after(state: State, *events: Event) -> State:
     return state
 
 
-def allows(state: State, event: Event) -> bool:
+def allows(state: State, event: Event | State) -> bool:
     return event in TRANSITIONS[state]

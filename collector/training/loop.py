@@ -1,7 +1,8 @@
-"""One run: build the model, warm it up in bf16, train the recorded iterations under the recipe, write it all down."""
+"""One run: build the model, warm it up in bf16, train under the recipe and record."""
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
@@ -42,7 +43,7 @@ Progress = Callable[[int, int], None]  # iterations done, of how many
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. Losses are in nats per token; None if no iteration finished."""
+    """The outcome of a run. Losses are in nats per token; None if no iteration finished."""
 
     run_id: str
     directory: Path
@@ -66,9 +67,9 @@ class DivergedError(RuntimeError):
 
 
 def prepare(config: RunConfig) -> None:
-    """Everything that can be refused before a run exists. Raises ConfigError and its kin.
+    """Check what can be refused before a run exists. Raises ConfigError and its like.
 
-    On a CPU the memory is that of all ranks of the machine: who starts them looks at it, not each of them.
+    On a CPU the ranks share the memory: their launcher checks it, not each of them.
     """
     check(config)
     if config.backend == Backend.TRITON and not find_spec("triton"):
@@ -103,15 +104,11 @@ def backend_name(config: RunConfig) -> str:
 def train(
     config: RunConfig, root: Path, *, say: Say, progress: Progress = lambda done, total: None, command: str = ""
 ) -> Result:
-    """Run it. `say` gets plain lines, which also go to the run's log. Raises ConfigError and its kin before anything is
-    written; later OSError, Diverged or KeyboardInterrupt, with the run marked accordingly."""
+    """Train a run on this rank. Rank 0's `say` gets the lines of the run's log. Raises ConfigError and its like before
+    anything is written; later OSError, DivergedError or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
     with join(config, root) as ranks:
-        return _run(config, root, ranks, say if ranks.rank == 0 else _silent, progress, command)
-
-
-def _silent(line: str) -> None:
-    pass
+        return _run(config, root, ranks, say, progress, command)
 
 
 def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
@@ -147,21 +144,21 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
             prefix = f"rank {ranks.rank}: " if ranks.rank else ""
 
-            def note(line: str) -> None:
+            def write_log(line: str) -> None:
                 log.write(f"{time.strftime('%H:%M:%S')} {prefix}{line}\n".encode())
 
-            def tell(line: str) -> None:
+            def report(line: str) -> None:
                 if ranks.rank == 0:
-                    note(line)
+                    write_log(line)
                     say(line)
 
             try:
-                tell(f"data: {dataset}")
+                report(f"data: {dataset}")
                 with ranks.explaining():
-                    _train(config, stream, recipe, device, recorder, tell, progress, checkpoint)
+                    _train(config, stream, recipe, device, recorder, report, progress, checkpoint)
             except BaseException as error:
                 with suppress(OSError):  # a full disk must not hide what happened
-                    note(f"ended early: {type(error).__name__}: {error}")
+                    write_log(f"ended early: {type(error).__name__}: {error}")
                 raise
     status = writer.status
     return Result(
@@ -181,7 +178,7 @@ def _train(
     recipe: Recipe,
     device: torch.device,
     recorder: Recorder,
-    tell: Say,
+    report: Say,
     progress: Progress,
     checkpoint: Checkpoint | None,
 ) -> None:
@@ -195,36 +192,37 @@ def _train(
     else:
         model.initialize(config.seed)
     optimizer = _optimizer(model, config)
-    tell(
+    report(
         f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
     if checkpoint:
-        tell(f"weights from {checkpoint.directory}")
-    tell(f"recipe {recipe.name}: {recipe.describe()}")
+        report(f"weights from {checkpoint.directory}")
+    report(f"recipe {recipe.name}: {recipe.describe()}")
     if config.skip_layers:
-        tell(f"in bf16 whatever the recipe: {config.skip_layers}")
+        report(f"in bf16 whatever the recipe: {config.skip_layers}")
     total = config.warmup_iterations + config.iterations
     recorder.recording = False
     for done in range(config.warmup_iterations):
         step = _step(model, optimizer, stream, config, device, ranks)
-        _note(recorder, done - config.warmup_iterations, step, stream.digest(), tell, "warm-up in bf16", recorded=False)
+        number = done - config.warmup_iterations
+        _finish_iteration(recorder, number, step, stream.digest(), report, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
     with instrument(model, recipe, recorder, backend=config.backend, skip=config.skip(), capture=config.capture()):
         for iteration in range(config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             recorded = config.records(iteration)
-            _note(recorder, iteration, step, stream.digest(), tell, recipe.name, recorded=recorded)
+            _finish_iteration(recorder, iteration, step, stream.digest(), report, recipe.name, recorded=recorded)
             progress(config.warmup_iterations + iteration + 1, total)
     if config.backend == Backend.TRITON:
-        tell(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
+        report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":
-        tell("quantized by torch")
+        report("quantized by torch")
     recorder.settle()
     status = recorder.writer.status
     kept = f"{status.tensors - status.tensors_without_raw} with values, {status.bytes / 1e6:.1f} MB"
-    tell(f"recorded {status.tensors} tensors ({kept})")
+    report(f"recorded {status.tensors} tensors ({kept})")
 
 
 def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
@@ -269,7 +267,7 @@ def _step(
 
 
 def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
-    """The cross entropy in nats per token; the experts' balance loss is trained on beside it."""
+    """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
     logits, balance = model.logits_and_balance(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     total = loss if balance is None else loss + balance
@@ -277,18 +275,18 @@ def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: in
     return loss.item()
 
 
-def _note(
-    recorder: Recorder, iteration: int, step: Step, data_sha256: str, tell: Say, what: str, *, recorded: bool
+def _finish_iteration(
+    recorder: Recorder, iteration: int, step: Step, data_sha256: str, report: Say, what: str, *, recorded: bool
 ) -> None:
-    """Warm-up iterations count from below: the last one is -1. data_sha256 is of all tokens read so far."""
+    """Record the loss. The last warm-up iteration is -1. data_sha256 is of all tokens read so far."""
     writer, loss = recorder.writer, step.loss
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
     timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}
     writer.append_loss({"iteration": iteration, "loss": loss, **timed, "data_sha256": data_sha256})
     first = writer.status.loss_first
     if iteration < 0:
-        writer.update()  # it lives
+        writer.update()  # the heartbeat
     else:
         writer.update(iteration=iteration, loss_first=loss if first is None else first, loss_last=loss)
-    tell(f"iteration {iteration} ({what}): loss {loss:.4f}")
+    report(f"iteration {iteration} ({what}): loss {loss:.4f}")

@@ -1,4 +1,4 @@
-"""The ranks of a run: which of them this process is, and what they exchange beside the layers' own sums.
+"""The ranks of a run: which of them this process is, and what they exchange outside the layers.
 
 A run on several ranks is started by torchrun (`launch`, or by hand). Ranks are laid out as Megatron lays them: the
 tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tensor-parallel rank.
@@ -63,15 +63,15 @@ class Ranks:
         """Rank 0's text, on every rank. Raises PeerLostError."""
         if self.size == 1:
             return text
-        box = [text]
+        shared = [text]
         try:
-            dist.broadcast_object_list(box, src=0)
+            dist.broadcast_object_list(shared, src=0)
         except RuntimeError as error:
             raise PeerLostError.after(error) from error
-        return box[0]
+        return shared[0]
 
     def wait(self) -> None:
-        """Until every rank is here. Raises PeerLostError."""
+        """Wait for every rank. Raises PeerLostError."""
         if self.size > 1:
             self.share(None)
             Group(dist.group.WORLD).sum_(torch.zeros(1, device=self.device))
@@ -88,8 +88,7 @@ class Ranks:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Within it a rank that is lost because the launcher is gone is not blamed: whichever rank notices that first
-        leaves, and the others miss it."""
+        """If the launcher is gone, blame it and not the rank that noticed it first and left."""
         try:
             yield
         except PeerLostError:
@@ -127,16 +126,16 @@ def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> 
             settle(run.directory, state, reason)
 
 
-def _end_without_launcher(ranks: Ranks, root: Path, left: Event) -> None:
+def _end_without_launcher(rank: int, launcher: int, root: Path, left: Event) -> None:
     """End this process if the launcher is gone and the rank does not notice. gloo may miss that a peer has died, and
     then waits for TIMEOUT in a call that no signal and no exception ends."""
-    while ranks.launcher_decides:
+    while os.getppid() == launcher:
         if left.wait(1.0):
             return
     if not left.wait(NOTICE):
         try:
-            if ranks.rank == 0 and ranks.owner is not None:
-                settle_runs(root, ranks.owner, FAILED, LAUNCHER_GONE)
+            if rank == 0:
+                settle_runs(root, launcher, FAILED, LAUNCHER_GONE)
         finally:
             os._exit(PeerLostError.exit_status)
 
@@ -160,19 +159,19 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
     if config.device == Device.CUDA:
         torch.cuda.set_device(_environment_number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else 0)
     store = dist.PrefixStore(  # type: ignore[attr-defined]  # documented, but not in __all__
-        f"run {next(_joined)}", _meeting_place(rank, size)
+        f"run {next(_joined)}", _rendezvous(rank, size)
     )
     dist.init_process_group(
         "nccl" if config.device == Device.CUDA else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT
     )
     left = Event()
+    if launcher := Ranks().owner:
+        # It gets no process group: one that is alive when Python exits aborts the process.
+        Thread(target=_end_without_launcher, args=(rank, launcher, root, left), daemon=True).start()
     try:
-        tensor = _own([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
-        data = _own([range(first, size, config.tp) for first in range(config.tp)], rank)
-        ranks = Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
-        if ranks.owner is not None:
-            Thread(target=_end_without_launcher, args=(ranks, root, left), daemon=True).start()
-        yield ranks
+        tensor = _new_group([range(first, first + config.tp) for first in range(0, size, config.tp)], rank)
+        data = _new_group([range(first, size, config.tp) for first in range(config.tp)], rank)
+        yield Ranks(rank, size, Group(tensor, config.sequence_parallel), Group(data))
     finally:
         dist.destroy_process_group()
         left.set()
@@ -187,9 +186,9 @@ def _environment_number(name: str) -> int:
 
 
 @cache
-def _meeting_place(rank: int, size: int) -> dist.Store:  # type: ignore[name-defined]
-    """Where the ranks find each other, one for all runs of a batch: a rank that is early for the next run would meet
-    those that have not left the last."""
+def _rendezvous(rank: int, size: int) -> dist.Store:  # type: ignore[name-defined]
+    """The store in which the ranks find each other. All runs of a batch share it: a rank that is early for the next run
+    would otherwise meet those that have not left the last."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], size)  # type: ignore[attr-defined]
     return next(
@@ -199,14 +198,14 @@ def _meeting_place(rank: int, size: int) -> dist.Store:  # type: ignore[name-def
     )[0]
 
 
-def _own(groups: list[range], rank: int) -> dist.ProcessGroup | None:
-    """Make all the groups, as every rank must; the one that holds this rank, None if it is alone there."""
-    own = None
+def _new_group(groups: list[range], rank: int) -> dist.ProcessGroup | None:
+    """Make all groups, as every rank must. Returns the group of this rank, None if it is alone in it."""
+    found = None
     for members in groups:
         if len(members) > 1:
             made = dist.new_group(list(members), timeout=TIMEOUT)
-            own = made if rank in members else own
-    return own
+            found = made if rank in members else found
+    return found
 
 
 @torch.no_grad()

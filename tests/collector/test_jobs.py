@@ -298,13 +298,13 @@ class TestProgress:
                 for i in everything[:done]
             ]
             wanted = sum(seconds[kind(i)] for i in everything[done:])
-            assert state._seconds_left(config.to_dict(), losses) == wanted
-        assert state._seconds_left(config.to_dict(), losses[:3]) is None
+            assert state.seconds_left(config, losses) == wanted
+        assert state.seconds_left(config, losses[:3]) is None
 
     def test_an_endless_run_is_told_at_once(self):
-        config = jobs.parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0].to_dict()
+        config = jobs.parse_runs(["run", "--control-iter", "1000000000", "--capture-every", "1000"])[0]
         start = time.monotonic()
-        assert state._seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
+        assert state.seconds_left(config, [{"iteration": 0, "seconds": 1.0, "recorded": True}]) > 1e9
         assert time.monotonic() - start < 1
 
 
@@ -489,16 +489,8 @@ class TestOrder:
         assert now(root, job).state == "cancelled"
 
 
-ENDS = {
-    "FINISH": "done",
-    "STOP": "cancelled",
-    "FAIL": "failed",
-    "CRASH": "crashed",
-    "KILL": "killed",
-    "EXHAUST_MEMORY": "out of memory",
-    "FILL_DISK": "disk full",
-    "RESTART": "machine restarted",
-}
+ENDED = ("done", "cancelled", "failed", "crashed", "killed", "out of memory", "disk full", "machine restarted")
+ENDS = {state: state for state in ENDED}
 EXPECTED = {
     "queued": {"START": "starting", "CANCEL": "cancelled"},
     "starting": {"LOSE": "queued", "RECORD": "running", "CANCEL": "cancelling", **ENDS},
@@ -508,19 +500,19 @@ EXPECTED = {
 
 
 class TestTransitions:
-    @pytest.mark.parametrize("event", Event, ids=lambda event: event.name)
+    @pytest.mark.parametrize("event", [*Event, *map(State, ENDED)], ids=lambda event: event.name)
     @pytest.mark.parametrize("before", State)
     def test_every_state_and_event_is_in_the_table_or_refused(self, before, event):
-        expected = EXPECTED.get(before, {}).get(event.name)
+        expected = EXPECTED.get(before, {}).get(event if isinstance(event, State) else event.name)
         if expected:
             assert transitions.allows(before, event) and transitions.after(before, event) == expected
             return
         with pytest.raises(transitions.TransitionError, match=event.name):
             transitions.after(before, event)
-        assert transitions.allows(before, event) == (event is Event.DELETE and before in ENDS.values())
+        assert transitions.allows(before, event) == (event is Event.DELETE and before in ENDED)
 
     def test_an_ended_job_never_changes_its_state(self):
-        assert set(transitions.ENDED) == set(ENDS.values())
+        assert set(transitions.ENDED) == set(ENDED)
         assert set(transitions.ACTIVE) | set(transitions.ENDED) == set(State)
 
     def test_advice_is_for_what_did_not_end_as_it_should(self):
