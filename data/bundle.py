@@ -22,7 +22,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -290,10 +290,9 @@ def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tu
         if total > shutil.disk_usage(staged).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
         for index, (name, file) in enumerate(files.items()):
+            _unpack(archive, entries[name], file, staged / name)
             if _EXTRA.fullmatch(name):
-                extras[name] = _read(archive, entries[name], file)
-            else:
-                _unpack(archive, entries[name], file, staged / name)
+                extras[name] = (staged / name).read_bytes()
             done(index + 1, len(files))
     return hashes, extras
 
@@ -362,7 +361,7 @@ def _read_list(
     """bundle.json: (the runs' fingerprints, every file's size and hash)."""
     if LIST not in entries:
         _refuse(f"it has no {LIST}: it is some other archive")
-    content = _content(archive, entries[LIST], entries[LIST].file_size)
+    content = b"".join(_blocks(archive, entries[LIST], entries[LIST].file_size))
     try:
         listed = untrusted.parse(_List, content, MARKER, VERSION, MOST_VALUES)
         files = {name: untrusted.validate(_File, file) for name, file in listed.files.items()}
@@ -391,17 +390,6 @@ def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iter
         raise
     except (*DAMAGED, OSError):
         _refuse(f"{entry.filename!a} is damaged")
-
-
-def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> bytes:
-    return b"".join(_blocks(archive, entry, most))
-
-
-def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File) -> bytes:
-    content = _content(archive, entry, listed.bytes)
-    if len(content) != listed.bytes or hashlib.sha256(content).hexdigest() != listed.sha256:
-        _refuse(f"{entry.filename!a} is not what the list says")
-    return content
 
 
 def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, target: Path) -> None:
@@ -491,12 +479,8 @@ def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]
 
 def _publish(runs: Path, root: Path, run_ids: list[str]) -> None:
     """Rename the runs into the root: all of them, or none."""
-    moved: list[str] = []
-    try:
+    with ExitStack() as undo:
         for run_id in run_ids:
             os.rename(runs / run_id, root / run_id)
-            moved.append(run_id)
-    except BaseException:
-        for run_id in moved:
-            os.rename(root / run_id, runs / run_id)
-        raise
+            undo.callback(os.rename, root / run_id, runs / run_id)
+        undo.pop_all()

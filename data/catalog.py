@@ -11,7 +11,7 @@ import json
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
@@ -61,7 +61,7 @@ class CatalogError(ValueError):
 
 @dataclass(frozen=True)
 class Totals:
-    """What a filter selects: tensors, elements, bytes of values, tensors whose values are on disk, runs."""
+    """Totals of a selection: tensors, elements, bytes of values, tensors whose values are on disk, runs."""
 
     tensors: int
     elements: int
@@ -73,9 +73,9 @@ class Totals:
 class Catalog:
     """The index over one root. Safe to use from several threads: each call has a cursor of its own."""
 
-    def __init__(self, root: Path, connection: duckdb.DuckDBPyConnection, shared: bool) -> None:
+    def __init__(self, root: Path, connection: duckdb.DuckDBPyConnection, in_memory: bool) -> None:
         self.root = root
-        self.in_memory = shared
+        self.in_memory = in_memory
         self.refused: list[str] = []
         self._only: tuple[str, ...] | None = None
         self._connection = connection
@@ -91,18 +91,21 @@ class Catalog:
         if path.exists() and not path.is_dir():
             raise RunError(f"{path} is a file: the root of the runs must be a directory")
         index = path / "index.duckdb"
-        for _ in ("as it is", "rebuilt"):
-            connection = _connect(index) if path.is_dir() else None
-            if connection is None:
-                break
-            catalog = cls(path, connection, shared=False)
+        for _ in ("as it is", "rebuilt") if path.is_dir() else ():
             try:
-                catalog._catch_up()
-                return catalog
-            except duckdb.Error:  # damaged, or no room for it
+                connection = duckdb.connect(str(index))
+            except duckdb.Error as error:
+                if any(reason in str(error) for reason in UNAVAILABLE):
+                    break
+            else:
+                catalog = cls(path, connection, in_memory=False)
+                with suppress(duckdb.Error):  # damaged, or no room for it
+                    if _prepare(connection):
+                        catalog._catch_up()
+                        return catalog
                 catalog.close()
-                _discard(index)
-        catalog = cls(path, _in_memory(), shared=True)
+            _discard(index)
+        catalog = cls(path, _in_memory(), in_memory=True)
         catalog._catch_up()
         return catalog
 
@@ -131,13 +134,13 @@ class Catalog:
         with self._cursor() as cursor:
             return cursor.execute(sql, parameters or []).fetchall()
 
-    # Keeping up with the disk
+    # Synchronization with the disk
 
     def sync(self) -> int:
-        """Take in new segments and run states, drop runs that are gone; returns how many segments were added.
+        """Add new segments, update run states and remove deleted runs; returns the number of segments added.
 
-        A segment that cannot be read is passed over and named in `refused`, and tried again next time. An index that
-        cannot be written any more (the disk is full) is left as it is, and what it held is read into memory.
+        A segment that cannot be read is skipped, listed in `refused` and tried again next time. If the index can no
+        longer be written (the disk is full), it is left unchanged and the segments are loaded into memory instead.
         """
         with self._lock:
             try:
@@ -173,7 +176,7 @@ class Catalog:
             return added
 
     def _take_in(self, cursor: duckdb.DuckDBPyConnection, run: RunInfo, taken: dict[str, int]) -> int:
-        """Bring one run up to date; `taken` are its segments in the index and their times of change."""
+        """Update one run; `taken` are its indexed segments with their modification times."""
         segments = _segments(run)
         if any(taken.get(name, mtime) != mtime for name, mtime in segments.items()):
             self._drop(cursor, run.run_id)  # replaced on disk: index the run again
@@ -216,7 +219,7 @@ class Catalog:
             self.refused.append(f"segment {run.run_id}/{name} cannot be read: {describe(error)}")
             return 0
 
-    # Questions
+    # Queries
 
     def runs(self) -> pd.DataFrame:
         """Every run, newest first: the columns of the table `run`."""
@@ -240,7 +243,7 @@ class Catalog:
     def tensors(
         self, where: Filter | None = None, *, order_by: str = "run_id, tensor_id", limit: int | None = None
     ) -> pd.DataFrame:
-        """One row a tensor that the filter selects: the columns of the table `tensor`.
+        """One row per tensor that the filter selects: the columns of the table `tensor`.
 
         order_by is a column of the table, or "-column" for descending. Raises CatalogError for an unknown column.
         """
@@ -265,8 +268,8 @@ class Catalog:
         return Totals(*row)
 
     def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
-        """For each field the values that occur among the tensors which every *other* field of the filter allows:
-        what can be chosen there without ending up with nothing. Sorted; fields with no value at all are left out."""
+        """For each field the values that occur among the tensors that match every *other* field of the filter, so that
+        each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
         found = {}
         for name in FIELDS:
@@ -313,7 +316,7 @@ class Catalog:
         by: str | Sequence[str] | None = None,
         tensor_ids: list[str] | None = None,
     ) -> pd.DataFrame:
-        """Statistics of the selection's values taken together, a row a group: tensors, numel, finite, mean, std, rms,
+        """Statistics of the selection's combined values, one row per group: tensors, numel, finite, mean, std, rms,
         min, max, absmax, absmin, zeros, nans, infs, and of the quantized operands sqnr_db (of the summed powers)
         and flush_to_zero, saturated (shares of all elements concerned).
 
@@ -343,24 +346,21 @@ class Catalog:
                        min(absmin) FILTER (NOT isnan(absmin)) AS absmin,
                        sum(zeros)::BIGINT AS zeros, sum(nans)::BIGINT AS nans, sum(infs)::BIGINT AS infs,
                        sum(power) FILTER (finite > 0) AS signal, sum(mse * finite) FILTER (finite > 0) AS noise,
-                       sum(flush_to_zero * (finite - zeros)) FILTER (NOT isnan(flush_to_zero))
-                           / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
-                       sum(saturated * numel) FILTER (NOT isnan(saturated))
-                           / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated
+                       weighted(flush_to_zero, finite - zeros) AS flush_to_zero,
+                       weighted(saturated, numel) AS saturated
                 FROM chosen GROUP BY {keys}
             )
             SELECT * EXCLUDE (signal, noise),
                    CASE WHEN finite > 0 THEN sqrt(greatest(rms * rms - mean * mean, 0)) END AS std,
-                   CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
-                        ELSE 10 * log10(signal / noise) END AS sqnr_db
+                   decibel(signal, noise) AS sqnr_db
             FROM totals ORDER BY {keys}
             """,
             parameters,
         )
 
     def operands(self, where: Filter | None = None) -> pd.DataFrame:
-        """The selection's operands of GEMMs, a row for each component, operation and format (null for those that were
-        not quantized): tensors, numel, nbytes (as they were before quantization)."""
+        """The selection's GEMM operands, one row per component, operation and format (null if not quantized): tensors,
+        numel, nbytes (before quantization)."""
         condition, parameters = self._selection(where)
         return self._frame(
             "SELECT component, operation, format, count(*) AS tensors, sum(numel)::BIGINT AS numel,"
@@ -385,7 +385,7 @@ class Catalog:
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """What a format would do to the selection's operands, a row a group: by's columns, tensors, sqnr_db (of the
+        """What a format would do to the selection's operands, one row per group: by's columns, tensors, sqnr_db (of the
         summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the group's
         worst by `worst`, one of these three. Operands without a finite value are left out.
 
@@ -406,24 +406,21 @@ class Catalog:
             ), totals AS (
                 SELECT {", ".join(by)}, count(*) AS tensors, sum(rms * rms * finite) AS signal,
                        sum(mse * finite) AS noise,
-                       sum(flush_to_zero * (finite - zeros)) FILTER (NOT isnan(flush_to_zero))
-                           / nullif(sum(finite - zeros) FILTER (NOT isnan(flush_to_zero)), 0) AS flush_to_zero,
-                       sum(saturated * numel) FILTER (NOT isnan(saturated))
-                           / nullif(sum(numel) FILTER (NOT isnan(saturated)), 0) AS saturated,
+                       weighted(flush_to_zero, finite - zeros) AS flush_to_zero,
+                       weighted(saturated, numel) AS saturated,
                        coalesce(arg_max(tensor_id, badness), min(tensor_id)) AS tensor_id
                 FROM chosen GROUP BY ALL
             )
             SELECT {", ".join(by)}, tensors, flush_to_zero, saturated, tensor_id,
-                   CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE
-                        ELSE 10 * log10(signal / noise) END AS sqnr_db
+                   decibel(signal, noise) AS sqnr_db
             FROM totals ORDER BY ALL
             """,
             [*parameters, FORMATS[fmt].name],
         )
 
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """The largest of a statistic among the selection's tensors, a row a group: by's columns, tensors, `metric` and
-        the tensor_id of the tensor that has it. metric: a key of STATISTICS. Tensors without one are left out.
+        """The maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors, `metric`
+        and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.
 
         Raises CatalogError for another column or metric.
         """
@@ -451,11 +448,8 @@ class Catalog:
         return [name for name in FORMATS if name in found]
 
     def twins(self, tensor_id: str) -> pd.DataFrame:
-        """The same tensor of every run: the rows of `tensor` with its model, size, dataset, place, iteration,
-        micro-batch, rank and expert, itself among them, newest run first; run_id tells them apart.
-
-        Whether the runs saw the same data is for their configurations to say. Empty if the id is unknown.
-        """
+        """The same tensor in every run, itself included: the rows of `tensor` with the same TWIN_FIELDS, newest run
+        first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
         same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
             f"SELECT a.* FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
@@ -496,7 +490,7 @@ class Catalog:
         )
 
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
-        """The rows of `tensor` for these ids, in their order; ids that are not there are left out."""
+        """The rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
         frame = self._frame("SELECT * FROM tensor WHERE list_contains(?, tensor_id)", [tensor_ids])
         order = {tensor_id: index for index, tensor_id in enumerate(tensor_ids)}
         return frame.sort_values("tensor_id", key=lambda ids: ids.map(order), ignore_index=True)
@@ -541,10 +535,10 @@ class Catalog:
         return load_foreign(path, key)
 
     def unsharded(self, tensor_id: str) -> Tensor:
-        """The tensor that tensor-parallel ranks share, put together from their parts; `load` where there are none.
+        """The whole tensor, assembled from the shards of the tensor-parallel ranks; `load` if it is not sharded.
 
-        Slices are joined, partial results summed in float32 and returned in their dtype. Raises CatalogError if a part
-        was not recorded or its values not kept, TensorFileError for a damaged file.
+        Slices are concatenated, partial results summed in float32 and returned in their dtype. Raises CatalogError if
+        a shard was not recorded or its values not kept, TensorFileError for a damaged file.
         """
         parts = self.shards(tensor_id)
         first = parts.iloc[0]
@@ -565,7 +559,7 @@ class Catalog:
         return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], axis)
 
     def shards(self, tensor_id: str) -> pd.DataFrame:
-        """The parts of the unsharded tensor that this one is a part of, by tp_rank: columns tensor_id, rank, tp_rank,
+        """The shards of the tensor that this one is a shard of, by tp_rank: columns tensor_id, rank, tp_rank,
         tp_size, shard, shard_axis, shard_stride, path. Raises CatalogError if the id is unknown."""
         same = " AND ".join(f"part.{name} IS NOT DISTINCT FROM given.{name}" for name in SAME_IN_SHARDS)
         frame = self._frame(
@@ -602,35 +596,15 @@ def _transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
     cursor.execute("COMMIT")
 
 
-def _connect(index: Path) -> duckdb.DuckDBPyConnection | None:
-    """A connection to the index, rebuilt if it is damaged or another version's; None where another process holds
-    it or it cannot be written."""
-    schema = SCHEMA.read_text()
-    for _ in ("as it is", "rebuilt"):
-        try:
-            connection = duckdb.connect(str(index))
-        except duckdb.Error as error:
-            if any(reason in str(error) for reason in UNAVAILABLE):
-                break
-        else:
-            try:
-                if _prepare(connection, schema):
-                    return connection
-            except duckdb.Error:
-                pass
-            connection.close()
-        _discard(index)
-    return None
-
-
 def _in_memory() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:")
     connection.execute(SCHEMA.read_text())
     return connection
 
 
-def _prepare(connection: duckdb.DuckDBPyConnection, schema: str) -> bool:
+def _prepare(connection: duckdb.DuckDBPyConnection) -> bool:
     """Create the tables in a new index; False for one made by another version of the schema."""
+    schema = SCHEMA.read_text()
     tables = connection.execute("SELECT table_name FROM information_schema.tables").fetchall()
     if not tables:
         connection.execute("BEGIN")
@@ -642,7 +616,7 @@ def _prepare(connection: duckdb.DuckDBPyConnection, schema: str) -> bool:
 
 
 def _discard(index: Path) -> None:
-    """Remove an index that cannot be used: it is derived, the runs are untouched."""
+    """Delete an index that cannot be used. It is derived data; the runs are not touched."""
     for path in (index, index.with_name(index.name + ".wal")):
         if path.is_dir():
             shutil.rmtree(path)

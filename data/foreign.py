@@ -1,13 +1,13 @@
-"""Tensor files that other tools wrote: .pt, .safetensors and .npy, read where they lie and never executed.
+"""Reads tensor files that other tools wrote: .pt, .safetensors and .npy. Nothing is copied or executed.
 
-    .pt           torch.load(weights_only=True) and nothing else: {"tensor", "metadata"} or a bare tensor. Torch's zip
-                  format is memory-mapped; its older format has to be read whole
-    .safetensors  every tensor of the file by its key; metadata are its header's
+    .pt           torch.load(weights_only=True) only: {"tensor", "metadata"} or a bare tensor. Torch's zip format is
+                  memory-mapped; its older format is read whole
+    .safetensors  every tensor by its key, with the metadata of the header
     .npy          without pickles
 
-A file is opened once, must be a regular one and no link, and everything is read through that descriptor
-(/proc/self/fd), so that nothing can be put in its place meanwhile. A file that is cut while it is read can still kill
-the process (SIGBUS), as with every memory-mapped file: the import reads in processes of its own.
+A file is opened once and must be a regular file, not a link. Everything is read through that descriptor
+(/proc/self/fd), so the file cannot be replaced in between. A file that is truncated while it is read can still kill the
+process (SIGBUS), as with every memory-mapped file, so the import reads in separate processes.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class ForeignTensor:
     """A tensor of a file: float32, bfloat16 or float16 on the CPU, with at least one element.
 
     key       its name in the file, None in a .pt or .npy
-    metadata  what the file says of it: anything at all
-    note      a sentence on what was done to read it, or None
-    dtype     as it is in the file
-    refused   why it cannot be used; then there is no tensor
+    metadata  the file's metadata, unchecked
+    note      a sentence on how the values were converted, or None
+    dtype     its dtype in the file
+    refused   why it cannot be used; tensor is then None
     """
 
     key: str | None
@@ -63,10 +63,10 @@ class ForeignTensor:
 
 @contextmanager
 def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTensor]]:
-    """The tensors of a file, read as they are asked for; those of float64 come rounded to float32.
+    """Yields an iterator over the tensors of a file, which reads lazily. float64 is rounded to float32.
 
-    room bounds the bytes that may be read whole; None for any. Raises TensorFileError, TooLargeError among them, if
-    the file cannot be opened or read, or has changed by the end.
+    room limits the bytes that may be read into memory; None for no limit. Raises TensorFileError if the file cannot be
+    opened or read, or changed while it was read, and TooLargeError if it needs more than `room`.
     """
     readers = {".pt": _torch, ".safetensors": _safetensors, ".npy": _numpy}
     if path.suffix not in readers:
@@ -83,7 +83,7 @@ def opened(path: Path, room: int | None = None) -> Iterator[Iterator[ForeignTens
 
 
 def load_foreign(path: Path, key: str | None = None) -> Tensor:
-    """One tensor of a file, as `opened` gives it. Raises TensorFileError that names the file."""
+    """One tensor of a file, as `opened` yields it. Raises TensorFileError with the file's name."""
     try:
         with opened(path) as tensors:
             for found in tensors:
@@ -97,7 +97,7 @@ def load_foreign(path: Path, key: str | None = None) -> Tensor:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a regular file that is not empty. Nothing else is opened: that alone can block, or act."""
+    """A descriptor of a nonempty regular file. Other kinds are not opened: opening alone may block or have effects."""
     try:
         kind = os.lstat(path).st_mode
         if stat.S_ISLNK(kind):
@@ -118,7 +118,7 @@ def _open(path: Path) -> int:
 
 
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
-    """The same, with whatever a damaged file trips over as a TensorFileError."""
+    """The same tensors; any exception that a damaged file causes is raised as a TensorFileError."""
     while True:
         try:
             with warnings.catch_warnings():
@@ -205,8 +205,11 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
 
 
 def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int | None) -> ForeignTensor:
-    """A tensor that can be summarized, or why it cannot. size is that of the file: whoever claims more elements than
-    it has room for repeats them. Raises TooLargeError if converting it takes more than `room`."""
+    """A tensor that can be summarized, or the reason why it cannot.
+
+    size is the file's: a tensor with more bytes than the file repeats its elements (stride 0). Raises TooLargeError if
+    the conversion needs more than `room`.
+    """
     x = x.detach()
     dtype = str(x.dtype).removeprefix("torch.")
     reason = None

@@ -21,21 +21,20 @@ import re
 import secrets
 import shutil
 import socket
-import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from binade.data.access import check_writable
-from binade.data.json_files import STRICT, parse_json, read_json, write_json
+from binade.data.json_files import STRICT, adapter_of, parse_json, read_json, write_json
 from binade.data.segment import segment_digest, segment_names
 from binade.data.store import remove_directory, staged_directory, write_atomic
 
@@ -136,6 +135,20 @@ class RunFile(TypedDict, total=False):
     save_tensors: bool | None
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Loss(TypedDict):
+    """A record of loss.jsonl that can be used; it may have other fields."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    iteration: Whole
+    loss: Finite
+    seconds: NotRequired[Finite | None]
+    time: NotRequired[Finite | None]
+
+
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
@@ -197,6 +210,12 @@ def process_start(pid: int) -> float | None:
     return None if state == "Z" and threads < 2 else started
 
 
+def _process(pid: int | None = None) -> dict[str, Any]:
+    """The fields of a status that name a process of this machine: this one unless given."""
+    pid = pid or os.getpid()
+    return {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname()}
+
+
 @dataclass
 class RunWriter:
     """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses;
@@ -226,8 +245,7 @@ class RunWriter:
             raise RunError(f"run.json: {error}") from None
         named = UNNAMEABLE.sub("-", label).lstrip(".")[:LONGEST_LABEL] or "run"
         run_id = f"{datetime.now():%Y%m%d_%H%M%S}_{named}_{secrets.token_hex(3)}"
-        pid = owner or os.getpid()
-        status = Status(RUNNING, pid, process_start(pid) or 0.0, host=socket.gethostname())
+        status = Status(RUNNING, **_process(owner))
         try:
             with staged_directory(root / run_id) as part:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
@@ -256,9 +274,7 @@ class RunWriter:
             shutil.rmtree(left, ignore_errors=True)
         last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
         writer = cls(directory.name, directory, before, _segments=last)
-        pid = os.getpid()
-        owner = {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname()}
-        writer.update(state=RUNNING, reason=None, finished=None, **owner)
+        writer.update(state=RUNNING, reason=None, finished=None, **_process())
         return writer
 
     @classmethod
@@ -283,12 +299,10 @@ class RunWriter:
             if self.rank == 0:
                 write_json(self.directory / "status.json", self.status)
 
-    def _count(self, own: dict[str, int]) -> dict[str, int]:
+    def _count(self, own: dict[str, Any]) -> dict[str, int]:
         """Write this rank's counts down, if there are new ones; what all ranks have written so far."""
         if own:
-            mine = RankStatus(os.getpid(), process_start(os.getpid()) or 0.0, socket.gethostname(), **own)
-            path = self.directory / "ranks" / f"rank{self.rank:02d}.json"
-            write_json(path, mine)
+            write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **own))
         return total_counts(self.directory)
 
     def finish(self, state: RunState, reason: str | None = None) -> None:
@@ -430,36 +444,26 @@ def check_losses(directory: Path) -> None:
     """Raise RunError for a line that is no loss, but for a last one that a crash cut short; OSError."""
     lines = _loss_lines(directory)
     for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except RecursionError:
-            record = None
-        except ValueError:
-            if number == len(lines):
-                return
-            record = None
+        record = None
+        with suppress(RecursionError):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                if number == len(lines):
+                    return
         if not is_loss(record):
             raise RunError(f"line {number} of its loss.jsonl is no loss")
 
 
 def is_loss(record: object) -> bool:
-    """Whether a record of loss.jsonl has a whole iteration, a finite loss and, if any, finite seconds and time."""
-    return (
-        isinstance(record, dict)
-        and _is_whole(record.get("iteration"))
-        and _is_finite(record.get("loss"))
-        and all(record.get(name) is None or _is_finite(record[name]) for name in ("seconds", "time"))
-    )
+    """Whether a record of loss.jsonl is a `Loss`."""
+    try:
+        adapter_of(Loss).validate_python(record)
+    except ValidationError:
+        return False
+    return True
 
 
 def _loss_lines(directory: Path) -> list[bytes]:
     path = directory / "loss.jsonl"
     return path.read_bytes().splitlines() if path.exists() else []
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63

@@ -117,3 +117,11 @@ CREATE TABLE segment (
     mtime_ns      BIGINT,
     PRIMARY KEY (run_id, name)
 );
+
+-- SQNR of two sums of squares, of values and of errors.
+CREATE MACRO decibel(signal, noise) AS
+    CASE WHEN signal = 0 THEN 'nan'::DOUBLE WHEN noise = 0 THEN 'inf'::DOUBLE ELSE 10 * log10(signal / noise) END;
+
+-- The mean of shares that are not NaN, each weighted by how many elements it is a share of.
+CREATE MACRO weighted(share, of) AS
+    sum(share * of) FILTER (NOT isnan(share)) / nullif(sum(of) FILTER (NOT isnan(share)), 0);

@@ -1,7 +1,7 @@
 """Segments: the rows of some captured tensors as three Parquet files in a directory that appears all at once.
 
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
-                         files.jsonl     of an import: the files whose rows these are
+                         files.jsonl     of an import: the files that the rows come from
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # they import torch, which reading the index does not need
 
 @dataclass(frozen=True)
 class Identity:
-    """Which tensor it is: the words that users filter by. None where a word does not apply or is not known."""
+    """Which tensor it is: the values that users filter by. None where one does not apply or is not known."""
 
     model: str | None
     size: str | None
@@ -49,12 +49,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Shard:
-    """How a tensor stands to the whole one that tensor-parallel ranks share: it is number `index` of `count`.
+    """Which part of a tensor-parallel tensor this is: number `index` of `count`.
 
-    kind    whole: every rank has all of it; slice: the ranks' tensors joined along `axis` are the whole; partial: their
-            sum is
-    stride  the whole is that many tensors, one after the other along the axis, each divided (SwiGLU's gate and up)
-    replica which of the data-parallel copies of the model it belongs to
+    kind    whole: every rank has the whole tensor; slice: the ranks' tensors concatenated along `axis` are the whole;
+            partial: their sum is the whole
+    stride  the whole consists of this many tensors along the axis, each divided (2 for SwiGLU's gate and up)
+    replica which data-parallel copy of the model it belongs to
     """
 
     index: int = 0
@@ -67,13 +67,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of a tensor that another tool logged, beside its Identity.
+    """What is known about an imported tensor in addition to its Identity.
 
-    version      how that tool named the file (V0 to V7); None for any other name
-    quant_type   as the log spells it
-    stage        before or after it was quantized; None if it was not, or is not known
-    corrections  a sentence for each thing that is not as the log says
-    key          of the tensor in a file of several
+    version      version of the file name's format (V0 to V7); None for any other name
+    quant_type   as written in the log
+    stage        "before" or "after" quantization; None if it was not quantized, or it is not known
+    corrections  one sentence for each value that differs from the log
+    key          the tensor's key in a file that holds several
     """
 
     version: str | None = None
@@ -82,14 +82,20 @@ class Origin:
     corrections: tuple[str, ...] = ()
     key: str | None = None
 
+    @property
+    def correction_lines(self) -> str | None:
+        return "\n".join(self.corrections) or None
+
 
 @dataclass(frozen=True)
 class TensorRow:
-    """All that the index keeps of one tensor. tensor_id is unique within its run (the index puts the run's id before
-    it); format and error are None unless it is a quantized operand. path is relative to the run's directory; that of an
-    imported tensor, which has an origin, is absolute. captured and shard are None where a log does not tell them.
-    recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation); None
-    where that is not known."""
+    """All that the index keeps of one tensor.
+
+    tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
+    a quantized operand. path is relative to the run's directory; for an imported tensor, which has an origin, it is
+    absolute. captured and shard are None if the log does not contain them. recomputed: the layer's forward pass ran a
+    second time during the backward pass (activation recomputation); None if not known.
+    """
 
     tensor_id: str
     run_id: str
@@ -125,23 +131,24 @@ ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
     "saturated",
 )
 
+# Columns of a Shard and of an Origin: name, type, field.
 _SHARD = (
-    ("tp_rank", _INT),
-    ("tp_size", _INT),
-    ("dp_rank", _INT),
-    ("shard", _TEXT),
-    ("shard_axis", _INT),
-    ("shard_stride", _INT),
+    ("tp_rank", _INT, "index"),
+    ("tp_size", _INT, "count"),
+    ("dp_rank", _INT, "replica"),
+    ("shard", _TEXT, "kind"),
+    ("shard_axis", _INT, "axis"),
+    ("shard_stride", _INT, "stride"),
 )
 _ORIGIN = (
-    ("source_version", _TEXT),
-    ("original_quant_type", _TEXT),
-    ("stage", _TEXT),
-    ("corrections", _TEXT),
-    ("file_key", _TEXT),
+    ("source_version", _TEXT, "version"),
+    ("original_quant_type", _TEXT, "quant_type"),
+    ("stage", _TEXT, "stage"),
+    ("corrections", _TEXT, "correction_lines"),
+    ("file_key", _TEXT, "key"),
 )
 # Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset((*(name for name, _ in (*_SHARD, *_ORIGIN)), "recomputed"))
+ADDED_LATER = frozenset((*(name for name, _, _ in (*_SHARD, *_ORIGIN)), "recomputed"))
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -157,9 +164,9 @@ TENSOR_SCHEMA = pa.schema(
     ]
     + [(name, _REAL) for name in _MOMENTS]
     + [(name, _LONG) for name in _COUNTS]
-    + list(_SHARD)
+    + [column[:2] for column in _SHARD]
     + [("recomputed", pa.bool_())]
-    + list(_ORIGIN)
+    + [column[:2] for column in _ORIGIN]
     + [("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
@@ -179,41 +186,18 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         "nbytes": row.nbytes,
         "path": row.path,
         "contracted_axis": row.contracted_axis,
-        **_shard_record(row.shard),
+        **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
-        **_origin_record(row.origin or Origin()),
+        **{column: getattr(row.origin, name, None) for column, _, name in _ORIGIN},
         "format": row.format,
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
     return record | {name: getattr(row.summary, name) for name in (*_MOMENTS, *_COUNTS)}
 
 
-def _shard_record(shard: Shard | None) -> dict[str, Any]:
-    if shard is None:
-        return dict.fromkeys(name for name, _ in _SHARD)
-    return {
-        "tp_rank": shard.index,
-        "tp_size": shard.count,
-        "dp_rank": shard.replica,
-        "shard": shard.kind,
-        "shard_axis": shard.axis,
-        "shard_stride": shard.stride,
-    }
-
-
-def _origin_record(origin: Origin) -> dict[str, Any]:
-    return {
-        "source_version": origin.version,
-        "original_quant_type": origin.quant_type,
-        "stage": origin.stage,
-        "corrections": "\n".join(origin.corrections) or None,
-        "file_key": origin.key,
-    }
-
-
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
-    """Publish rows as directory/name; files goes with them as files.jsonl. Raises OSError, and then leaves nothing
-    behind."""
+    """Write rows as the segment directory/name, with `files` as its files.jsonl. If it raises OSError, no part of the
+    segment is left."""
     sketch = pa.table(
         {
             "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
@@ -235,9 +219,10 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
 
 
 def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) -> None:
-    """Rewrite the segment directory/name without these tensors, with `files` as its files.jsonl. After a crash in the
-    middle neither version is there: rows and the files that they are of are forgotten together. Raises OSError, and
-    then the old version stays."""
+    """Rewrite the segment directory/name without these tensors, with `files` as its files.jsonl.
+
+    After a crash between the two renames neither version exists, so rows and their files are lost together. If it
+    raises OSError, the old version stays."""
     tables = {}
     for stem in ("tensor", "sketch", "score"):
         table = pq.read_table(directory / name / f"{stem}.parquet", partitioning=None)
@@ -255,7 +240,7 @@ def _fill(part: Path, tables: dict[str, pa.Table], files: bytes | None) -> None:
 
 
 def segment_names(run_directory: Path) -> list[str]:
-    """The published segments of a run, in order."""
+    """Names of a run's complete segments, sorted."""
     directory = run_directory / "segments"
     if not directory.is_dir():
         return []
@@ -263,8 +248,8 @@ def segment_names(run_directory: Path) -> list[str]:
 
 
 def segment_digest(directory: Path) -> bytes:
-    """SHA-256 of a segment's content: sketches and scores to the byte, rows by their values but for `path`. Raises
-    OSError, and ValueError (pyarrow's too) for a file that is no Parquet."""
+    """SHA-256 of a segment's content: the bytes of sketches and scores, and the values of rows except `path`. Raises
+    OSError, and ValueError for a file that is not Parquet."""
     total = hashlib.sha256()
     for name in ("sketch.parquet", "score.parquet"):
         total.update(hashlib.sha256((directory / name).read_bytes()).digest())
