@@ -35,7 +35,7 @@ from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
-from binade.data.segment import ADDED_LATER, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
+from binade.data.segment import ADDED_LATER, TABLES
 from binade.data.store import staged_file
 from binade.data.text import describe
 from binade.data.untrusted import Record, RefusedError
@@ -54,7 +54,6 @@ CHUNK = 1 << 20
 # What a damaged archive trips zipfile and zlib over.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt")
-TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
 from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
-from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, Identity
+from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, TABLES, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA = Path(__file__).with_name("schema.sql")
-TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
@@ -491,9 +490,10 @@ class Catalog:
 
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
         """The rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
-        frame = self._frame("SELECT * FROM tensor WHERE list_contains(?, tensor_id)", [tensor_ids])
-        order = {tensor_id: index for index, tensor_id in enumerate(tensor_ids)}
-        return frame.sort_values("tensor_id", key=lambda ids: ids.map(order), ignore_index=True)
+        return self._frame(
+            "SELECT * FROM tensor WHERE list_contains($1, tensor_id) ORDER BY list_position($1, tensor_id)",
+            [tensor_ids],
+        )
 
     def table(self, name: str) -> pa.Table:
         """A whole table of the index (run, tensor, score, sketch), for `sandbox`. Raises CatalogError for another."""

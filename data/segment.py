@@ -172,6 +172,8 @@ TENSOR_SCHEMA = pa.schema(
 )
 SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", _LONG)])
 SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *((name, _REAL) for name in ERROR_COLUMNS)])
+# The files of a segment, and the tables of the index.
+TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 
 
 def _tensor_record(row: TensorRow) -> dict[str, Any]:
@@ -224,7 +226,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
     raises OSError, the old version stays."""
     tables = {}
-    for stem in ("tensor", "sketch", "score"):
+    for stem in TABLES:
         table = pq.read_table(directory / name / f"{stem}.parquet", partitioning=None)
         tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
     with staged_directory(directory / name, replace=True) as part:
