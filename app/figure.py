@@ -1,20 +1,22 @@
-"""A figure: a chart with its numbers and its caption, and what a view of figures is. No Streamlit here.
+"""What a view shows: figures, tables, numbers, texts and controls, in order. No Streamlit here.
 
-A page shows figures, a session pins them, a report prints them: all from the `draw` functions of the questions.
+A page shows them, a session pins the figures, a report prints figures and tables: all from what one function returns.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from xml.sax.saxutils import escape
 
 import altair as alt
 import numpy as np
 import pandas as pd
 
+from binade.app.control import Control
 from binade.data.filter import Filter
 
 # What Streamlit and vl-convert can draw.
@@ -31,16 +33,24 @@ WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not sa
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """group: items of one group stand side by side, after controls of the group beneath them. width: its share."""
+
+    group: str = ""
+    width: float = 1
+
+
 @dataclass(frozen=True)
-class Figure:
+class Figure(_Item):
     """
     name     of the chart in its view, and of the files it is saved as
     table    what it was drawn from
     caption  goes into every export: the data, the filter, the metric's definition; a sentence a line
     note     what a reader needs beside the title
     height   pixels, where the chart does not say it itself
-    choose   the field of a mark that can be clicked; hint: what that does
-    group    figures of one group stand beside each other
+    choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
+             this name; hint: what that does
     """
 
     name: str
@@ -50,7 +60,6 @@ class Figure:
     note: str = ""
     height: int | None = None
     choose: str | None = None
-    group: str = ""
     hint: str = ""
 
     @property
@@ -95,18 +104,98 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Column:
+    """How a page shows a column of a table.
+
+    title, help  by default those of the metric
+    format       of its numbers, as Streamlit's number columns take it
+    width        pixels
+    text         what a cell shows, from its row, where that is not the value
+    metric       whose values these are: shares are shown in percent; by default the one with the column's name
+    """
+
+    title: str = ""
+    format: str | None = None
+    width: int | None = None
+    help: str | None = None
+    text: Callable[[pd.Series], str] | None = None
+    metric: str = ""
+    align: Literal["left", "right"] | None = None
+
+
+@dataclass(frozen=True)
+class Table(_Item):
+    """
+    name      of the table in its view
+    frame     what it shows, and what is exported
+    columns   those that a page shows, in order; () for all
+    title     above it; note: beneath it
+    choose    the column of a row that can be clicked, as in a figure
+    foldable  whether its title folds it away
+    """
+
+    name: str
+    frame: pd.DataFrame
+    columns: Mapping[str, Column] = field(default_factory=dict)
+    title: str = ""
+    note: str = ""
+    height: int | None = None
+    choose: str | None = None
+    foldable: bool = False
+
+
+@dataclass(frozen=True)
+class Facts(_Item):
+    """Single numbers, by the metric that they are of."""
+
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Text(_Item):
+    """A sentence between figures. details: lines that can be unfolded beneath it."""
+
+    text: str
+    kind: Literal["note", "problem", "error", "heading"] = "note"
+    details: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Controls(_Item):
+    """Controls that depend on what was drawn, side by side."""
+
+    controls: tuple[Control, ...]
+
+
+Item = Figure | Table | Facts | Text | Controls
+
+
+@dataclass(frozen=True)
 class Drawn:
     """What a view shows.
 
+    items     in the order in which a page shows them
     verdict   the answer in words, "" where there is none
     problems  a sentence for each thing that is missing, left out or cannot be drawn
-    tables    numbers that stand beside the charts, by title
     """
 
-    figures: tuple[Figure, ...] = ()
+    items: tuple[Item, ...] = ()
     verdict: str = ""
     problems: tuple[str, ...] = ()
-    tables: dict[str, pd.DataFrame] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        return tuple(item for item in self.items if isinstance(item, Figure))
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {item.name: item.frame for item in self.items if isinstance(item, Table)}
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The problems and the texts between the figures."""
+        texts = [item.text for item in self.items if isinstance(item, Text) and item.kind != "heading"]
+        return (*self.problems, *texts)
 
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)

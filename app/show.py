@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import pandas as pd
 import streamlit as st
 
 from binade.app.address import plain
-from binade.app.figure import Drawn, Figure
+from binade.app.figure import Column, Drawn, Facts, Figure, Table
 from binade.app.sessions import draft
-from binade.app.style import CHOSEN
+from binade.app.style import CHOSEN, MEASURES, short
 from binade.data.access import read_only
 
 MAX_CSV_ROWS = 5000
@@ -78,11 +79,76 @@ def _alt(figure: Figure) -> str:
     return f"{figure.title}. {figure.caption}".strip(". ")
 
 
-def side_by_side(figures: Sequence[Figure], gap: Literal["small", "large"] = "small") -> None:
-    """Charts beside each other, each with its exports."""
-    for cell, figure in zip(st.columns(len(figures), gap=gap), figures, strict=True):
-        with cell:
-            draw(figure)
+# How tables show the values of a metric.
+COLUMNS = {
+    "sqnr_db": Column(format="%.2f", width=85),
+    "flush_to_zero": Column("Flushed (%)", "%.3f", 90),
+    "saturated": Column("Saturated (%)", "%.3f", 108),
+}
+LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
+
+
+def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
+    """Show a table. Where rows can be chosen, as `draw`."""
+    columns = table.columns or {str(name): Column(str(name)) for name in table.frame}
+    shown, config = displayed(table.frame, columns)
+    options: dict[str, Any] = {"height": table.height} if table.height else {}
+    if choose := table.choose:
+        ids = table.frame[choose].tolist()
+        key = f"table_{table.name}_{hash((tuple(ids), *columns))}"  # other rows: nothing is chosen among them yet
+
+        def chosen(event: Any) -> Any:
+            rows = event["selection"]["rows"]
+            return ids[rows[0]] if rows else None
+
+        def choice() -> None:
+            if on_choose and (value := chosen(st.session_state[key])) is not None:
+                on_choose(value)
+
+        options |= {"key": key, "on_select": choice if on_choose else "rerun", "selection_mode": "single-row"}
+    with st.expander(table.title, expanded=True) if table.foldable else nullcontext():
+        if table.title and not table.foldable:
+            st.markdown(table.title)
+        event = st.dataframe(shown, hide_index=True, placeholder="–", column_config=config, **options)
+    if table.note:
+        st.caption(plain(table.note))
+    return chosen(event) if choose else None
+
+
+def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """(what a page shows of a table, the configuration of its columns). Shares are in percent. Numbers too large for a
+    number column are text."""
+    shown, config = {}, {}
+    for name, column in columns.items():
+        metric = column.metric or name
+        measure = MEASURES.get(metric)
+        given = COLUMNS.get(metric, column)
+        title = column.title or given.title or (measure.axis if measure else name)
+        kind: Any = st.column_config.TextColumn
+        options: dict[str, Any] = {"alignment": column.align}
+        values = frame[name] if name in frame else pd.Series(dtype=object)
+        if column.text:
+            values = pd.Series([column.text(row) for _, row in frame.iterrows()], frame.index, dtype=object)
+        elif pd.api.types.is_numeric_dtype(values):
+            values = values * (measure.factor if measure else 1)
+            if (values.abs() > LARGEST_SHOWN).any():
+                values, options = values.map(lambda v: "" if pd.isna(v) else f"{v:.3g}"), {"alignment": "right"}
+            else:
+                kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
+        help = column.help or (measure.definition if measure else None)
+        shown[name], config[name] = values, kind(title, width=column.width or given.width, help=help, **options)
+    return pd.DataFrame(shown, index=frame.index), config
+
+
+def facts(facts: Facts) -> None:
+    """Single numbers, three in a row."""
+    names = list(facts.values)
+    cells = [cell for row in range(0, len(names), 3) for cell in st.columns(3)[: len(names) - row]]
+    for cell, name in zip(cells, names, strict=True):
+        measure = MEASURES[name]
+        text = short(facts.values[name] * measure.factor)
+        unit = f" {measure.unit}" if measure.unit and text != "–" else ""
+        cell.metric(measure.label, f"{text}{unit}", help=measure.definition, border=True)
 
 
 def problems(drawn: Drawn) -> None:

@@ -20,10 +20,11 @@ def page_of(page: Page) -> Callable[[], None]:
     question = page.question
     assert question
 
-    @view_page(page.name, question.text, question.params)
+    @view_page(page.name, question.title, question.params)
     def shown(opened: Catalog, where: Filter, params: Params) -> None:
         write(where, params)
-        st.caption(f"Shown: {plain(where.sentence())}.")
+        st.caption(question.note or f"Shown: {plain(where.sentence())}.")
         show_question(question, Selection(opened, where), {name: st.session_state[name] for name in params})
+        write(where, params)
 
     return shown

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from binade.app.control import Control
 from binade.app.figure import Drawn
 from binade.app.params import Param
 from binade.app.report.section import ReportSelection, Section
 from binade.data.catalog import Catalog
-
-
-def no_params(opened: Catalog) -> dict[str, Param]:
-    return {}
 
 
 def not_in_report(selection: ReportSelection) -> Iterable[Section]:
@@ -29,10 +27,14 @@ class Question:
     page, view   where it is answered, as in the address: the view of "worst" or "tensor", else the name of its own page
     draw         what the answer is, without Streamlit: (what is selected, the parameters' values) -> Drawn. What is
                  selected is a Board on the page worst, a SelectedTensor on the page tensor, else a Selection
-    params       the parameters of its own, besides those of the page
+    controls     the parameters of its own, besides those of the page, and the widgets that set them
+    narrow       the controls above the answer where they depend on what is selected and on the values; by default all
+                 that are not inline
+    slow         what takes long in draw, as a title, "" if nothing does. draw then takes `done` as well, which it calls
+                 with (how many steps are through, of how many)
     link         parameters that the overview's link sets
-    layout       the module that lays the answer out: `show_view(selected, values)`, or `page()` for a page of its own.
-                 Without one, the verdict, the problems, the figures and the tables are shown in this order
+    note         shown under the title of a page of its own, in place of the filter
+    layout       the module whose `page()` shows a page of its own that is not laid out like the others
     on_overview  whether the overview asks it
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
@@ -44,8 +46,11 @@ class Question:
     page: str
     draw: Callable[..., Drawn]
     view: str = ""
-    params: Callable[[Catalog], dict[str, Param]] = no_params
+    controls: tuple[Control, ...] = ()
+    narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None
+    slow: str = ""
     link: dict[str, str] = field(default_factory=dict)
+    note: str = ""
     layout: str = ""
     on_overview: bool = True
     report: Callable[[ReportSelection], Iterable[Section]] | None = None
@@ -54,3 +59,12 @@ class Question:
     def address(self) -> dict[str, str]:
         """The parameters of the link to it."""
         return ({"view": self.view} if self.view else {}) | self.link
+
+    def params(self, opened: Catalog) -> dict[str, Param]:
+        return {control.name: control.param_in(opened) for control in self.controls}
+
+    def controls_of(self, selected: Any, values: dict[str, Any]) -> list[Control]:
+        """The controls that stand above the answer."""
+        if self.narrow:
+            return list(self.narrow(selected, values))
+        return [control for control in self.controls if not control.inline]

@@ -1,47 +1,133 @@
-"""How the app shows the answer to a question: laid out by the question's own module, else one thing after another."""
+"""How the app shows the answer to a question: its controls, then what `draw` returns for their values, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import streamlit as st
 
 from binade.app import show
-from binade.app.address import go
-from binade.app.figure import Drawn
+from binade.app.address import go, plain
+from binade.app.control import Control
+from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
+from binade.app.params import Many, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import Selection
 from binade.data.filter import Filter
 
 
 def show_question(question: Question, selected: Selection, values: dict[str, Any]) -> None:
-    """Show the answer for what is selected. values: of the page's parameters."""
-    if question.layout:
-        import_module(question.layout).show_view(selected, values)
+    """Show the controls, and the answer for what is selected. values: of the page's parameters."""
+    values = values | show_controls(question.controls_of(selected, values))
+    drawn = _draw_stoppable(question, selected, values) if question.slow else question.draw(selected, values)
+    if drawn is not None:
+        show_answer(drawn, selected.where, values)
+
+
+def show_controls(controls: Iterable[Control]) -> dict[str, Any]:
+    """Show controls, those of one row side by side; the values that they have."""
+    for _, row in groupby(controls, key=lambda control: control.row or control.name):
+        together = list(row)
+        for cell, control in zip(st.columns([each.width for each in together]), together, strict=True):
+            with cell:
+                _widget(control)
+    return {control.name: st.session_state[control.name] for control in controls}
+
+
+def _widget(control: Control) -> None:
+    """A widget with the parameter's value, brought within what is possible here."""
+    name, choices = control.name, control.choices
+    st.session_state[name] = control.possible(st.session_state.get(name))
+    common: dict[str, Any] = {"key": name, "help": control.help, "disabled": control.disabled}
+    if isinstance(control.param, Whole) and not choices:
+        common["value"] = None if control.param.default is None else "min"
+        low, high = control.param.low, control.param.high
+        st.number_input(control.label, low, high, step=1, placeholder=control.placeholder or None, **common)
+        return
+    if isinstance(control.param, Many):
+        st.multiselect(control.label, choices, placeholder=control.placeholder or None, **common)
+        return
+    common["format_func"] = lambda value: str(control.titles.get(value, value))
+    if control.widget == "list":
+        st.selectbox(control.label, choices, **common)
+    elif control.widget == "slider":
+        st.select_slider(control.label, choices, **common)
     else:
-        show_answer(question.draw(selected, values), selected.where, values)
+        st.segmented_control(control.label, choices, required=True, **common)
+
+
+def _draw_stoppable(question: Question, selected: Selection, values: dict[str, Any]) -> Drawn | None:
+    """The answer, drawn beside a bar and a button that stops it; None if the user has stopped just this."""
+    row = getattr(selected, "row", None)
+    tensor = None if row is None else row["tensor_id"]
+    wanted = repr((tensor, selected.where, sorted(values.items(), key=str)))
+    if show.stopped(question.slow, wanted):
+        return None
+    with ExitStack() as stack:
+        bar = None
+
+        def done(count: int, of: int) -> None:
+            nonlocal bar
+            bar = bar or stack.enter_context(show.progress(question.slow, wanted))
+            bar(count, of)
+
+        return question.draw(selected, values, done)
 
 
 def show_answer(drawn: Drawn, where: Filter, values: Mapping[str, Any]) -> None:
-    """The verdict, the problems, the figures (those of one group side by side) and the tables. A mark that stands for a
-    tensor opens it."""
+    """The verdict, the problems, and the items in their order, those of one group side by side."""
     if drawn.verdict:
         show.verdict(drawn.verdict)
     show.problems(drawn)
-    for _, group in groupby(drawn.figures, key=lambda figure: figure.group or figure.name):
-        together = list(group)
-        for cell, figure in zip(st.columns(len(together), gap="large"), together, strict=True):
-            with cell:
-                open_tensor(show.draw(figure), where, values)
-    for title, table in drawn.tables.items():
-        st.markdown(f"**{title}**")
-        st.dataframe(table, hide_index=True, placeholder="–")
+    for _, group in groupby(drawn.items, key=lambda item: item.group or id(item)):
+        cells: list[list[Item]] = []
+        for item in group:
+            if cells and isinstance(cells[-1][-1], Controls):
+                cells[-1].append(item)
+            else:
+                cells.append([item])
+        widths = [max(item.width for item in cell) for cell in cells]
+        for place, cell in zip(st.columns(widths, gap="large" if len(cells) < 3 else "small"), cells, strict=True):
+            with place:
+                for item in cell:
+                    _show(item, where, values)
+
+
+def _show(item: Item, where: Filter, values: Mapping[str, Any]) -> None:
+    match item:
+        case Figure() | Table():
+            chosen = partial(_set, item.choose) if item.choose not in (None, "tensor_id") else None
+            picked = show.draw(item, chosen) if isinstance(item, Figure) else show.table(item, chosen)
+            if item.choose == "tensor_id":
+                open_tensor(picked, where, values)
+        case Controls():
+            show_controls(item.controls)
+        case Facts():
+            show.facts(item)
+        case Text(kind="heading"):
+            st.markdown(item.text)
+        case Text(kind="error"):
+            st.error(plain(item.text), icon=":material/broken_image:")
+        case Text(kind="problem"):
+            st.info(plain(item.text), icon=":material/info:")
+        case Text():
+            st.caption(plain(item.text))
+    if isinstance(item, Text) and item.details:
+        with st.expander("Which, and why"):
+            for line in item.details:
+                st.text(line)
 
 
 def open_tensor(tensor_id: str | None, where: Filter, values: Mapping[str, Any]) -> None:
     """Go to the page of the tensor that was chosen, if one was."""
     if tensor_id:
         go("tensor", where, tensor=tensor_id, format=values.get("format") or "")
+
+
+def _set(name: str, value: Any) -> None:
+    """Set the parameter of this name."""
+    st.session_state[name] = int(value)

@@ -105,13 +105,13 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
-    problems = (*problems, *drawn.problems)
+    problems = (*problems, *drawn.sentences)
     if not pin.chart:
         return replace(drawn, problems=problems)
     figure = drawn.get(pin.chart)
     if figure is None:
-        return replace(drawn, figures=(), problems=(*problems, f"The view has no chart {pin.chart[:40]!r} now."))
-    return replace(drawn, figures=(figure,), problems=problems)
+        return replace(drawn, items=(), problems=(*problems, f"The view has no chart {pin.chart[:40]!r} now."))
+    return replace(drawn, items=(figure,), problems=problems)
 
 
 def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:

@@ -26,7 +26,7 @@ def bars(table):
     return chart.properties(title=style.title("Tensors by name", "of the filter"))
 """
 QUESTION = """
-from binade.app.figure import Drawn, Figure, source
+from binade.app.figure import Drawn, Figure, Table, source
 from binade.app.questions.question import Question
 from binade.app.questions.toy import charts, compute
 
@@ -34,7 +34,7 @@ from binade.app.questions.toy import charts, compute
 def draw(selection, values):
     table = compute.count(selection.opened, selection.where)
     figure = Figure("toy_bars", charts.bars(table), table, source(selection.where, "the index"))
-    return Drawn((figure,), f"{len(table)} names.", tables={"Names": table})
+    return Drawn((figure, Table("Names", table)), f"{len(table)} names.")
 
 
 TOY = Question(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
+from binade.app.address import plain
 from binade.app.questions.shared.labels import group_name
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -281,7 +282,7 @@ class TestFilesThatCannotBeRead:
             path = catalog.path(tensor_id)
         roots.replace(path, path.read_bytes()[:kept])
         at = visit(root, tensor=tensor_id)
-        assert at.error[0].value == "A tensor file cannot be read: drawn from the sketch instead."
+        assert at.error[0].value == plain("A tensor file cannot be read: drawn from the sketch instead.")
         assert path.name in words(at) and "\x1b" not in words(at)
         assert charts(at) == 6
 
@@ -300,7 +301,7 @@ class TestFilesThatCannotBeRead:
         ids = roots.record(tmp_path, [odd["huge"], odd["constant"]], raw=False)
         at = visit(tmp_path, tensor=ids)
         assert metrics(at)["With values"] == "0"
-        assert "were not kept: drawn from the sketch instead" in at.info[0].value
+        assert plain("were not kept: drawn from the sketch instead") in at.info[0].value
         assert not at.error
 
 

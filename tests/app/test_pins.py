@@ -18,6 +18,7 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.figure import Figure
 from binade.app.pages.tensor import VIEWS
+from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins, session
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
@@ -28,6 +29,7 @@ from tests.app.test_pages import first, words
 pytestmark = pytest.mark.slow
 
 Visit = Callable[..., AppTest]
+# Of every question, and of the pages that answer none.
 VIEWS_OF = {
     "overview": [{}],
     "explore": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
@@ -92,8 +94,20 @@ def drawn_again(figures: Sequence[Figure]) -> list[tuple[str, list[str]]]:
     return sorted(found)
 
 
+def same_rows(drawn: pd.DataFrame, shown: pd.DataFrame) -> bool:
+    """Whether a page's table shows these rows: as many, and in at least one column the very same values."""
+    common = [name for name in drawn if name in shown and drawn[name].tolist() == shown[name].tolist()]
+    return len(drawn) == len(shown) and bool(common)
+
+
 def lists(view: dict[str, str]) -> dict[str, list[str]]:
     return {name: [text] for name, text in view.items()}
+
+
+def test_every_question_is_drawn_again():
+    viewed = {(page, view.get("view", "")) for page, view in CASES}
+    for question in QUESTIONS:
+        assert (question.page, question.view) in viewed or (not question.view and question.page in VIEWS_OF)
 
 
 @pytest.mark.parametrize(("page", "view"), CASES, ids=[f"{page}-{'-'.join(view.values())}" for page, view in CASES])
@@ -106,6 +120,13 @@ def test_a_view_drawn_again_is_what_the_page_shows(
     shown, again = shown_on(at), drawn_again(drawn.figures)
     assert shown and [chart for chart, _ in again] == [chart for chart, _ in shown]
     assert [data for _, data in again] == [data for _, data in shown]
+    page_words = words(at)
+    assert drawn.verdict in page_words and all(sentence in page_words for sentence in drawn.problems)
+    if page not in ("overview", "runs"):
+        tables = [element.value for element in at.dataframe]
+        assert len(tables) == len(drawn.tables) + (page == "explore")  # which lists the tensors to choose from
+        for wanted in drawn.tables.values():
+            assert any(same_rows(wanted, table) for table in tables)
     one = pins.draw(catalog, Pin(page, saved, drawn.figures[-1].name))
     assert [figure.name for figure in one.figures] == [drawn.figures[-1].name]
     assert not [problem for problem in drawn.problems if "asks for" in problem]

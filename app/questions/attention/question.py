@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Drawn, Figure, grid, source
-from binade.app.params import One, Param, Whole
+from binade.app.control import Control
+from binade.app.figure import Controls, Drawn, Figure, grid, source
+from binade.app.params import One, Whole
 from binade.app.questions.attention import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.report.section import ReportSelection, Section, slug
-from binade.data.catalog import Catalog, CatalogError
+from binade.data.catalog import CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
@@ -23,6 +24,12 @@ from binade.quant.formats import FORMATS
 NAMES = compute.NAMES
 MAX_PLACES = 8  # layers of runs that a report draws
 NOTHING = "No attention map with values was recorded for this layer, run and iteration: choose another tensor."
+MAP = Control(
+    name="map", label="Map of", param=One(NAMES), titles={name: label_of(name) for name in NAMES}, widget="list",
+    row="map", width=1.7, inline=True,
+)  # fmt: skip
+HEAD = Control(name="head", label="Head", param=Whole(1, 10**6, 1), row="map", inline=True)
+SEQUENCE = Control(name="sequence", label="Sequence", param=Whole(1, 10**6, 1), row="map", inline=True)
 
 
 @dataclass(frozen=True)
@@ -51,20 +58,23 @@ class Maps:
         return source(Filter(), f"{row['tensor_name']}, {row['tensor_id']}, {shape} ({note})")
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"map": One(tuple(NAMES)), "head": Whole(1, 10**6, 1), "sequence": Whole(1, 10**6, 1)}
-
-
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     maps = maps_of(selected)
     if maps is None:
         return Drawn(problems=(NOTHING,))
     by_head = heads(selected, maps)
-    if problems := beyond(maps.shape, values):
-        return Drawn(by_head.figures, by_head.verdict, problems)
-    name = values["map"] if values["map"] in maps.heads else next(iter(maps.heads))
-    one = head_map(maps, name, values["head"], values["sequence"])
-    return Drawn((*by_head.figures, one), by_head.verdict)
+    counts = ((HEAD, maps.shape[1]), (SEQUENCE, maps.shape[0]))
+    problems = tuple(
+        f"There is no {control.name} {values[control.name]:,}: the last is {count:,}."
+        for control, count in counts
+        if values[control.name] > count
+    )
+    places = [replace(control, param=Whole(1, count, 1)) for control, count in counts if control is HEAD or count > 1]
+    items = (*by_head.items, Controls((replace(MAP, options=list(maps.heads)), *places), group="maps"))
+    if not problems:
+        name = values["map"] if values["map"] in maps.heads else next(iter(maps.heads))
+        items = (*items, head_map(maps, name, values["head"], values["sequence"]))
+    return Drawn(items, by_head.verdict, problems)
 
 
 def maps_of(selected: SelectedTensor) -> Maps | None:
@@ -99,21 +109,6 @@ def _sibling(selected: SelectedTensor, name: str) -> pd.Series | None:
     return None if rows.empty else rows.iloc[int(alike.argmax())]
 
 
-def beyond(shape: tuple[int, ...], asked: Mapping[str, Any]) -> tuple[str, ...]:
-    """A sentence for a head or a sequence that is asked for and beyond the maps' shape."""
-    counts = {"head": shape[1], "sequence": shape[0]}
-    return tuple(
-        f"There is no {name} {asked[name]:,}: the last is {count:,}."
-        for name, count in counts.items()
-        if (asked.get(name) or 1) > count
-    )
-
-
-def within(value: int | None, count: int) -> int:
-    """A number from 1 to count: the first where it is none of them."""
-    return int(value) if value and 1 <= value <= count else 1
-
-
 def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
     """Entropy and flush by head, where probabilities were recorded; the scores' range, where scores were."""
     figures, verdict = [], ""
@@ -134,7 +129,9 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         note = "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries."
         chart = charts.entropy(entropy, maps.words)
         figures.append(
-            Figure("entropy", chart, entropy, caption, note, 330, "head", "probs", "Choose a head to see its map.")
+            Figure(
+                "entropy", chart, entropy, caption, note, 330, "head", "Choose a head to see its map.", group="probs"
+            )
         )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
         bars = charts.flushed_by_head(flushed, selected.format, maps.words)
@@ -202,7 +199,6 @@ ATTENTION = Question(
     page="tensor",
     view="attention",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.attention.view",
+    controls=(MAP, HEAD, SEQUENCE),
     report=report,
 )

@@ -7,14 +7,14 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Drawn, Figure, grid
-from binade.app.params import One, Param, Whole
+from binade.app.control import Control
+from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, grid
+from binade.app.params import One, Whole
 from binade.app.questions.blocks import charts, compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.app.style import MEASURES
-from binade.data.catalog import Catalog
+from binade.app.style import MEASURES, short
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
@@ -22,6 +22,25 @@ METRIC_TITLES = {
     "flush_to_zero": "Flushed",
     "saturated": "Saturated",
     "scale_exponent": "Scale exponent",
+}
+
+METRIC = Control(name="block_metric", label="Metric", param=One(tuple(METRIC_TITLES)), titles=METRIC_TITLES)
+BLOCK = Control(name="block", label="Block", param=Whole(0, 10**9), inline=True)
+WORST_COLUMNS = {
+    "block": Column("Block", "%d", 80),
+    "sqnr_db": Column(),
+    "flush_to_zero": Column(format="%.1f"),
+    "saturated": Column(format="%.1f"),
+    "scale_exponent": Column("log₂ scale", "%d", 85),
+    "absmax": Column("absmax", "%.3g", 85),
+}
+VALUE_COLUMNS = {
+    "index": Column("Place", width=60),
+    "value": Column("Value", text=lambda row: short(row["value"]), align="right"),
+    "bits": Column("Code", help="The code’s bits"),
+    "code_value": Column("Code’s value", "%.6g", help="On the format’s grid, before the scale"),
+    "dequantized": Column("Rounded to", text=lambda row: short(row["dequantized"]), align="right"),
+    "error": Column("Error", text=lambda row: short(row["error"]), align="right"),
 }
 
 
@@ -40,19 +59,29 @@ class Blocks:
         return self.subject.blocks.x.shape[1]
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"block_metric": One(tuple(METRIC_TITLES)), "block": Whole(0, 10**9)}
-
-
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    found, problem = blocks_of(selected, values["block_metric"])
+    metric = values["block_metric"]
+    found, problem = blocks_of(selected, metric)
     if found is None:
         return Drawn(problems=(problem,))
-    whole = overall(selected, found, values["block_metric"])
-    if problem := beyond(found, values["block"]):
-        return replace(whole, problems=(*whole.problems, problem), tables={"worst blocks": found.worst})
-    figures = (*whole.figures, block(selected, found, values["block"])[0])
-    return Drawn(figures, whole.verdict, whole.problems, {"worst blocks": found.worst})
+    whole = overall(selected, found, metric)
+    last, number = len(found.table) - 1, int(found.worst.iloc[0]["block"])
+    block = replace(BLOCK, param=Whole(0, last), placeholder=f"the worst: {number}")
+    title = f"**The {len(found.worst)} worst blocks** · choose one"
+    items: list[Item] = [
+        *whole.items,
+        Table("worst blocks", found.worst, WORST_COLUMNS, title, height=330, choose="block", group="drill", width=2),
+        Controls((block,), group="drill", width=3),
+    ]
+    if values["block"] is not None:
+        number = values["block"]
+    if number > last:
+        problem = f"There is no block {number:,}: the last is {last:,}."
+        return replace(whole, items=tuple(items), problems=(*whole.problems, problem))
+    figure = block_figure(selected, found, number)
+    title = f"The {len(figure.table)} values of block {number:,}, with codes and errors"
+    table = Table("block values", figure.table, VALUE_COLUMNS, title, height=320, foldable=True)
+    return replace(whole, items=(*items, figure, table))
 
 
 def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str]:
@@ -101,15 +130,8 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
     )
 
 
-def beyond(found: Blocks, asked: int | None) -> str:
-    """What to say of a block that is asked for and beyond the last; "" of any other."""
-    last = len(found.table) - 1
-    return f"There is no block {asked:,}: the last is {last:,}." if asked is not None and asked > last else ""
-
-
-def block(selected: SelectedTensor, found: Blocks, asked: int | None) -> tuple[Figure, int]:
-    """(the values of one block, its number): the one asked for, with None the worst."""
-    number = int(found.worst.iloc[0]["block"]) if asked is None else asked
+def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure:
+    """The values of one block."""
     values = compute.block_values(found.subject, number)
     row = found.table.iloc[number]
     line, place = divmod(number, found.per_line)
@@ -120,7 +142,7 @@ def block(selected: SelectedTensor, found: Blocks, asked: int | None) -> tuple[F
     chart = charts.block_values(values, selected.format, f"Block {number:,}: {text} dB{scale}", where)
     words = f"{found.caption}\nBlock {number:,}: {where}{scale}."
     note = "Ring: the value. Dot: what it was rounded to. Red: the error."
-    return Figure("block_values", chart, values, words, note=note, height=330), number
+    return Figure("block_values", chart, values, words, note=note, height=330, group="drill", width=3)
 
 
 BLOCKS = Question(
@@ -131,7 +153,6 @@ BLOCKS = Question(
     page="tensor",
     view="blocks",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.blocks.view",
+    controls=(METRIC, BLOCK),
     report=not_in_report,
 )

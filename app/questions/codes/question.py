@@ -39,11 +39,19 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     )
     counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
     note = f"{about_format(selected.format)}. Codes that never occur have no bar."
-    bars = Figure("codes", charts.codes(table, selected.format, counted), table, caption, note=note, height=400)
-    tiers = compute.tiers(table)
-    parts = Figure(
-        "tiers", charts.tiers(tiers, f"{counted} · codes used of all"), tiers, caption, height=120 + 40 * len(tiers)
+    bars = Figure(
+        "codes",
+        charts.codes(table, selected.format, counted),
+        table,
+        caption,
+        note=note,
+        height=400,
+        group="codes",
+        width=3,
     )
+    tiers = compute.tiers(table)
+    chart = charts.tiers(tiers, f"{counted} · codes used of all")
+    parts = Figure("tiers", chart, tiers, caption, height=120 + 40 * len(tiers), group="codes", width=2)
     return Drawn((bars, parts), verdict)
 
 
@@ -75,6 +83,5 @@ CODES = Question(
     page="tensor",
     view="codes",
     draw=draw,
-    layout="binade.app.questions.codes.view",
     report=report,
 )

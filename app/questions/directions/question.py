@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from binade.app.figure import Drawn, Figure
+from binade.app.figure import Drawn, Figure, Text
 from binade.app.questions.directions import charts, compute
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts as ranking_charts
@@ -28,10 +28,12 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     words = f"{measure.label}: {', '.join(parts)}."
     if not worst.empty:
         words += f" Worst going backward: {worst['row'].iloc[0]} ({measure.quantity(worst['value'].iloc[0])})."
-    figures = []
+    figures: list[Figure] = []
+    problems = []
     for operation in ("forward", "backward"):
         part = table[table["operation"] == operation]
         if part.empty:
+            problems.append(f"No {operation} operand is in the filter.")
             continue
         figure = Figure(
             f"direction_{operation}",
@@ -45,7 +47,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             group="directions",
         )
         figures.append(figure)
-    return Drawn(tuple(figures), words)
+    note = Text(f"{board.definition} Choose a bar to look into its worst tensor.")
+    return Drawn((*figures, note), words, tuple(problems))
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:
@@ -69,6 +72,5 @@ DIRECTIONS = Question(
     view="directions",
     draw=draw,
     link={"metric": "flush_to_zero"},
-    layout="binade.app.questions.directions.view",
     report=report,
 )

@@ -9,9 +9,10 @@ from typing import Any
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Chart, Drawn, Figure, source
+from binade.app.control import Control
+from binade.app.figure import Chart, Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.formatting import big
-from binade.app.params import TITLES, One, Param
+from binade.app.params import TITLES, One
 from binade.app.questions.question import Question
 from binade.app.questions.shared import distribution_charts, distributions, format_charts
 from binade.app.questions.shared.distributions import FINE_BIN, Distribution
@@ -19,10 +20,12 @@ from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
 from binade.app.questions.shared.scores import format_comparison
 from binade.app.questions.shared.selection import Selection
-from binade.app.report.section import ReportSelection, Section, Table, slug
+from binade.app.report.section import ReportSelection, Section, slug
+from binade.app.report.section import Table as ReportTable
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
+from binade.data.text import one_line
 from binade.quant.metrics import METRICS
 
 MAX_SELECTED = style.MAX_GROUPS
@@ -31,6 +34,26 @@ GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tens
 REPORTED_BY = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index")
 MAX_TYPES = 6  # quant types of which a report draws each tensor
 AXES = {"log2": "log₂ magnitude", "linear": "linear"}
+BY = Control(name="by", label="Compare by", param=One(GROUPINGS), titles=TITLES)
+AXIS = Control(name="axis", label="Axis", param=One(tuple(AXES)), titles=AXES, row="charts")
+LAW = Control(
+    name="law", label="Q–Q against", param=One(LAWS), titles=distribution_charts.LAW_TITLES, row="charts"
+)  # fmt: skip
+COLUMNS = {
+    "tensors": Column("Tensors", "localized", 70),
+    "numel": Column("Values", "localized", 125),
+    "mean": Column("Mean", "%.3g", 85),
+    "std": Column("Std", "%.3g", 80, ""),
+    "min": Column("Min", "%.3g", 80),
+    "max": Column("Max", "%.3g", 80),
+    "absmin": Column("Smallest |x| > 0", "%.2e", 130),
+    "zeros": Column("Zeros", "localized", 115),
+    "nans": Column("NaN", "localized", 60),
+    "infs": Column("Inf", "localized", 60),
+    "sqnr_db": Column(help=f"{METRICS['sqnr_db'].definition}, of the operands that were quantized, powers summed"),
+    "flush_to_zero": Column(),
+    "saturated": Column(),
+}
 
 
 @dataclass(frozen=True)
@@ -46,29 +69,56 @@ class Groups:
     damaged: tuple[tuple[str, str], ...] = ()
 
     @property
+    def remarks(self) -> list[Text]:
+        """What is not drawn, or not from values."""
+        found = []
+        if self.of > MAX_SELECTED:
+            found.append(Text(f"{self.of} groups: the {MAX_SELECTED} with the most values are drawn."))
+        if self.not_kept:
+            names = "; ".join(self.not_kept)
+            found.append(Text(f"The values of {names} were not kept: drawn from the sketch instead.", "problem"))
+        if count := len(self.damaged):
+            title = "A tensor file cannot be read" if count == 1 else f"{count} tensor files cannot be read"
+            details = tuple(f"{label}: {one_line(reason)}" for label, reason in self.damaged)
+            found.append(Text(f"{title}: drawn from the sketch instead.", "error", details))
+        return found
+
+    @property
     def subtitle(self) -> str:
         return f"{big(sum(d.total for d in self.found))} values · {self.text}"
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"by": One(GROUPINGS), "axis": One(tuple(AXES)), "law": One(LAWS)}
+def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
+    if not selection.tensors:
+        return [BY, AXIS, LAW]
+    help = "Each selected tensor is shown by itself: clear the selection to compare groups"
+    return [replace(BY, disabled=True, help=help), AXIS, LAW]
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    opened, where, tensors = selection.opened, selection.where, list(selection.tensors)
+    opened, where, tensors, by = selection.opened, selection.where, list(selection.tensors), values["by"]
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
     ids = chosen["tensor_id"].tolist() or None
-    chosen_groups = groups_of(opened, where, chosen, values["by"])
-    problems = [f"Tensor {name[:80]!r} is not here." for name in tensors if name not in set(chosen["tensor_id"])]
-    problems += [f"The values of {label} were not kept: drawn from the sketch." for label in chosen_groups.not_kept]
-    problems += [f"The file of {label} cannot be read: drawn from the sketch." for label, _ in chosen_groups.damaged]
-    lie = values_lie(opened, where, ids, chosen_groups, values["axis"], values["law"])
-    statistics = moments(opened, where, chosen, values["by"])
-    return Drawn(
-        (*lie.figures, *formats(opened, where, ids)[0]),
-        problems=(*problems, *lie.problems),
-        tables={"Statistics, over the finite values": statistics},
+    groups = groups_of(opened, where, chosen, by)
+    gone = [f"Tensor {name[:80]!r} is not here." for name in tensors if name not in set(chosen["tensor_id"])]
+    lie = values_lie(opened, where, ids, groups, values["axis"], values["law"])
+    columns = {"group": Column("Tensor" if ids else TITLES[by]), **COLUMNS}
+    title = "**Statistics** · over the finite values"
+    statistics = Table("Statistics, over the finite values", moments(opened, where, chosen, by), columns, title)
+    items = (*groups.remarks, *lie.items, statistics, *_compared_formats(opened, where, ids))
+    return Drawn(items, problems=(*gone, *lie.problems))
+
+
+def _compared_formats(opened: Catalog, where: Filter, ids: list[str] | None) -> list[Item]:
+    figures, operands = formats(opened, where, ids)
+    if not figures:
+        return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
+    heading = (
+        f"**What each format would do to it** · {operands:,} operand{'s' * (operands != 1)}, "
+        "each rounded along the axis it is contracted over"
     )
+    hint = "SQNR hides how a format fails: read it with the values flushed to zero and saturated."
+    return [Text(heading, "heading"), *figures, Text(hint)]
 
 
 def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> Groups:
@@ -234,7 +284,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     lie += [replace(figure, name=f"histogram_{suffix}") for suffix, figure in histograms.items() if figure]
     yield Section("distributions", figures=lie, problems=problems)
     frames = {by: moments(opened, where, opened.rows_of([]), by) for by in selection.dividing(REPORTED_BY)}
-    tables = [Table(f"statistics_{by}", f"By {TITLES[by].lower()}", frame) for by, frame in frames.items()]
+    tables = [ReportTable(f"statistics_{by}", f"By {TITLES[by].lower()}", frame) for by, frame in frames.items()]
     yield Section("statistics", figures=boxes, tables=tables)
     panels, operands = formats(opened, where, None)
     if not panels:
@@ -243,7 +293,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         return
     metrics = [metric for metric, *_ in format_charts.ERROR_PANELS]
     named = [replace(panel, name=f"formats_{metric}") for panel, metric in zip(panels, metrics, strict=True)]
-    table = Table("formats", "What each format does", panels[0].table, f"{operands:,} operands.")
+    table = ReportTable("formats", "What each format does", panels[0].table, f"{operands:,} operands.")
     yield Section("comparisons", figures=named, tables=[table])
 
 
@@ -258,7 +308,8 @@ DISTRIBUTION = Question(
     help="Histograms, Q–Q plots, boxes and statistics of any selection",
     page="explore",
     draw=draw,
-    params=params,
+    controls=(BY, AXIS, LAW),
+    narrow=_controls,
     on_overview=False,
     layout="binade.app.questions.distribution.page",
     report=report,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Drawn, Figure
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table
 from binade.app.params import Known, Param
 from binade.app.questions.drift import compute
 from binade.app.questions.question import Question, not_in_report
@@ -24,6 +25,24 @@ NOTHING = (
     "There is nothing to compare: this takes a bf16 run and a quantized run of the same data, both with this "
     "tensor. Collect them with the same options."
 )
+
+NOTE = (
+    "The quantized run’s tensor is as captured, before its own rounding. What differs from bf16’s then comes from "
+    "products rounded before it, in this iteration and in those before."
+)
+WHAT = {
+    "rounding": "bf16’s tensor, rounded: the format alone",
+    "drift": "the quantized run’s tensor: the drift alone",
+    "both": "the quantized run’s tensor, rounded: both",
+}
+COLUMNS = {
+    "what": Column("Against bf16’s tensor", width=330, text=lambda row: WHAT[row["what"]]),
+    "sqnr_db": Column(),
+    "relative_error": Column(format="%.4f"),
+    "cosine": Column(format="%.5f"),
+    "gradient_bias": Column("‖error‖² / ‖x‖²", "%.5f"),
+    "ks": Column("KS distance", "%.4f", help=METRICS["ks"].definition + ", on bins of 1/8 binade"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,8 +78,18 @@ def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) ->
     return selected.row["run_id"] if selected.row["run_id"] in runs else runs[0]
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"against": Known(lambda name: name in set(opened.runs()["run_id"]))}
+def _run_in(opened: Catalog) -> Param:
+    return Known(lambda name: name in set(opened.runs()["run_id"]))
+
+
+RUN = Control(name="against", label="Quantized run", param=_run_in, widget="list")
+
+
+def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
+    if (found := candidates(selected)) is None:
+        return []
+    own = chosen_run(selected, found.runs, None)
+    return [replace(RUN, options=sorted(found.runs, key=lambda run: run != own), titles=found.labels)]
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -71,7 +100,6 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 
 def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
-    """tables: `three_way`."""
     if given.base.empty:
         return Drawn(problems=("The bf16 run has not recorded this tensor.",))
     twin = given.twins[given.twins["run_id"] == run].iloc[0]
@@ -89,13 +117,13 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
         f"{selected.source()}\nThe same tensor (by identity) of {given.reference_label} and of {label}; rounded "
         f"to {fmt}. Errors are against bf16’s tensor. Relative error: {METRICS['relative_error'].definition}."
     )
-    figures = []
+    items: list[Item] = []
     histogram = log2_histogram([d for d in found.distributions if d.total])
     if not histogram.empty:
         groups = [d.group for d in found.distributions]
         chart = distribution_charts.log2_histogram(histogram, f"{selected.label} · {label} against bf16", "values")
-        figures.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
-    return Drawn(tuple(figures), found.verdict, tables={"three_way": found.table})
+        items.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
+    return Drawn((*items, Table("three_way", found.table, COLUMNS, note=NOTE)), found.verdict)
 
 
 DRIFT = Question(
@@ -106,7 +134,7 @@ DRIFT = Question(
     page="tensor",
     view="drift",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.drift.view",
+    controls=(RUN,),
+    narrow=_controls,
     report=not_in_report,
 )

@@ -7,7 +7,8 @@ from typing import Any
 
 import pandas as pd
 
-from binade.app.figure import Drawn, Figure
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Table, Text
 from binade.app.params import Known, One, Param
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, distributions, laws
@@ -22,14 +23,33 @@ from binade.quant.metrics import METRICS
 
 AGAINST = (*laws.LAWS, "tensor", "selection")
 TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}
+COLUMNS = {
+    "law": Column("Law", width=100, text=lambda row: TITLES[row["law"]]),
+    "ks": Column("KS distance", "%.4f"),
+    "parameters": Column("Fitted", width=260),
+}
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"law": One(AGAINST), "other": Known(lambda name: not opened.rows_of([name]).empty)}
+def _tensor_in(opened: Catalog) -> Param:
+    return Known(lambda name: not opened.rows_of([name]).empty)
+
+
+LAW = Control(name="law", label="Against", param=One(AGAINST), titles=TITLES)
+OTHER = Control(name="other", label="The other tensor", param=_tensor_in, widget="list")
+
+
+def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]:
+    others = _others(selected)
+    if values["law"] != "tensor" or not others:
+        return [LAW]
+    return [LAW, replace(OTHER, options=others, titles=selected.labels)]
+
+
+def _others(selected: SelectedTensor) -> list[str]:
+    return [tensor_id for tensor_id in selected.labels if tensor_id != selected.row["tensor_id"]]
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
-    """tables: `laws`, where it is held against a law."""
     against = values["law"]
     own = distributions.distribution_of("this tensor", selected.x, (selected.row["mean"], selected.row["std"]))
     if not own.total:
@@ -41,13 +61,13 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     else:
         other, problem = _other(selected, against, values["other"])
         first = _against(selected, own, other, precision) if other else Drawn()
-        first = replace(first, problems=(*problem, *first.problems))
+        first = replace(first, items=(*map(Text, problem), *first.items)) if other else Drawn(problems=problem)
     table = distributions.boxes([d for d in (own, other) if d is not None and d.total])
     marks = "box: quartiles · line: 0.1 % to 99.9 % · dots: extremes"
     chart = distribution_charts.boxes(table, f"{marks} · {precision}", "which")
     height = distribution_charts.boxes_height(table)
     boxes = Figure("boxes", chart, table, f"{selected.source(precision)}\n{marks}.", height=height)
-    return replace(first, figures=(*first.figures, boxes))
+    return replace(first, items=(*first.items, boxes))
 
 
 def _against_law(selected: SelectedTensor, own: Distribution, law: str, precision: str) -> Drawn:
@@ -66,7 +86,10 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
         note += f" ν makes the plot straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
     chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
-    return Drawn((Figure("qq", chart, points, caption, note=note, height=420),), verdict, tables={"laws": table})
+    figure = Figure("qq", chart, points, caption, note=note, height=420, group="law", width=3)
+    title = "**How close each law comes**"
+    note = "KS: the largest gap between the two cumulative shares; 0 is the same, 1 is nothing in common."
+    return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law", width=2)), verdict)
 
 
 def _other(
@@ -79,7 +102,7 @@ def _other(
             return None, ("The filter selects no finite value.",)
         said = f"The selection: {selected.where.sentence()}. Drawn from its sketch, bins of 1/8 binade."
         return replace(found[0], group="the selection"), (said,)
-    if not tensor_id:
+    if not (tensor_id := tensor_id or next(iter(_others(selected)), None)):
         return None, ("The filter selects no other tensor.",)
     row = selected.opened.rows_of([tensor_id]).iloc[0]
     try:
@@ -128,7 +151,7 @@ NORMALITY = Question(
     page="tensor",
     view="law",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.normality.view",
+    controls=(LAW, OTHER),
+    narrow=_controls,
     report=not_in_report,
 )

@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from binade.app.figure import Drawn, Figure
+import pandas as pd
+
+from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts, compute
-from binade.app.questions.shared import board_charts
+from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.selection import Board
-from binade.app.report.section import OF_VALUES, ReportSelection, Section, Table
+from binade.app.report.section import OF_VALUES, ReportSelection, Section
+from binade.app.report.section import Table as ReportTable
+from binade.data.catalog import SHOWN_ERRORS
 
 MAX_WORST = 200  # places in a report's table
 
@@ -35,7 +39,21 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         height=charts.ranking_height(table),
         choose="tensor_id",
     )
-    return Drawn((figure,), verdict)
+    return Drawn((figure, _places(board, table)), verdict)
+
+
+def _places(board: Board, table: pd.DataFrame) -> Table:
+    """Every place; a row opens its worst tensor."""
+    metric = board.measure.key
+    metrics = {name: Column() for name in SHOWN_ERRORS} if boards.is_error(metric) else {}
+    columns = {
+        "rank": Column("Rank", width=60),
+        "place": Column("Tensor", width=220),
+        "operation": Column("Operation", width=110),
+        **(metrics or {"value": Column(format="%.4g", metric=metric)}),
+        "tensors": Column("Tensors", "localized", 80),
+    }
+    return Table("places", table, columns, height=min(38 + 35 * len(table), 420), choose="tensor_id")
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:
@@ -46,7 +64,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         if fmt:
             verdict = f"{fmt}: {drawn.verdict}"
             places = [figure.table.head(MAX_WORST).drop(columns=["value"]) for figure in figures]
-            tables = [Table(f"ranking_{fmt}", f"Worst in {fmt}", table) for table in places]
+            tables = [ReportTable(f"ranking_{fmt}", f"Worst in {fmt}", table) for table in places]
         yield Section("statistics", figures=figures, tables=tables, verdict=verdict)
 
 
@@ -58,6 +76,5 @@ RANKING = Question(
     page="worst",
     view="board",
     draw=draw,
-    layout="binade.app.questions.ranking.view",
     report=report,
 )

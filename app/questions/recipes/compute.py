@@ -6,7 +6,6 @@ tokens in the same order), tensors by identity (`Catalog.twins`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,13 +64,11 @@ def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
     return alone.agg(gap=("gap", "mean"), runs=("gap", "size")).sort_values("gap", ascending=False, ignore_index=True)
 
 
-def gradients(
-    catalog: Catalog, pairs: pd.DataFrame, done: Callable[[int], None] = lambda count: None
-) -> tuple[pd.DataFrame, int]:
+def gradients(catalog: Catalog, pairs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """Each pair of `Catalog.pairs` compared: (its columns with cosine, gradient_bias ‖ĝ−g‖²/‖g‖², projection, and the
-    sums they are made of; how many could not be read). done is told how many are through."""
+    sums they are made of; how many could not be read)."""
     rows, unread = [], 0
-    for index, pair in enumerate(pairs.to_dict("records")):
+    for pair in pairs.to_dict("records"):
         try:
             own, base = catalog.load(pair["tensor_id"]), catalog.load(pair["reference_id"])
             found = errors(base, own)
@@ -83,7 +80,6 @@ def gradients(
             | {"cosine": found.cosine, "gradient_bias": found.relative_error**2, "projection": found.projection}
             | {"error": found.relative_error**2 * pair["reference_power"]}
         )
-        done(index + 1)
     added = ["cosine", "gradient_bias", "projection", "error"]
     return pd.DataFrame(rows, columns=[*pairs.columns, *added]), unread
 

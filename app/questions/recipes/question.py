@@ -4,38 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import pandas as pd
 
 from binade.app import style
-from binade.app.figure import Drawn, Figure, source
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Table, Text, source
 from binade.app.formatting import big, losses_of
-from binade.app.params import One, Param, Whole
+from binade.app.params import One, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.questions.shared.selection import Selection
-from binade.app.report.section import ReportSelection, Section, Table
+from binade.app.report.section import ReportSelection, Section
+from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import label_of
 
+NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
 NAMED = 4  # parts in the answer
 NAMES = ("grad_weight", "grad_input", "grad_output")
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
+VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS)
+GRADIENT = Control(
+    name="gradient", label="Gradient", param=One(NAMES), titles={name: label_of(name) for name in NAMES},
+    row="gradients", width=2,
+)  # fmt: skip
+AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="slider", row="gradients")
+PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
+COLUMNS = {
+    "label": Column("Run", width=160),
+    **{part: Column(PART_TITLES[part], width=110) for part in PARTS},
+    "gap": Column("Mean gap (nats)", "%+.5f", help="Mean over the iterations of loss − bf16’s loss"),
+    "last": Column("Last gap (nats)", "%+.5f"),
+    "iterations": Column("Iterations", width=90),
+    "run_id": Column("Directory", width=330),
+}
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    return {"view": One(tuple(VIEWS)), "gradient": One(NAMES), "at": Whole(0, 10**9)}
+def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
+    if values["view"] != "gradients":
+        return [VIEW]
+    iterations = iterations_of(selection.opened, values["gradient"])
+    return [VIEW, GRADIENT, *([replace(AT, options=iterations)] if len(iterations) > 1 else [])]
 
 
-def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+def draw(
+    selection: Selection, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
+) -> Drawn:
     opened, where = selection.opened, selection.where
     table = runs_with_reference(runs_of(opened, where), opened.parts())
     if not has_reference(table):
@@ -47,7 +70,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     at = values["at"] if values["at"] in iterations else iterations[0]
-    return gradients(where, table, name, at, iterations, partial(compare, opened))
+    return gradients(where, table, name, at, iterations, partial(compare, opened), done)
 
 
 def runs_of(opened: Catalog, where: Filter) -> pd.DataFrame:
@@ -76,7 +99,7 @@ def no_reference(table: pd.DataFrame) -> str:
 
 
 def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
-    """Each quantized run's gap to bf16's loss; tables: `costs`."""
+    """Each quantized run's gap to bf16's loss."""
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     costs = compute.costs(gaps, table)
     if costs.empty:
@@ -92,7 +115,10 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
     chart = charts.gaps(shown, "above the dashed line: worse than bf16")
     lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
-    return Drawn((bars, lines), _answer(costs), tables={"costs": costs})
+    shown = costs.merge(table[["run_id", *PARTS]], on="run_id")
+    unused = [part for part in PARTS if (shown[part] == "bf16").all()]
+    columns = {name: column for name, column in COLUMNS.items() if name not in unused}
+    return Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs))
 
 
 def _answer(costs: pd.DataFrame) -> str:
@@ -123,6 +149,7 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
     return opened.facets(Filter(tensor_name=(name,))).get("iteration", [])
 
 
+@lru_cache(64)
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
     """A run's gradients of one name and iteration against the reference's: as `compute.gradients`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
@@ -136,16 +163,17 @@ def gradients(
     at: int,
     iterations: list[int],
     compared: Compare,
-    done: Callable[[int], None] = lambda count: None,
+    done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Drawn:
     """How far each run's gradients of this name are from bf16's. compared: `compare`, or what remembers its answers;
-    done is told how many runs are through."""
+    done is called with how many runs are through, of how many."""
     parts, unread = [], 0
-    for count, (_, run) in enumerate(runs_compared(table).iterrows()):
+    runs = runs_compared(table)
+    for count, (_, run) in enumerate(runs.iterrows()):
         found, missing = compared(run["run_id"], run["reference"], name, at)
         parts.append(found.assign(group=run["label"]))
         unread += missing
-        done(count + 1)
+        done(count + 1, len(runs))
     together = pd.concat(parts, ignore_index=True)
     if together.empty:
         return Drawn(problems=("No gradient of these runs has a twin with values in its bf16 run.",))
@@ -169,13 +197,15 @@ def gradients(
         Figure(column, charts.agreement(summary, column, subtitle), summary, caption, height=height, group="gradients")
         for column in ("cosine", "gradient_bias")
     ]
-    problems = [f"{unread} pairs could not be read and are left out."] if unread else []
+    notes = [f"Gradient bias: {MEASURES['gradient_bias'].definition}."]
+    if unread:
+        notes.append(f"{unread} pairs could not be read and are left out.")
     comparable = len(comparable_runs(table))
     if comparable > style.MAX_GROUPS:
-        problems.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; the filter takes others.")
+        notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; the filter takes others.")
     if at > min(iterations):
-        problems.append("Later iterations hold the drift of the weights as well.")
-    return Drawn(tuple(figures), verdict, tuple(problems))
+        notes.append("Later iterations hold the drift of the weights as well.")
+    return Drawn((*figures, *map(Text, notes)), verdict)
 
 
 def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
@@ -193,11 +223,13 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         yield Section("comparisons", problems=[no_reference(runs).replace("`", "")])
         return
     found = cost(opened, where, runs)
-    tables = [Table(name, "Loss against bf16’s", frame) for name, frame in found.tables.items()]
+    tables = [
+        ReportTable(name, "Loss against bf16’s", frame.drop(columns=[*PARTS])) for name, frame in found.tables.items()
+    ]
     yield Section("comparisons", "", found.figures, tables, verdict=found.verdict, problems=found.problems)
     of_weights = _weight_gradients(opened, where, runs)
     figures = [replace(figure, name=f"gradients_{figure.name}") for figure in of_weights.figures]
-    yield Section("comparisons", figures=figures, problems=of_weights.problems)
+    yield Section("comparisons", figures=figures, problems=of_weights.sentences)
 
 
 def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
@@ -222,7 +254,9 @@ RECIPES = Question(
     help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s",
     page="recipes",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.recipes.page",
+    controls=(VIEW, GRADIENT, AT),
+    narrow=_controls,
+    slow="Comparing gradients",
+    note=NOTE,
     report=report,
 )

@@ -10,8 +10,10 @@ import pandas as pd
 from torch import Tensor
 
 from binade.app import style
-from binade.app.figure import Drawn, Figure, source
-from binade.app.params import Many, One, Param
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.formatting import bytes_text
+from binade.app.params import Many, One
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts, format_charts
 from binade.app.questions.shared.distributions import Distribution, log2_histogram
@@ -19,29 +21,72 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.what_if import compute
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
+from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
 
-DEFAULT = ("mxfp8", "mxfp4", "nvfp4", "hifp8")
 OWN = "default"
+# A rule that is a format's only one is not a choice.
+RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) > 1 for rule in fmt.scale_rules)
 CHOICES = {
-    "scale_rule": (OWN, "floor", "ceil", "even", "rceil", "amax", "pow2", "none"),
-    "rounding": (OWN, "nearest", "half_away", "stochastic"),
-    "block_size": (OWN, "8", "16", "32", "64", "128"),
-    "overflow": (OWN, "saturate", "inf"),
-    "hadamard": ("off", "16", "32", "64", "128"),
+    "scale_rule": (
+        "Scale rule",
+        (OWN, *map(str, RULES)),
+        "How a block’s (or tensor’s) scale is found from its largest magnitude",
+    ),
+    "rounding": (
+        "Rounding",
+        (OWN, *map(str, Rounding)),
+        "nearest: ties to even. half_away: ties away from zero. stochastic: seeded, unbiased",
+    ),
+    "block_size": ("Block size", (OWN, "8", "16", "32", "64", "128"), "Values that share a scale"),
+    "overflow": (
+        "Overflow",
+        (OWN, *map(str, Overflow)),
+        "What lies beyond the largest code: the largest code, or infinity where there is one",
+    ),
+    "hadamard": (
+        "Hadamard",
+        ("off", "16", "32", "64", "128"),
+        "Rotate runs of so many values along the contracted axis before, and back after",
+    ),
 }
-TITLES = {
-    "scale_rule": "Scale rule",
-    "rounding": "Rounding",
-    "block_size": "Block size",
-    "overflow": "Overflow",
-    "hadamard": "Hadamard",
-}
-OVER = ("tensor", "selection")
+CONTROLS = (
+    Control(
+        name="formats", label="Formats", param=Many(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
+        placeholder="choose formats",
+    ),
+    *(
+        Control(name=name, label=label, param=One(allowed), widget="list", help=help, row="options")
+        for name, (label, allowed, help) in CHOICES.items()
+    ),
+    Control(
+        name="over", label="Applied to", param=One(("tensor", "selection")),
+        titles={"tensor": "this tensor", "selection": "the filter’s operands"},
+    ),
+)  # fmt: skip
+COLUMNS = {
+    "label": Column("Format"),
+    "sqnr_db": Column(),
+    "flush_to_zero": Column(),
+    "saturated": Column(),
+    "codes_used": Column("Codes used", width=95, text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
+    "code_entropy_bits": Column("Entropy (bits)", "%.2f", 104),
+    "element_bits": Column("Of (bits)", width=72),
+    "scales": Column(
+        "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
+        text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
+    ),
+    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale byte shared out"),
+    "nbytes": Column(
+        "Size", width=75, help="Of all the values in this format", text=lambda row: bytes_text(row["nbytes"])
+    ),
+}  # fmt: skip
 MOST_TENSORS = 12
 EACH = 1 << 16  # values tried of each tensor of a selection
+REMEMBERED = 32  # results
 Tried = tuple[pd.DataFrame, list[Distribution]]
+_results: dict[tuple[str, ...], Tried] = {}
 
 
 @dataclass(frozen=True)
@@ -59,16 +104,13 @@ class Plan:
         return compute.LIMIT if len(self.ids) == 1 else EACH
 
 
-def params(opened: Catalog) -> dict[str, Param]:
-    options: dict[str, Param] = {name: One(allowed) for name, allowed in CHOICES.items()}
-    return {"formats": Many(tuple(FORMATS), DEFAULT), "over": One(OVER), **options}
-
-
-def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
+def draw(
+    selected: SelectedTensor, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
+) -> Drawn:
     made = plan(selected, values)
     if not made.trials or not made.ids:
         return Drawn(problems=made.said)
-    return results(selected, made, try_all(selected.opened, made))
+    return results(selected, made, tried(selected.opened, made, done))
 
 
 def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
@@ -84,7 +126,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     if "block_size" in options:
         options["block_size"] = int(options["block_size"])
     trials = [compute.trial(name, hadamard=hadamard, **options) for name in formats]
-    for name, title in TITLES.items():
+    for name, (title, *_) in CHOICES.items():
         if without := [one.format for one in trials if name in one.ignored]:
             said.append(f"{title} as chosen does not apply to {', '.join(without)}: at its default there.")
     trials = compute.with_defaults(trials)
@@ -114,24 +156,35 @@ def _operands(selected: SelectedTensor, hadamard: int) -> tuple[list[str], str]:
     return rows["tensor_id"].tolist(), note
 
 
-def try_all(opened: Catalog, made: Plan, done: Callable[[int], None] = lambda count: None) -> Tried:
-    """(a row a trial, the distributions before and after); done is told how many are through."""
+def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
+    """(a row a trial, the distributions before and after), from memory where the same was tried lately."""
+    key = (str(opened.root), *made.ids, *(one.label for one in made.trials))
+    if key not in _results:
+        steps = len(made.ids) * len(made.trials)
+        found = compute.try_formats(
+            _tensors(opened, made), made.trials, together=len(made.ids) > 1, limit=made.limit,
+            done=lambda count: done(count, steps),
+        )  # fmt: skip
+        while len(_results) >= REMEMBERED:
+            _results.pop(next(iter(_results)), None)
+        _results[key] = found
+    return _results[key]
+
+
+def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:
+    """Each tensor with its contracted axis; those that cannot be read are left out."""
     rows = opened.rows_of(made.ids)
     axes = dict(zip(rows["tensor_id"], rows["contracted_axis"], strict=True))
-
-    def tensors() -> Iterator[tuple[Tensor, int]]:
-        for tensor_id in made.ids:
-            axis = axes[tensor_id]
-            try:
-                yield opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
-            except (CatalogError, TensorFileError):
-                continue
-
-    return compute.try_formats(tensors(), made.trials, together=len(made.ids) > 1, limit=made.limit, done=done)
+    for tensor_id in made.ids:
+        axis = axes[tensor_id]
+        try:
+            yield opened.load(tensor_id), -1 if pd.isna(axis) else int(axis)
+        except (CatalogError, TensorFileError):
+            continue
 
 
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
-    """tables: `trials`."""
+    """Numbers and charts of what was tried."""
     table, shown = tried
     best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
     sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))
@@ -149,19 +202,26 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     )
     caption = f"{what}\n{definitions} With a rotation, flush, saturation and codes are of the rotated values."
     height = format_charts.format_height(table)
-    figures = [
+    said = (*made.said, f"Of {how}.") if sampled else made.said
+    items: list[Item] = [Text(text) for text in said]
+    items += [
         Figure(f"trials_{index}", panel, table, caption, height=height, group="trials")
         for index, panel in enumerate(format_charts.trial_panels(table))
     ]
+    label = Column("Format", width=max(90, min(330, 20 + 7 * int(table["label"].str.len().max()))))
+    items.append(Table("trials", table, COLUMNS | {"label": label}))
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""
         chart = distribution_charts.log2_histogram(histogram, f"as captured, and after each round trip{of}", "values")
         height = 360 + style.legend_height([d.group for d in shown])
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
-        figures.append(Figure("trial_histogram", chart, histogram, words, height=height))
-    said = (*made.said, f"Of {how}.") if sampled else made.said
-    return Drawn(tuple(figures), verdict, said, {"trials": table})
+        items.append(Figure("trial_histogram", chart, histogram, words, height=height))
+    return Drawn(tuple(items), verdict)
+
+
+def _range(low: float, high: float) -> str:
+    return "no blocks" if pd.isna(low) else f"{low:.0f} to {high:.0f}".replace("-", "−")
 
 
 WHAT_IF = Question(
@@ -172,7 +232,7 @@ WHAT_IF = Question(
     page="tensor",
     view="whatif",
     draw=draw,
-    params=params,
-    layout="binade.app.questions.what_if.view",
+    controls=CONTROLS,
+    slow="Rounding",
     report=not_in_report,
 )

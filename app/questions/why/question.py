@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from binade.app.figure import Drawn, Figure, grid
+from binade.app.figure import Drawn, Facts, Figure, Item, grid
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, short
-from binade.quant.metrics import sqnr_db
+from binade.quant.metrics import outlier_ratio, sqnr_db
+
+LARGE = 1 << 24  # values whose outliers take too long to count
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
@@ -36,7 +38,8 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. Flushed: nonzero values below "
         "half the smallest code. Saturated: above the largest. Shares are of all values."
     )
-    figures, problems = [], []
+    items: list[Item] = [_facts(selected)]
+    problems = []
     if table.empty:
         problems.append("Nothing to draw: no value is finite and nonzero.")
     else:
@@ -46,9 +49,22 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
             table, zones, selected.format, edges, f"{selected.label} · {found.note or 'all values'}"
         )
         words = f"{about_format(selected.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
-        figures.append(Figure("codebook", chart, table, caption, note=words, height=400))
-        figures += filter(None, (_channels(selected), tokens(selected)))
-    return Drawn(tuple(figures), verdict, tuple(problems))
+        items.append(Figure("codebook", chart, table, caption, note=words, height=400))
+        items += filter(None, (_channels(selected), tokens(selected)))
+    return Drawn(tuple(items), verdict, tuple(problems))
+
+
+def _facts(selected: SelectedTensor) -> Facts:
+    row = selected.row
+    values = {
+        "absmax": row["absmax"],
+        "crest_factor": row["absmax"] / row["rms"] if row["rms"] else math.nan,
+        "dynamic_range": math.log2(row["absmax"] / row["absmin"]) if row["absmax"] > 0 else math.nan,
+        "kurtosis": row["kurtosis"],
+    }
+    if selected.x.numel() <= LARGE:
+        values["outlier_ratio"] = outlier_ratio(selected.x)
+    return Facts(values | {"zero_share": row["zeros"] / row["numel"] if row["numel"] else math.nan})
 
 
 def _channels(selected: SelectedTensor) -> Figure | None:
@@ -100,6 +116,5 @@ WHY = Question(
     page="tensor",
     view="why",
     draw=draw,
-    layout="binade.app.questions.why.view",
     report=report,
 )

@@ -1,0 +1,51 @@
+"""A control: a widget that sets a parameter of a view, as data. No Streamlit here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from binade.app.params import Many, One, Param, Whole
+from binade.data.catalog import Catalog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """
+    name         of the parameter, in the address and in the session state
+    label, help  of the widget
+    param        the values that the parameter may have, or a function that says so of a catalog
+    options      the values that can be chosen here; by default all that param allows
+    titles       how the widget names them, where not by themselves
+    widget       of a choice of one among several
+    row          controls of one row stand side by side; width: its share of the row
+    inline       whether the answer places it among its figures; else it stands above the answer
+    """
+
+    name: str
+    label: str
+    param: Param | Callable[[Catalog], Param]
+    options: Sequence[Any] = ()
+    titles: Mapping[Any, str] = field(default_factory=dict)
+    widget: Literal["segments", "list", "slider"] = "segments"
+    help: str | None = None
+    placeholder: str = ""
+    row: str = ""
+    width: float = 1
+    inline: bool = False
+    disabled: bool = False
+
+    def param_in(self, opened: Catalog) -> Param:
+        return self.param(opened) if callable(self.param) else self.param
+
+    @property
+    def choices(self) -> Sequence[Any]:
+        return self.options or (self.param.allowed if isinstance(self.param, One | Many) else ())
+
+    def possible(self, value: Any) -> Any:
+        """The value if it can be chosen here, else the first that can be, or the parameter's default."""
+        if self.choices:
+            return value if isinstance(value, list) or value in self.choices else self.choices[0]
+        assert isinstance(self.param, Whole)
+        return value if value is not None and self.param.low <= value <= self.param.high else self.param.default
