@@ -10,11 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
+
+if TYPE_CHECKING:
+    from binade.data.catalog import Catalog
 
 # Before torch is imported, and for every process that a test starts: tensors here are too small to share.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -29,6 +34,7 @@ else:
     settings.load_profile("same")
 
 PROJECT = Path(__file__).parents[1]
+Done = subprocess.CompletedProcess[str]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
 
 
@@ -46,35 +52,113 @@ def _interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def run_collector(*arguments: str, root: Path, **options) -> subprocess.CompletedProcess[str]:
+def start_python(*arguments: str | Path, env: Mapping[str, str] | None = None, **options) -> subprocess.Popen[str]:
+    """This Python with arguments, in the project's directory, its output in pipes; env is beside what is set here."""
+    usual = {"cwd": PROJECT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, env={**os.environ, **(env or {})}, **usual | options)
+
+
+def run_python(*arguments: str | Path, timeout: float = 300, **options) -> Done:
+    """What start_python starts, after its end."""
+    with start_python(*arguments, **options) as process:
+        try:
+            output, error = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return Done(process.args, process.returncode, output, error)
+
+
+def run_collector(*arguments: str, root: Path, env: Mapping[str, str] | None = None, **options) -> Done:
     """binade in a process of its own, output captured."""
-    environment = {**os.environ, "TENSOR_SAVE_DIR": str(root), **options.pop("env", {})}
-    return subprocess.run(
-        [sys.executable, "-m", "binade", *arguments],
-        cwd=PROJECT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        **options,
-    )
+    return run_python("-m", "binade", *arguments, env={"TENSOR_SAVE_DIR": str(root), **(env or {})}, **options)
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+    """Wait for a condition; fail if it does not come about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="session")
-def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """made_once(name, make): a directory that make(directory) has filled, in one of the workers, for all of them."""
+    own = tmp_path_factory.getbasetemp()
+
+    def place_of(name: str, make: Callable[[Path], None]) -> Path:
+        place = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+        with FileLock(f"{place}.lock"):
+            if not place.exists():
+                partial = place.with_name(f"{name}.part")
+                partial.mkdir()
+                make(partial)
+                partial.rename(place)
+        return place
+
+    return place_of
+
+
+@pytest.fixture(scope="session")
+def collected(made_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one run of each of RECIPES: tiny, 2 layers, 2 recorded iterations of 128 tokens. Read only.
 
-    One worker collects; each has a copy, since only one process at a time can own a root's index.
+    Each worker has a copy, since only one process at a time can own a root's index.
     """
-    own = tmp_path_factory.getbasetemp()
-    first = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "collected"
-    with FileLock(f"{first}.lock"):
-        if not first.exists():
-            partial = first.with_name("collecting")
-            done = run_collector(
-                "batch", "--quantization", ",".join(RECIPES), "--training-config", "fast",
-                "--warmup-iterations", "2", "--control-iter", "2", root=partial,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            partial.rename(first)
-    return shutil.copytree(first, own / "runs", copy_function=os.link)
+
+    def collect(root: Path) -> None:
+        done = run_collector(
+            "batch", "--quantization", ",".join(RECIPES), "--training-config", "fast",
+            "--warmup-iterations", "2", "--control-iter", "2", root=root,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    own = tmp_path_factory.getbasetemp() / "runs"
+    return shutil.copytree(made_once("collected", collect), own, copy_function=os.link)
+
+
+@pytest.fixture(scope="module")
+def catalog(collected: Path) -> Iterator[Catalog]:
+    """The catalog of the collected runs."""
+    from binade.data.catalog import Catalog  # not where only kernels are run
+
+    with Catalog.open(collected) as opened:
+        yield opened
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """binade in this process, on the root tmp_path/"runs": its exit status."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
+
+    from binade.cli import main  # not where only kernels are run
+
+    def call(*arguments: str) -> int:
+        try:
+            return main(arguments)
+        except SystemExit as end:
+            return end.code
+
+    yield call
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A tmpfs of the size that the test asks for."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "tmpfs", str(place)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    unmount = ["umount", str(place)]  # a process that was told to end may be on its way
+    until(lambda: subprocess.run(unmount, capture_output=True).returncode == 0, f"the processes that use {place}")

@@ -15,7 +15,8 @@ from zipfile import ZipFile
 import pytest
 from packaging.requirements import Requirement
 
-from tests.browser.driver import free_port, wait_for_health
+from tests.browser.driver import answers, free_port
+from tests.conftest import until
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +166,7 @@ def test_serves_with_the_app_extra(wheel, user, tmp_path):
             stderr=subprocess.STDOUT,
         )
         try:
-            wait_for_health(app, f"http://127.0.0.1:{port}")
+            until(lambda: answers(app, f"http://127.0.0.1:{port}"), "the app to answer")
         finally:
             app.terminate()
             app.wait(timeout=30)

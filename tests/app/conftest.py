@@ -9,6 +9,7 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
+from tests.app import roots
 
 
 @pytest.fixture
@@ -33,3 +34,11 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
             state._open(root)[0].close()
     state._open.clear()
     state._sandbox.clear()
+
+
+@pytest.fixture(scope="module")
+def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of roots.odd_tensors(), one a layer."""
+    root = tmp_path_factory.mktemp("odd")
+    roots.record(root, list(roots.odd_tensors().values()))
+    return root

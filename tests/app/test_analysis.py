@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -27,12 +25,6 @@ from tests.app.roots import odd_tensors, record
 
 BIN = 1 / 8  # a sketch bin is an eighth of a binade: its ends differ by at most this share of the lower one
 NAMES = ("input", "weight", "attention_probs", "attention_scores", "grad_output", "grad_weight")
-
-
-@pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -257,29 +249,6 @@ class TestQuantileQuantile:
         assert table["sample"].iloc[0] == pytest.approx((values[0] - mean) / std)
         assert table["sample"].iloc[-1] == pytest.approx((values[-1] - mean) / std)
 
-    def test_against_probplot(self):
-        """scipy.stats.probplot of the same sample: linear between its points, ours steps; they agree within a step."""
-        values = np.random.default_rng(3).normal(2.0, 0.5, 4001).astype(np.float32)
-        d = distribution_of("x", torch.from_numpy(values))
-        (theirs_x, theirs_y), _ = stats.probplot(values.astype(np.float64), dist="norm")
-        table = laws.qq_normal([d])
-        at = np.searchsorted(theirs_x, table["theoretical"].to_numpy()).clip(1, len(theirs_x) - 1)
-        sample = table["sample"].to_numpy() * d.std + d.mean
-        below, above = theirs_y[(at - 2).clip(0)], theirs_y[(at + 1).clip(max=len(theirs_y) - 1)]
-        assert ((below <= sample) & (sample <= above)).all()
-
-    def test_a_normal_sample_lies_on_the_diagonal(self):
-        values = stats.norm.ppf((np.arange(20_000) + 0.5) / 20_000) * 3 - 1
-        table = laws.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
-        inner = table[table["theoretical"].abs() < 3]
-        np.testing.assert_allclose(inner["sample"], inner["theoretical"], atol=0.01)
-
-    def test_tails_of_laplace_bend_outwards(self):
-        values = stats.laplace.ppf((np.arange(20_000) + 0.5) / 20_000)
-        table = laws.qq_normal([distribution_of("x", torch.from_numpy(values.astype(np.float32)))])
-        assert table["sample"].iloc[-1] > table["theoretical"].iloc[-1] * 1.2
-        assert table["sample"].iloc[0] < table["theoretical"].iloc[0] * 1.2
-
     @pytest.mark.parametrize("name", NAMES)
     def test_from_the_sketch_is_within_a_bin(self, catalog, tensors, name):
         tensor_id, x = tensors[name]
@@ -395,10 +364,6 @@ class TestFormatComparison:
             assert line["flush_to_zero"] == pytest.approx(((x != 0) & (q == 0)).sum() / (x != 0).sum(), rel=1e-9)
             assert line["saturated"] == pytest.approx(saturated / x.size, rel=1e-9)
 
-    def test_saturated_counts_clipped_values(self):
-        x = torch.tensor([[6.1] + [1.0] * 31])  # floor scale 1: above 6 is clipped in mxfp4
-        assert score(x, "mxfp4").saturated == 1 / 32
-
     @staticmethod
     def scores(**columns: list[float]) -> pd.DataFrame:
         usual = {
@@ -507,9 +472,3 @@ class TestLabels:
         )  # fmt: skip
         labels = unique_labels(rows)
         assert len(set(labels.values())) == len(rows)
-
-
-def test_a_distribution_cannot_be_changed():
-    d = distribution_of("x", torch.ones(2))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        d.group = "y"

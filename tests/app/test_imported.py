@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,11 @@ from binade.collector.capture.adapters.layer import Moment
 from binade.collector.imports.importer import import_logs
 from binade.collector.models.site import Site
 from binade.data.catalog import Catalog
+from tests.app.test_pages import Visit
 from tests.collector.logs_made import tensor, write
 
 pytestmark = pytest.mark.slow
 
-Visit = Callable[..., AppTest]
 IMAGE = "<img src=x onerror=alert(1)>"
 LINK = "[click](javascript:alert(1))"
 MISLABELLED = (

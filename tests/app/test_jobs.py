@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
 from tests.app import roots
-from tests.app.test_pages import metrics, rerun, words
-from tests.collector.test_jobs import SHORT, end_all, until
-
-Visit = Callable[..., AppTest]
+from tests.app.test_pages import Visit, metrics, rerun, words
+from tests.collector.test_jobs import SHORT, end_all
+from tests.conftest import until
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def bars(table):
 QUESTION = """
 from binade.app.figure import Drawn, Figure, Table, source
 from binade.app.questions.question import Question
-from binade.app.questions.toy import charts, compute
+from binade.app.questions.FOLDER import charts, compute
 
 
 def draw(selection, values):
@@ -38,8 +38,8 @@ def draw(selection, values):
 
 
 TOY = Question(
-    text="How many are there?", title="Toy", icon=":material/tag:", help="Tensors by name",
-    page=PAGE, view=VIEW, draw=draw,
+    text="How many are there on PAGE?", title="Toy PAGE", icon=":material/tag:", help="Tensors by name",
+    page="PAGE", view="VIEW", draw=draw,
 )
 """
 CHECK = """
@@ -53,8 +53,6 @@ from binade.app.sessions import pins, session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-page, view, root = sys.argv[1:]
-address = {"view": view} if view else {}
 
 
 def visit(name, **query):
@@ -66,27 +64,29 @@ def visit(name, **query):
 
 
 overview = visit("overview")
-assert "How many are there?" in [link.proto.label for link in overview.main.get("page_link")]
-assert page in overview.session_state["pages"] and page in session.pages()
-assert "How many are there?" in describe()
-at = visit(page, **address)
-assert any("names." in text.value for text in at.markdown), "the page has no verdict"
-if view:
-    assert "Toy" in next(one for one in at.get("button_group") if one.proto.id.endswith("view")).options
-else:
-    assert PAGES[page].title == "Toy"
-with Catalog.open(Path(root)) as catalog:
-    pin = pins.draw(catalog, pins.Pin(page, {name: [text] for name, text in address.items()}, "toy_bars"))
+links = [link.proto.label for link in overview.main.get("page_link")]
+with Catalog.open(Path(sys.argv[1])) as catalog:
+    reported = {one.title: one for one in contributions(catalog, Filter(), "here")}
+for page, view in PLACES:
+    question, title = f"How many are there on {page}?", f"Toy {page}"
+    assert question in links and question in describe()
+    assert page in overview.session_state["pages"] and page in session.pages()
+    at = visit(page, **({"view": view} if view else {}))
+    assert any("names." in text.value for text in at.markdown), "the page has no verdict"
+    if view:
+        assert title in next(one for one in at.get("button_group") if one.proto.id.endswith("view")).options
+    else:
+        assert PAGES[page].title == title
+    with Catalog.open(Path(sys.argv[1])) as catalog:
+        pin = pins.draw(catalog, pins.Pin(page, {"view": [view]} if view else {}, "toy_bars"))
     assert [figure.name for figure in pin.figures] == ["toy_bars"], pin.problems
-    section = next(one for one in contributions(catalog, Filter(), "here") if one.name == "toy")
+    section = reported[title]
     assert section.figures and section.tables and section.verdict == pin.verdict
 """
+PLACES = (("toy", ""), ("worst", "toy"), ("tensor", "toy"))  # a page of its own, and a view of two kinds of page
 
 
-@pytest.mark.parametrize(("page", "view"), [("toy", ""), ("worst", "toy"), ("tensor", "toy")])
-def test_a_new_question_is_one_folder_and_one_line(
-    collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, view: str
-):
+def test_a_new_question_is_one_folder_and_one_line(collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "binade"
     package.mkdir()
     for path in (PROJECT / "binade").glob("*.py"):
@@ -94,19 +94,17 @@ def test_a_new_question_is_one_folder_and_one_line(
     for name in ("quant", "data", "collector"):
         (package / name).symlink_to(PROJECT / name)
     shutil.copytree(PROJECT / "app", package / "app", ignore=shutil.ignore_patterns("__pycache__"))
-    folder = package / "app" / "questions" / "toy"
-    folder.mkdir()
-    (folder / "compute.py").write_text(COMPUTE)
-    (folder / "charts.py").write_text(CHARTS)
-    (folder / "question.py").write_text(QUESTION.replace("PAGE", repr(page)).replace("VIEW", repr(view)))
     registry = package / "app" / "questions" / "registry.py"
-    line = "    CODES,\n"
-    toy = "    __import__('binade.app.questions.toy.question', fromlist=['TOY']).TOY,\n"
-    registry.write_text(registry.read_text().replace(line, line + toy))
+    for page, view in PLACES:
+        folder = package / "app" / "questions" / f"{page}_toy"
+        folder.mkdir()
+        for name, text in (("compute", COMPUTE), ("charts", CHARTS), ("question", QUESTION)):
+            filled = text.replace("FOLDER", folder.name).replace("PAGE", page).replace("VIEW", view)
+            (folder / f"{name}.py").write_text(filled)
+        toy = f"    __import__('binade.app.questions.{folder.name}.question', fromlist=['TOY']).TOY,\n"
+        registry.write_text(registry.read_text().replace("    CODES,\n", "    CODES,\n" + toy))
     root = shutil.copytree(collected, tmp_path / "runs", ignore=shutil.ignore_patterns("index.duckdb*"))
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
-    (tmp_path / "check.py").write_text(CHECK)
-    done = subprocess.run(
-        [sys.executable, "check.py", page, view, str(root)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    (tmp_path / "check.py").write_text(CHECK.replace("PLACES", repr(PLACES)))
+    done = run_python("check.py", root, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]

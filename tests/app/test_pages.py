@@ -200,8 +200,8 @@ class FailingTensor(torch.Tensor):
         raise MemoryError
 
 
-@pytest.mark.parametrize("page", ["explore", "runs"])
-class TestEveryPage:
+@pytest.mark.parametrize("page", ["overview", "explore", "worst", "tensor", "recipes", "runs", "sql"])
+class TestNoRuns:
     @pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
     def test_root_without_runs(self, visit: Visit, tmp_path: Path, page: str, there: bool):
         root = tmp_path / "runs"
@@ -218,6 +218,9 @@ class TestEveryPage:
         at = visit(root, page)
         assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
 
+
+@pytest.mark.parametrize("page", ["explore", "runs"])
+class TestEveryPage:
     def test_damaged_segment(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = roots.copy(collected, tmp_path / "runs")
         run = roots.runs_of(root)[1]
@@ -305,23 +308,11 @@ class TestFilesThatCannotBeRead:
         assert not at.error
 
 
-@pytest.fixture(scope="module")
-def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of roots.odd_tensors(), one a layer."""
-    root = tmp_path_factory.mktemp("odd")
-    roots.record(root, list(roots.odd_tensors().values()))
-    return root
-
-
 class TestOddTensors:
-    @pytest.fixture
-    def root(self, odd_root: Path) -> Path:
-        return odd_root
-
     @pytest.mark.parametrize("axis", ["log2", "linear"])
     @pytest.mark.parametrize("number", range(len(roots.odd_tensors())), ids=list(roots.odd_tensors()))
-    def test_one(self, visit: Visit, root: Path, number: int, axis: str):
-        at = visit(root, tensor=first(root, layer_index=[number + 1]), axis=axis)
+    def test_one(self, visit: Visit, odd_root: Path, number: int, axis: str):
+        at = visit(odd_root, tensor=first(odd_root, layer_index=[number + 1]), axis=axis)
         name = list(roots.odd_tensors())[number]
         if name in ("all NaN", "all infinite", "empty"):
             assert "Nothing to draw: there is no finite value." in words(at)
@@ -332,14 +323,14 @@ class TestOddTensors:
         if name == "some NaN":
             assert re.search(r"Left out: \d+ NaN", words(at))
 
-    def test_all_together(self, visit: Visit, root: Path):
-        at = visit(root)
+    def test_all_together(self, visit: Visit, odd_root: Path):
+        at = visit(odd_root)
         assert "2,048 infinite" in words(at)
-        at = visit(root, by="layer_index", axis="linear")
+        at = visit(odd_root, by="layer_index", axis="linear")
         assert len(at.dataframe[1].value) == len(roots.odd_tensors())
 
-    def test_numbers_too_large_for_a_number_column_are_text(self, visit: Visit, root: Path):
-        at = visit(root, tensor=first(root, layer_index=[list(roots.odd_tensors()).index("huge") + 1]))
+    def test_numbers_too_large_for_a_number_column_are_text(self, visit: Visit, odd_root: Path):
+        at = visit(odd_root, tensor=first(odd_root, layer_index=[list(roots.odd_tensors()).index("huge") + 1]))
         assert re.fullmatch(r"[23]\.?\d*e\+38", at.dataframe[1].value["max"].iloc[0])
 
 

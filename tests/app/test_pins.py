@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app import roots
-from tests.app.test_pages import first, words
+from tests.app.test_pages import Visit, first, words
 
 pytestmark = pytest.mark.slow
 
-Visit = Callable[..., AppTest]
 # Of every question, and of the pages that answer none.
 VIEWS_OF = {
     "overview": [{}],
@@ -39,12 +38,6 @@ VIEWS_OF = {
     "runs": [{}],
 }
 CASES = [(page, view) for page, views in VIEWS_OF.items() for view in views]
-
-
-@pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
 
 
 DRESS = {"config", "$schema", "datasets", "width", "height", "autosize", "padding", "usermeta", "name", "views"}
@@ -227,7 +220,7 @@ texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(page=some.sampled_from(session.pages()), params=asked, chart=some.sampled_from(["", "qq", "x"]))
 def test_whatever_a_pin_asks_is_drawn_or_said(catalog: Catalog, page: str, params: dict[str, list[str]], chart: str):
     drawn = pins.draw(catalog, Pin(page, params, chart))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -40,12 +39,6 @@ SAMPLES = {
     "student_t": stats.t(4, 1, 2),
     "uniform": stats.uniform(-2, 5),
 }
-
-
-@pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

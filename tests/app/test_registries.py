@@ -35,10 +35,6 @@ def test_every_format_has_a_color_and_a_line_about_it(name: str):
     assert FORMATS[name].title in about_format(FORMATS[name])
 
 
-def test_no_two_formats_share_a_color():
-    assert set(style.FORMAT_COLORS) == set(FORMATS) and len(set(style.FORMAT_COLORS.values())) == len(FORMATS)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_tier_of_a_format_has_a_color_and_a_rank(name: str):
     for tier in set(code_tiers(FORMATS[name].element)):

@@ -11,18 +11,15 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import altair as alt
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 import torch
 
@@ -39,59 +36,34 @@ from binade.app.sessions.pins import refreshed
 from binade.app.sessions.session import Pin
 from binade.app.style import MEASURES
 from binade.app.theme import THEMES
-from binade.cli import main
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.runs import process_start
+from tests.app import reports
+from tests.app.reports import HOSTILE, MadeOnce, tensors
+from tests.conftest import PROJECT, start_python, until
 from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
 
-PROJECT = Path(__file__).parents[2]
-HOSTILE = "</script><img src=x onerror=alert(1)>&\"'"
 BARS = alt.Chart(pd.DataFrame({"a": [1]})).mark_bar().encode(x="a:Q")
 FOLDERS = ("distributions", "heatmaps", "comparisons", "statistics", "hifp8", "attention_maps")
 
 
-def tensors(seed: int) -> list[tuple[torch.Tensor, dict]]:
-    """Operands of two layers in both directions, zeros, NaN and Inf among them, and attention probabilities."""
-    random = torch.Generator().manual_seed(seed)
-    odd = torch.randn(48, 64, generator=random)
-    odd[0, 0], odd[1, 1], odd[2, :9] = torch.nan, torch.inf, 0.0
-    gradient = torch.randn(32, 64, generator=random) * 2.0**-20
-    probs = torch.randn(1, 4, 24, 24, generator=random).tril().softmax(-1).tril()
-    core = {"layer_type": "attention", "module": "core", "component": "FA"}
-    return [
-        (torch.randn(64, 96, generator=random).bfloat16() * 3, {"format": "mxfp8"}),
-        (odd, {"format": "mxfp8", "layer_index": 2, "module": HOSTILE}),
-        (gradient, {"format": "mxfp8", "operation": "backward", "tensor_name": "grad_output", "layer_index": 2}),
-        (torch.randn(16, 64, generator=random), {"quant_type": "mxfp4", "format": "mxfp4", "tensor_name": "weight"}),
-        (probs, {"format": "mxfp8", "tensor_name": "attention_probs", **core}),
-    ]
+@pytest.fixture(scope="module")
+def reported(made_once: MadeOnce) -> Path:
+    return reports.reported(made_once)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("report") / "root"
-    command = f"binade batch --quantization bf16,mxfp8 --tensor-save-dir {made} --seed 7"
-    make_run(made, tensors(1), dataset=HOSTILE, recipe="mxfp8", command=command)
-    with Catalog.open(made):
-        pass
-    return made
+def root(reported: Path) -> Path:
+    return reported / "root"
 
 
 @pytest.fixture(scope="module")
-def drawn(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def drawn(reported: Path) -> tuple[Path, Path]:
     """(the folder, the ZIP) as the command wrote them, in a process of its own."""
-    output = tmp_path_factory.mktemp("draw") / "new"
-    done = report(root, "--output", str(output), "--zip", str(output.with_suffix(".zip")))
-    assert done.returncode == 0, done.stderr
-    assert "charts" in done.stdout and "Traceback" not in done.stderr
-    return output, output.with_suffix(".zip")
-
-
-def report(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "binade", "report", "--tensor-save-dir", str(root), *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=300)
+    return reported / "draw", reported / "draw.zip"
 
 
 def everything(folder: Path) -> set[str]:
@@ -188,21 +160,22 @@ def test_tables_of_the_html_hold_the_same_numbers(tags):
     assert {row[0] for row in rows} == {"mxfp8", "mxfp4"}
 
 
-def test_shown_tables_lose_no_column(root):
+@pytest.fixture(scope="module")
+def sections(root: Path) -> list[Section]:
     with Catalog.open(root) as opened:
-        for section in contents.contributions(opened, Filter(), "here"):
-            for frame in [*(t.frame for t in section.tables), *(figure.table for figure in section.figures)]:
-                assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
+        return list(contents.contributions(opened, Filter(), "here"))
 
 
-def test_shown_columns_have_names_and_units(root):
-    raw, found = set(), {}
-    with Catalog.open(root) as opened:
-        for section in contents.contributions(opened, Filter(), "here"):
-            for figure in section.figures:
-                found[f"{section.name}/{figure.name}"] = figure
-                names = shown(figure.table).columns
-                raw |= {(figure.name, name) for name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
+def test_shown_tables_lose_no_column(sections):
+    for section in sections:
+        for frame in [*(t.frame for t in section.tables), *(figure.table for figure in section.figures)]:
+            assert len(shown(frame).columns) == len(frame.columns), list(frame.columns)
+
+
+def test_shown_columns_have_names_and_units(sections):
+    found = {f"{section.name}/{figure.name}": figure for section in sections for figure in section.figures}
+    names = [(figure.name, name) for figure in found.values() for name in shown(figure.table).columns]
+    raw = {(figure, name) for figure, name in names if re.fullmatch("[a-z0-9_ ]+", str(name))}
     assert {name for _, name in raw} <= {measure.axis for measure in MEASURES.values()}, raw
     named = {
         path: shown(figure.table, axis_of(figure.spec)).columns
@@ -327,10 +300,8 @@ def test_a_histogram_in_the_zip_is_numpys(drawn):
     assert sorted(row["share"] for row in drawn_rows) == sorted(table["share"])
 
 
-def test_specifications_are_vega_lite(root):
-    with Catalog.open(root) as opened:
-        figures = (f for one in contents.contributions(opened, Filter(), "here") for f in one.figures)
-        spec = next(figures).sized_spec(700)
+def test_specifications_are_vega_lite(sections):
+    spec = next(figure for section in sections for figure in section.figures).sized_spec(700)
     for theme in THEMES.values():
         kind = alt.LayerChart if "layer" in spec else alt.Chart
         kind.from_dict(spec | {"config": theme.config()})
@@ -370,7 +341,7 @@ def test_the_report_tells_how_it_was_made(drawn):
 # A session
 
 
-def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, signals):
+def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
     pins = (
         Pin("worst", {"view": ["board"], "metric": ["absmax"]}, "ranking", "The worst\nof all"),
@@ -382,7 +353,8 @@ def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, sign
         saved, _ = storage.save(root, kept)
     output = tmp_path / "draw"
     try:
-        assert main(["report", "--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id]) == 0
+        given = ("--tensor-save-dir", str(root), "--output", str(output), "--session", saved.id)
+        assert command("report", *given) == 0
     finally:
         shutil.rmtree(storage.folder(root))
     files = everything(output)
@@ -399,15 +371,6 @@ def test_a_sessions_report_tells_its_pins_and_notes(root, tmp_path, capsys, sign
 
 
 # What goes wrong
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """The command's handlers do not outlive the test."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(
@@ -435,29 +398,30 @@ def signals() -> Iterator[None]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_slip_is_one_line(root, tmp_path, capsys, signals, arguments, status, words):
+def test_a_slip_is_one_line(command, root, tmp_path, capsys, arguments, status, words):
     file = tmp_path / "file"
     file.write_text("mine")
     given = [text.format(tmp=tmp_path, file=file) for text in arguments]
     usual = [] if "--tensor-save-dir" in given else ["--tensor-save-dir", str(root)]
     usual += [] if "--output" in given else ["--output", str(tmp_path / "draw")]
-    try:
-        ended = main(["report", *usual, *given])
-    except SystemExit as exit:
-        ended = exit.code
+    assert command("report", *usual, *given) == status
     error = capsys.readouterr().err
-    assert ended == status and words in error and error.startswith("binade: ") and error.count("\n") == 1, error
+    assert words in error and error.startswith("binade: ") and error.count("\n") == 1, error
     left = {path.name for path in tmp_path.iterdir()} - {"index.duckdb"}  # a root has its index
     assert left == {"file"} and file.read_text() == "mine"
 
 
-def make(root: Path, output: Path, **where: list) -> int:
-    with Catalog.open(root) as opened:
-        return writer.make(opened, Request(output, Filter(**where), jobs=1), lambda *_: None)
-
-
-def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, monkeypatch):
+@pytest.fixture
+def overview_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "QUESTIONS", ())
+
+
+def make(root: Path, output: Path, archive: Path | None = None, **where: list) -> int:
+    with Catalog.open(root) as opened:
+        return writer.make(opened, Request(output, Filter(**where), archive=archive, jobs=1), lambda *_: None)
+
+
+def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, overview_alone):
     output = tmp_path / "draw"
     make(root, output)
     own = output / "heatmaps"
@@ -473,16 +437,16 @@ def test_a_second_report_replaces_the_first_and_nothing_else(root, tmp_path, mon
     assert (tmp_path / "outside").read_text() == "kept"
     assert (output / "index.html").read_text() != before
     (output / "report.json").unlink()
-    with pytest.raises(writer.UsageError, match="is there and no report wrote it"):
+    with pytest.raises(writer.UsageError, match=re.escape(f"{output}/")):
         make(root, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draw", "outside"]
 
 
-def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(root, tmp_path, capsys, signals):
+def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, root, tmp_path, capsys):
     output = tmp_path / "draw"
     output.mkdir()
     (output / "heatmaps").write_text("mine")
-    assert main(["report", "--tensor-save-dir", str(root), "--output", str(output)]) == 2
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(output)) == 2
     said = capsys.readouterr()
     assert "heatmaps is there and no report wrote it" in said.err and "charts" not in said.err
     assert everything(output) == {"heatmaps"} and (output / "heatmaps").read_text() == "mine"
@@ -493,7 +457,7 @@ def test_a_folder_that_nobody_foresaw_is_refused_before_anything_is_moved(tmp_pa
     output.mkdir()
     (output / "later").symlink_to("nowhere")
     made = report_of(tmp_path / "made", ["first.png", "later/one.png", "report.json"])
-    with pytest.raises(writer.UsageError, match="later is there and no report wrote it"):
+    with pytest.raises(writer.UsageError, match="draw/later "):
         writer.publish(made, output, set())
     assert [path.name for path in output.iterdir()] == ["later"]
 
@@ -538,78 +502,41 @@ class Noon(datetime):
         return cls(2026, 1, 1, 12, tzinfo=tz)
 
 
-def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch):
+def test_a_zip_in_the_report_and_elsewhere(root, tmp_path, monkeypatch, overview_alone):
     monkeypatch.setattr(writer, "datetime", Noon)
-    monkeypatch.setattr(contents, "QUESTIONS", ())
     output, shared = tmp_path / "a" / "draw", Path("/dev/shm") / f"binade-{os.getpid()}.zip"  # on another disk
-    places = (output / "r.zip", output / "more" / "r.zip", tmp_path / "r.zip", shared)
+    places = (output / "r.zip", output / "more" / "r.zip", shared)
     try:
         for place in places:
-            with Catalog.open(root) as opened:
-                writer.make(opened, Request(output, Filter(), archive=place, jobs=1), lambda *_: None)
+            make(root, output, place)
             assert "index.html" in zipfile.ZipFile(place).namelist()
         assert len({place.read_bytes() for place in places}) == 1
     finally:
         shared.unlink(missing_ok=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "r.zip"] and not list(output.glob(".*"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"] and not list(output.glob(".*"))
 
 
-def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch):
+def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, monkeypatch, overview_alone):
     def refuse(*_: object) -> None:
         raise writer.UsageError("refused")
 
-    monkeypatch.setattr(contents, "QUESTIONS", ())
     monkeypatch.setattr(writer, "publish", refuse)
     for place in (tmp_path / "a" / "b" / "draw" / "r.zip", tmp_path / "r.zip"):
-        wanted = Request(tmp_path / "a" / "b" / "draw", Filter(), archive=place, jobs=1)
-        with Catalog.open(root) as opened, pytest.raises(writer.UsageError, match="refused"):
-            writer.make(opened, wanted, lambda *_: None)
+        with pytest.raises(writer.UsageError, match="refused"):
+            make(root, tmp_path / "a" / "b" / "draw", place)
         assert list(tmp_path.iterdir()) == []
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-            if int(text.rpartition(")")[2].split()[1]) == pid:
-                found.append(int(path.parent.name))
-        except (OSError, IndexError):
-            continue
-    return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
-    command = [
-        sys.executable,
-        "-m",
-        "binade",
-        "report",
-        "--output",
-        str(tmp_path / "draw"),
-        "--zip",
-        str(tmp_path / "z.zip"),
-    ]
-    process = subprocess.Popen(
-        [*command, "--tensor-save-dir", str(collected)], cwd=PROJECT, stderr=subprocess.PIPE, text=True
-    )
+    written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")
+    process = start_python("-m", "binade", "report", *written, "--tensor-save-dir", collected)
     assert "charts so far" in process.stderr.readline()
-    renderers = children_of(process.pid)
+    renderers = [child.pid for child in psutil.Process(process.pid).children()]
     assert renderers
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
-    end = time.monotonic() + 20
-    while any(alive(pid) for pid in renderers) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in renderers)
+    until(lambda: not any(map(process_start, renderers)), "the renderers to end")
     if number == signal.SIGKILL:
         assert process.returncode == -9 and not (tmp_path / "draw").exists() and not (tmp_path / "z.zip").exists()
     else:
@@ -618,9 +545,8 @@ def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
 
 
 @pytest.mark.parametrize("output", [".", "/", "{tmp}"])
-def test_a_bundle_is_no_folder(tmp_path, capsys, signals, output):
-    given = ["bundle", "export", "absent", "--output", output.format(tmp=tmp_path), "--tensor-save-dir", str(tmp_path)]
-    assert main(given) == 2
+def test_a_bundle_is_no_folder(command, tmp_path, capsys, output):
+    assert command("bundle", "export", "absent", "--output", output.format(tmp=tmp_path)) == 2
     error = capsys.readouterr().err
     assert "is a folder: give --output a file's name" in error and error.count("\n") == 1
 
@@ -641,33 +567,19 @@ def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
             made = refreshed(opened, sessions.new("Long", sessions.View("explore", {})))
             saved, _ = storage.save(root, made)
         arguments, watched = [saved.id, "--output", str(out / "x.zip")], out
-    process = subprocess.Popen(
-        [sys.executable, "-m", "binade", "bundle", verb, *arguments, "--tensor-save-dir", str(root)],
-        cwd=PROJECT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    end = time.monotonic() + 60
-    while not list(watched.glob(".*.part")) and time.monotonic() < end and process.poll() is None:
-        time.sleep(0.05)
+    process = start_python("-m", "binade", "bundle", verb, *arguments, "--tensor-save-dir", root)
+    until(lambda: list(watched.glob(".*.part")) or process.poll() is not None, "the bundle to be begun")
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, "binade: cancelled: no bundle was written or imported\n")
     assert not list(out.iterdir()) and not list(root.glob(".*.part")) and root.exists() == (verb == "export")
 
 
-def test_a_full_disk_is_said(tmp_path, capsys, signals, root):
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a small disk")
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
-        ended = main(["report", "--tensor-save-dir", str(root), "--output", str(small / "draw"), "--jobs", "1"])
-        assert list(small.iterdir()) == []
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended == 1 and error.startswith("binade: the disk is full"), error
+@pytest.mark.parametrize("small_disk", ["64k"], indirect=True)
+def test_a_full_disk_is_said(command, capsys, root, small_disk):
+    assert command("report", "--tensor-save-dir", str(root), "--output", str(small_disk / "draw"), "--jobs", "1") == 1
+    assert list(small_disk.iterdir()) == []
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("binade: the disk is full")
 
 
 def test_a_renderer_that_dies_is_an_error():

@@ -16,32 +16,6 @@ from tests.app.test_pages import Visit, charts, first, words
 
 pytestmark = pytest.mark.slow
 
-PAGES = ("overview", "worst", "tensor", "recipes", "sql")
-
-
-@pytest.fixture(scope="module")
-def odd_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("odd")
-    roots.record(root, list(roots.odd_tensors().values()))
-    return root
-
-
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("there", [True, False], ids=["empty", "missing"])
-def test_root_without_runs(visit: Visit, tmp_path: Path, page: str, there: bool):
-    root = tmp_path / "runs"
-    if there:
-        root.mkdir()
-    assert "No runs yet in" in words(visit(root, page))
-    assert root.exists() == there
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_root_is_a_file(visit: Visit, tmp_path: Path, page: str):
-    root = tmp_path / "runs"
-    root.write_text("")
-    assert "is a file" in visit(root, page).error[0].value
-
 
 def test_the_overview_asks_all_questions(visit: Visit, collected: Path):
     at = visit(collected, "overview")

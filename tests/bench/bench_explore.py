@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import resource
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -36,15 +34,10 @@ from binade.data.runs import RunWriter
 from binade.data.segment import Identity, TensorRow, write_segment
 from binade.data.store import load, save
 from binade.quant.metrics import score
+from tests.bench.bench_quantize import timed
 
 MODULES = ("qkv", "proj", "fc1", "fc2")
 NAMES = (("forward", "input"), ("forward", "weight"), ("backward", "grad_output"))
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def huge(directory: Path, values: int) -> None:
@@ -65,9 +58,9 @@ def huge(directory: Path, values: int) -> None:
 
     usual()  # the file's pages are in memory for both
     before = resident()
-    ours = [seconds(first_click) for _ in range(3)]
+    ours = [timed(first_click, "cpu") for _ in range(3)]
     grown = resident() - before
-    theirs = [seconds(usual) for _ in range(3)]
+    theirs = [timed(usual, "cpu") for _ in range(3)]
     a, b = sorted(ours)[1], sorted(theirs)[1]
     print(f"huge    {values / 1e6:.0f} M float32: {a:.2f} s, np.histogram + mean + std {b:.2f} s, ratio {a / b:.2f}")
     print(f"        memory beyond the file {grown / 1e6:.0f} MB")
@@ -132,7 +125,7 @@ def first_figure(root: Path) -> float:
             found = distributions.distributions(catalog, Filter(), "quant_type")
             distribution_charts.log2_histogram(distributions.log2_histogram(found), "x", "quant type").to_dict()
 
-    return seconds(figure)
+    return timed(figure, "cpu")
 
 
 def filter_change(root: Path) -> dict[str, float]:
@@ -153,7 +146,7 @@ def filter_change(root: Path) -> dict[str, float]:
             directions_compute.directions(catalog, where, "mxfp4", "sqnr_db")
 
         overview(), worst()
-        return {"overview": seconds(overview), "worst": seconds(worst)}
+        return {"overview": timed(overview, "cpu"), "worst": timed(worst, "cpu")}
 
 
 def main() -> None:

@@ -16,8 +16,6 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `make bench` and the collector set it
@@ -27,7 +25,7 @@ import torch
 from binade.collector.imports.importer import import_logs
 from binade.collector.training.config import DEFAULT_SCORES
 from binade.quant import score, summarize
-from tests.bench.bench_quantize import versions
+from tests.bench.bench_quantize import timed, versions
 
 
 def make(directory: Path, files: int, values: int, dtype: torch.dtype, older: bool) -> int:
@@ -47,12 +45,6 @@ def loop(directory: Path, scores: tuple[str, ...]) -> None:
         summarize(x)
         for name in scores:
             score(x, name)
-
-
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -77,8 +69,10 @@ def main() -> None:
                     loops, imports = [], []
                     for repeat in range(args.repeats):
                         root = Path(scratch, f"runs{len(scores)}{repeat}")
-                        loops.append(seconds(lambda: loop(logs, scores)))  # noqa: B023
-                        imports.append(seconds(lambda: import_logs(logs, root, scores=scores, say=lambda line: None)))  # noqa: B023
+                        loops.append(timed(lambda: loop(logs, scores), "cpu"))  # noqa: B023
+                        imports.append(
+                            timed(lambda: import_logs(logs, root, scores=scores, say=lambda line: None), "cpu")  # noqa: B023
+                        )
                     theirs, ours = size / statistics.median(loops), size / statistics.median(imports)
                     print(
                         f"| {args.files} × {size / args.files:.1f} MB | {str(dtype).removeprefix('torch.')} | "

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -19,9 +17,7 @@ from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
 from tests.browser.chromium import ARGUMENTS, install
-
-PROJECT = Path(__file__).parents[2]
-STARTUP = 60  # seconds that the app may take to answer
+from tests.conftest import start_python, until
 
 # At rest: the script has ended, nothing is stale, no skeleton is left, every chart has its canvas.
 AT_REST = """() => {
@@ -47,15 +43,10 @@ def serving(root: Path) -> Iterator[str]:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
-        app = subprocess.Popen(
-            [sys.executable, "-m", "binade", "serve", "--port", str(port)],
-            cwd=PROJECT,
-            env={**os.environ, "TENSOR_SAVE_DIR": str(root)},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        options = {"env": {"TENSOR_SAVE_DIR": str(root)}, "stdout": output, "stderr": subprocess.STDOUT}
+        app = start_python("-m", "binade", "serve", "--port", port, **options)
         try:
-            wait_for_health(app, address)
+            until(lambda: answers(app, address), f"the app to answer at {address}")
             yield address
         except BaseException:
             output.seek(0)
@@ -70,21 +61,13 @@ def serving(root: Path) -> Iterator[str]:
                 app.wait()
 
 
-def wait_for_health(app: subprocess.Popen[bytes], address: str) -> None:
-    """Return when the app answers; fail if it ends before."""
-    for _ in range(STARTUP * 5):
-        try:
-            with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            pass
-        try:
-            app.wait(timeout=0.2)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"the app ended with exit status {app.returncode}")
-    raise AssertionError(f"the app did not answer at {address} within {STARTUP} s")
+def answers(app: subprocess.Popen, address: str) -> bool:
+    assert app.poll() is None, f"the app ended with exit status {app.returncode}"
+    try:
+        with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
 
 
 def launch(playwright: Playwright) -> Browser:

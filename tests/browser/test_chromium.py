@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.browser import chromium
-from tests.browser.driver import PROJECT
+from tests.conftest import Done, run_python
 
 
-def run(**environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.browser.chromium"],
-        cwd=PROJECT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+def run(**environment: str) -> Done:
+    return run_python("-m", "tests.browser.chromium", env=environment)
 
 
 def program(directory: Path, name: str) -> Path:

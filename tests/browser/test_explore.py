@@ -15,18 +15,13 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
 from tests.browser.driver import serving, settle
+from tests.collector.conftest import SMALL
 from tests.conftest import RECIPES, run_collector
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
 WHERE = Filter(quant_type=["mxfp8"], layer_index=[1], operation=["forward"])
 QUERY = "/explore?quant_type=mxfp8&layer_index=1&operation=forward"
-
-
-@pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
 
 
 def metrics(page: Page) -> dict[str, str]:
@@ -89,13 +84,6 @@ def query(page: Page) -> dict[str, list[str]]:
     return parse_qs(urlsplit(page.url).query)
 
 
-def test_shows_the_catalogs_counts(visit: Visit, catalog: Catalog):
-    totals = catalog.totals()
-    shown = metrics(visit("/explore"))
-    assert shown["Tensors"] == f"{totals.tensors:,}"
-    assert shown["With values"] == f"{totals.with_values:,}"
-
-
 def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(visit: Visit, catalog: Catalog):
     page = visit("/explore")
     choose(page, "Quant type", "mxfp8")
@@ -145,6 +133,7 @@ def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):
 def test_the_filter_survives_a_look_at_the_runs_and_the_way_back(visit: Visit, catalog: Catalog):
     page = visit("/explore")
     everything = metrics(page)
+    assert everything["Tensors"] == f"{catalog.totals().tensors:,}"
     choose(page, "Quant type", "mxfp4")
     before, address = metrics(page), page.url
     page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
@@ -157,32 +146,24 @@ def test_the_filter_survives_a_look_at_the_runs_and_the_way_back(visit: Visit, c
     assert metrics(page) == before != everything
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_runs_page_can_be_opened_first(visit: Visit, collected: Path, scheme: str):
-    """Also by an app that has shown nothing yet. The table is a canvas, with its cells as text for screen readers."""
-    with serving(collected) as cold:
-        page = visit("/runs", cold, color_scheme=scheme)
-        page.get_by_role("heading", name="Runs").wait_for()
-        settle(page)
-        page.wait_for_function(
-            """words => {
-                const table = document.querySelector('[data-testid=stDataFrame]');
-                return words.every(word => table.textContent.includes(word));
-            }""",
-            arg=list(RECIPES),
-        )
-        assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
-        background = page.evaluate(
-            "() => getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
-        )
-        assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(15, 18, 25)"}[scheme]
-
-
 def test_a_second_app_on_the_same_root(visit: Visit, collected: Path):
+    """Opened at the runs first. The table is a canvas, with its cells as text for screen readers."""
+    first = visit(QUERY)
     with serving(collected) as second:
+        for scheme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(15, 18, 25)")):
+            page = visit("/runs", second, color_scheme=scheme)
+            page.wait_for_function(
+                """words => {
+                    const table = document.querySelector('[data-testid=stDataFrame]');
+                    return words.every(word => table.textContent.includes(word));
+                }""",
+                arg=list(RECIPES),
+            )
+            assert len([mark for mark in marks(page) if "loss (nats per token)" in mark]) >= 4
+            shown = "() => getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
+            assert page.evaluate(shown) == background
         page = visit(QUERY, second)
-        assert metrics(page) == metrics(visit(QUERY))
-        assert marks(page) == marks(visit(QUERY))
+        assert metrics(page) == metrics(first) and marks(page) == marks(first)
 
 
 def test_a_collector_that_writes_while_the_page_is_open(visit: Visit, collected: Path, tmp_path: Path):
@@ -190,7 +171,7 @@ def test_a_collector_that_writes_while_the_page_is_open(visit: Visit, collected:
     with serving(root) as address:
         page = visit("/explore?quant_type=hifp8", address)
         before = int(metrics(page)["Tensors"].replace(",", ""))
-        done = run_collector("quick", "hifp8", "--backend", "torch", root=root)
+        done = run_collector("run", *SMALL, "--quantization", "hifp8", root=root)
         assert done.returncode == 0, done.stderr
         with Catalog.open(root) as catalog:
             after = catalog.totals(Filter(quant_type=["hifp8"])).tensors
@@ -218,8 +199,10 @@ def test_nothing_leaves_the_machine_and_nothing_complains(visit: Visit):
     assert page.complaints == []
 
 
-def test_dark_text_can_be_read(visit: Visit):
-    page = visit("/explore", color_scheme="dark")
+def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
+    """Ten long names: every text of a chart lies within its picture."""
+    ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]
+    page = visit("/explore?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids), color_scheme="dark")
     fills = page.locator("[data-testid=stVegaLiteChart] text").evaluate_all(
         "texts => texts.filter(text => text.textContent.trim()).map(text => getComputedStyle(text).fill)"
     )
@@ -227,12 +210,6 @@ def test_dark_text_can_be_read(visit: Visit):
     for fill in set(fills):
         red, green, blue = (int(part) for part in re.findall(r"\d+", fill)[:3])
         assert 0.2126 * red + 0.7152 * green + 0.0722 * blue > 90, fill
-
-
-def test_no_label_of_a_chart_is_cut(visit: Visit, catalog: Catalog):
-    """Ten long names: every text of a chart lies within its picture."""
-    ids = catalog.tensors()["tensor_id"].tolist()[::50][:10]
-    page = visit("/explore?" + "&".join(f"tensor={tensor_id}" for tensor_id in ids))
     cut = page.locator("[data-testid=stVegaLiteChart] svg").evaluate_all(
         """pictures => pictures.flatMap(svg => {
             const frame = svg.getBoundingClientRect();

@@ -1,4 +1,4 @@
-"""Launching, watching and cancelling in a real browser; several browsers, and an app that is started anew meanwhile."""
+"""Launching, watching and cancelling in a real browser, and in two at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from playwright.sync_api import Page, expect
 from binade.collector import jobs
 from binade.collector.jobs import processes
 from tests.browser.driver import serving, settle
-from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch, until
+from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch
+from tests.conftest import until
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 Visit = Callable[..., Page]
@@ -82,13 +83,9 @@ def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, root: Pa
         assert page.complaints == [] and other.complaints == []
 
 
-def test_two_browsers_and_an_app_started_anew(visit: Visit, root: Path):
+def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, root: Path):
     job = launch(root, CALM)
     after_iteration(root, job, 0)
-    with serving(root) as app:
-        expect(badge(enter(visit, app, "Jobs"), "running")).to_be_visible(timeout=PATIENCE)
-    before = jobs.view_of(root, job)
-    assert before.state == "running"  # the app is gone, the job is not
     with serving(root) as app:
         one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs")
         for page in (one, two):

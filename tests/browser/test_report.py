@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +17,8 @@ from binade.app.sessions.pins import draw, refreshed
 from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from tests.app import roots
-from tests.browser.driver import PROJECT, serving
+from tests.app.reports import MadeOnce, reported
+from tests.browser.driver import serving
 from tests.browser.test_sessions import turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -34,15 +33,8 @@ SHARES = (  # the rows that a histogram is drawn from
 
 
 @pytest.fixture(scope="module")
-def exported(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("exported") / "draw"
-    arguments = ["--quant-type", "mxfp4", "--iteration", "0", "--zip", f"{output}.zip", "--output", str(output)]
-    done = subprocess.run(
-        [sys.executable, "-m", "binade", "report", "--tensor-save-dir", str(collected), *arguments],
-        cwd=PROJECT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return output
+def exported(made_once: MadeOnce) -> Path:
+    return reported(made_once) / "draw"
 
 
 @pytest.fixture
@@ -64,7 +56,6 @@ def page(browser: Browser, exported: Path, tmp_path: Path) -> Iterator[Page]:
     context.close()
 
 
-@pytest.mark.browser
 def test_every_chart_is_drawn_from_the_file_alone(page):
     count = page.evaluate("() => binade.drawAll().then(views => views.length)")
     assert count > 50
@@ -77,7 +68,6 @@ def test_every_chart_is_drawn_from_the_file_alone(page):
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
-@pytest.mark.browser
 def test_a_charts_data_are_those_of_the_zip(page, exported):
     shown = page.evaluate(SHARES, CHART)
     with zipfile.ZipFile(exported.with_suffix(".zip")) as archive:
@@ -87,7 +77,6 @@ def test_a_charts_data_are_those_of_the_zip(page, exported):
     assert {tuple(row) for row in shown} == expected and len(expected) > 50
 
 
-@pytest.mark.browser
 def test_a_mark_answers_and_a_chart_saves_itself(page):
     name = "binade-statistics-ranking-sqnr-db-mxfp4"
     page.evaluate("name => binade.view(name).then(() => 1)", name)
@@ -109,7 +98,6 @@ def test_a_mark_answers_and_a_chart_saves_itself(page):
             assert b"Data: " in content and b"SQNR in mxfp4" in content
 
 
-@pytest.mark.browser
 def test_light_and_dark(page):
     page.evaluate("name => binade.view(name).then(() => 1)", CHART)
     ground = "() => getComputedStyle(document.querySelector('figure')).backgroundColor"
@@ -122,7 +110,6 @@ def test_light_and_dark(page):
     assert page.evaluate(text) == "#e4e7ef"
 
 
-@pytest.mark.browser
 def test_a_sessions_report_travels(collected: Path, visit: Callable[..., Page], browser: Browser, tmp_path: Path):
     """Made by clicking in the app; the file alone, offline, shows the pinned chart with the numbers of the app's."""
     root = roots.copy(collected, tmp_path / "root")

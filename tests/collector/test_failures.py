@@ -6,8 +6,6 @@ import json
 import resource
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from binade.data.catalog import Catalog
 from binade.data.runs import RunInfo, list_runs
-from tests.conftest import PROJECT
+from tests.conftest import start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +33,7 @@ def _end_what_was_started() -> Iterator[None]:
 
 
 def start(root: Path, *arguments: str, **options) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "binade", *ENDLESS, "--tensor-save-dir", str(root), *arguments],
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+    process = start_python("-m", "binade", *ENDLESS, "--tensor-save-dir", root, *arguments, **options)
     STARTED.append(process)
     return process
 
@@ -123,8 +114,8 @@ def test_a_killed_run_has_crashed_and_keeps_its_rows(tmp_path):
     """All that its status had counted is there; what was on its way is not, nor half of it."""
     process = start(tmp_path)
     after_iteration(process, 2)
-    while (counted := only_run(tmp_path).status.tensors) < 3 * 34:
-        time.sleep(0.01)
+    until(lambda: only_run(tmp_path).status.tensors >= 3 * 34, "three iterations to be counted")
+    counted = only_run(tmp_path).status.tensors
     process.kill()
     process.communicate()
     run = only_run(tmp_path)
@@ -171,13 +162,7 @@ print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in st
 
 
 def test_a_collector_writes_while_a_catalog_reads(tmp_path):
-    watcher = subprocess.Popen(
-        [sys.executable, "-c", WATCHER, str(tmp_path)],
-        cwd=PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    watcher = start_python("-c", WATCHER, tmp_path)
     assert watcher.stdout.readline() == "ready\n"
     collector = start(tmp_path, "--control-iter", "12")
     _, error = collector.communicate(timeout=120)

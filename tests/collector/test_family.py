@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.collector import toy_family
 from tests.collector.test_memory import check_activations
-from tests.conftest import PROJECT
+from tests.conftest import run_python
 
 TINY = toy_family.TINY
 CONFIG = RunConfig(model="arcee", dataset="python-docs", sequence_length=64, backend="torch")
@@ -58,8 +56,7 @@ def reference() -> nn.Module:
 
 def test_its_file_imports_no_torch():
     code = "import sys, tests.collector.toy_family; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert run_python("-c", code).stdout.strip() == "False"
 
 
 def test_its_sites_are_listed(capsys: pytest.CaptureFixture[str]):

@@ -8,9 +8,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +26,7 @@ from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
 from binade.data.store import TensorFileError
 from binade.quant import score, summarize
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
-from tests.conftest import PROJECT, run_collector
+from tests.conftest import run_collector, run_python, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -374,13 +371,11 @@ main(["import", sys.argv[3], "--scores", "", "--workers", "2", "--tensor-save-di
 """
 
 
-@pytest.mark.parametrize(("call", "left"), [("rename", 1), ("rename", 2), ("rename", 3), ("fsync", 12), ("replace", 9)])
+@pytest.mark.parametrize(("call", "left"), [("rename", 1), ("rename", 3), ("fsync", 12), ("replace", 9)])
 def test_an_import_that_was_killed_goes_on(bring, tmp_path, logs, call, left):
     for seed in range(18):
         write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, call, str(left), str(logs), str(tmp_path / "runs")], cwd=PROJECT, timeout=120
-    )
+    done = run_python("-c", KILLED, call, left, logs, tmp_path / "runs")
     assert done.returncode == -signal.SIGKILL
     runs, _ = list_runs(tmp_path / "runs")
     before = rows(tmp_path) if runs else pd.DataFrame(columns=["tensor_id", "tensor_name"])
@@ -411,13 +406,8 @@ sys.exit(main(["import", sys.argv[1], "--scores", "", "--workers", "2", "--tenso
 def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
     for seed in range(40):
         write(logs / f"x{seed:02d}.pt", tensor(seed, 4, 9))
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(logs), str(tmp_path / "runs")],
-        cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as running:  # fmt: skip
-        deadline = time.monotonic() + 60
-        while not list((tmp_path / "runs").glob("2*/segments/rank*")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+    with start_python("-c", SLOW, logs, tmp_path / "runs", start_new_session=True) as running:
+        until(lambda: list((tmp_path / "runs").glob("2*/segments/rank*")), "a segment")
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
         _, err = running.communicate(timeout=60)
     assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
 from tests.collector.test_failures import check_rows
-from tests.conftest import PROJECT, run_collector
+from tests.conftest import PROJECT, run_collector, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -53,13 +53,6 @@ def end_all(place: Path) -> None:
         if view.active and view.state != State.CANCELLING:
             jobs.cancel(place, view.job.id)
     until(lambda: not jobs.has_runner(place), "the runner to leave")
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.1)
 
 
 def launch(root: Path, line: tuple[str, ...]) -> jobs.Job:
@@ -178,8 +171,20 @@ class TestEstimate:
         "line",
         [
             ["--model", "deepseek2_lite"],
-            ["--tp", "2", "--modules", "qkv,proj,fc2"],
-            ["--tp", "2", "--dp", "2", "--ranks", "1,2", "--tensors", "input,query,grad_value"],
+            [
+                *[
+                    "--tp",
+                    "2",
+                    "--dp",
+                    "2",
+                    "--ranks",
+                    "1,2",
+                    "--modules",
+                    "core,proj,fc2",
+                    "--tensors",
+                    "input,query,grad_value",
+                ]
+            ],
         ],
         ids=lambda line: " ".join(line),
     )
@@ -219,9 +224,7 @@ class TestQueue:
             "import sys; from pathlib import Path; from binade.collector import jobs\n"
             "for i in range(20): jobs.add(Path(sys.argv[1]), ['run', '--seed', str(i)], title=sys.argv[2])"
         )
-        writers = [
-            subprocess.Popen([sys.executable, "-c", code, str(root), name], cwd=PROJECT) for name in ("one", "two")
-        ]
+        writers = [start_python("-c", code, root, name) for name in ("one", "two")]
         assert [writer.wait(PATIENCE) for writer in writers] == [0, 0]
         found = store.read_jobs(root)
         assert [job.id for job in found] == list(range(1, 41)) and len({job.token for job in found}) == 40

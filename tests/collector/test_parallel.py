@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from torch import nn
 
 from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear
 from binade.collector.models.site import Site
-from tests.conftest import PROJECT
+from tests.conftest import start_python
 
 RANKS = 2
 INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
@@ -54,11 +52,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict
         "grad": torch.randn(5, 3, OUTPUTS, generator=generator),
     }
     torch.save(given, where / "given.pt")
-    command = [sys.executable, "-c", WORKER]
-    workers = [
-        subprocess.Popen([*command, str(rank), str(where / "store"), str(where)], cwd=PROJECT, stderr=subprocess.PIPE)
-        for rank in range(RANKS)
-    ]
+    workers = [start_python("-c", WORKER, rank, where / "store", where) for rank in range(RANKS)]
     errors = [worker.communicate(timeout=120)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], errors
     return given, [torch.load(Path(where) / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]

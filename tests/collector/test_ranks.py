@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +17,9 @@ import torch
 
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
-from binade.data.runs import list_runs, process_start, rank_statuses, read_losses
+from binade.data.runs import RankStatus, list_runs, process_start, rank_statuses, read_losses
 from tests.collector.ranks_worker import CASES, Case
-from tests.conftest import PROJECT, run_collector
+from tests.conftest import run_collector, run_python, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -30,12 +28,10 @@ pytestmark = pytest.mark.slow
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ranks_worker saves, on one rank and on two."""
     where = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "tests.collector.ranks_worker", str(where)]
-    usual = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "BINADE_STORE": str(where / "store")}
+    command = ("-m", "tests.collector.ranks_worker", where)
+    usual = {"GLOO_SOCKET_IFNAME": "lo", "BINADE_STORE": str(where / "store")}
     places = [{}, {"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "1", "WORLD_SIZE": "2"}]
-    workers = [
-        subprocess.Popen(command, cwd=PROJECT, env=usual | place, stderr=subprocess.PIPE, text=True) for place in places
-    ]
+    workers = [start_python(*command, env=usual | place) for place in places]
     errors = [worker.communicate(timeout=280)[1] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0, 0], errors
     return where
@@ -86,10 +82,12 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root with a run on one rank, one on two tensor-parallel ranks and one on two replicas."""
+    """A root with a run on one rank, one on two tensor-parallel ranks and one on two replicas, started by torchrun."""
     root = tmp_path_factory.mktemp("runs")
-    for ranks in ((), ("--tp", "2", "--sequence-parallel"), ("--dp", "2")):
-        done = run_collector("run", *OPTIONS, *ranks, root=root)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "binade")
+    for command in (("-m", "binade"), ("-m", "binade", "--tp", "2", "--sequence-parallel"), (*torchrun, "--dp", "2")):
+        program, ranks = command[: command.index("binade") + 1], command[command.index("binade") + 1 :]
+        done = run_python(*program, "run", *OPTIONS, *ranks, "--tensor-save-dir", root)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("iteration 1 ") == 1  # rank 0 speaks for all
     return root
@@ -157,17 +155,6 @@ def test_a_rank_that_does_not_record(tmp_path: Path):
             catalog.unsharded(row["tensor_id"])
 
 
-def test_torchrun_by_hand(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "binade", "run", *OPTIONS,
-         "--tp", "2", "--tensor-save-dir", str(tmp_path)],
-        cwd=PROJECT, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (run,) = list_runs(tmp_path)[0]
-    assert run.status.state == "done" and {name[:6] for name in run.segments} == {"rank00", "rank01"}
-
-
 def test_a_batch_on_two_ranks(tmp_path: Path):
     """Ranks leave one run for the next at different times."""
     done = run_collector("batch", *OPTIONS, "--quantization", "bf16,mxfp8", "--no-raw", "--tp", "2", root=tmp_path)
@@ -180,31 +167,30 @@ def test_a_batch_on_two_ranks(tmp_path: Path):
 
 def start(root: Path) -> tuple[subprocess.Popen, Path]:
     """Two ranks that train for a long time: the launcher, once an iteration has been recorded, and the run."""
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "binade", "run", *OPTIONS, "--control-iter", "5000", "--no-raw", "--tp", "2"],
-        cwd=PROJECT, env=os.environ | {"TENSOR_SAVE_DIR": str(root)},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    until = time.monotonic() + 120
-    while time.monotonic() < until and launcher.poll() is None:
+    endless = ("--control-iter", "5000", "--no-raw", "--tp", "2", "--tensor-save-dir", root)
+    launcher = start_python("-m", "binade", "run", *OPTIONS, *endless, stdout=subprocess.DEVNULL)
+
+    def recorded() -> bool:
+        assert launcher.poll() is None, launcher.communicate()[1]
         runs = list_runs(root)[0]
-        if runs and len(runs[0].segments) >= 4 and len(rank_statuses(runs[0].directory)) == 2:
-            return launcher, runs[0].directory
-        time.sleep(0.2)
-    launcher.kill()
-    pytest.fail(f"no iteration was recorded: {launcher.communicate()[1]}")
+        return bool(runs) and len(runs[0].segments) >= 4 and len(rank_statuses(runs[0].directory)) == 2
+
+    try:
+        until(recorded, "an iteration of both ranks")
+    except AssertionError:
+        launcher.kill()
+        raise
+    return launcher, list_runs(root)[0][0].directory
 
 
-def gone(directory: Path) -> bool:
-    """Whether the ranks' processes end, within a minute."""
-    until = time.monotonic() + 60
+def alive(rank: RankStatus) -> bool:
+    return process_start(rank.pid) == rank.pid_started
+
+
+def end_of_ranks(directory: Path) -> None:
     ranks = rank_statuses(directory)
     assert len(ranks) == 2
-    while any(process_start(rank.pid) == rank.pid_started for rank in ranks):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.1)
-    return True
+    until(lambda: not any(map(alive, ranks)), "the ranks to end")
 
 
 def test_a_rank_that_dies_ends_the_run(tmp_path: Path):
@@ -212,7 +198,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path):
     os.kill(rank_statuses(directory)[1].pid, signal.SIGKILL)
     assert launcher.wait(60) == 1
     assert launcher.stderr.read() == "binade: the run failed: rank 1 was killed by SIGKILL\n"
-    assert gone(directory)
+    end_of_ranks(directory)
     (run,) = list_runs(tmp_path)[0]
     assert (run.status.state, run.status.reason) == ("failed", "rank 1 was killed by SIGKILL")
     with Catalog.open(tmp_path) as catalog:
@@ -226,15 +212,18 @@ def test_cancelling_ends_every_rank(tmp_path: Path, signum: signal.Signals):
     launcher.send_signal(signum)
     assert launcher.wait(60) == 130
     assert launcher.stderr.read() == "binade: cancelled; what was recorded is kept\n"
-    assert gone(directory)
+    end_of_ranks(directory)
     assert list_runs(tmp_path)[0][0].status.state == "cancelled"
 
 
-def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
+def test_ranks_listen_on_loopback_alone_and_do_not_outlive_their_launcher(tmp_path: Path):
     launcher, directory = start(tmp_path)
+    pids = [launcher.pid, *(rank.pid for rank in rank_statuses(directory))]
+    addresses = [address for pid in pids for address in listening(pid)]
+    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     launcher.kill()
     launcher.wait()
-    assert gone(directory)
+    end_of_ranks(directory)
     status = list_runs(tmp_path)[0][0].status
     assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
@@ -247,11 +236,9 @@ def test_a_rank_that_left_because_the_launcher_is_gone_is_not_blamed(tmp_path: P
     launcher.kill()
     launcher.wait()
     os.kill(second.pid, signal.SIGKILL)
-    until = time.monotonic() + 60
-    while process_start(second.pid) == second.pid_started and time.monotonic() < until:
-        time.sleep(0.1)
+    until(lambda: not alive(second), "rank 1 to end")
     os.kill(first.pid, signal.SIGCONT)
-    assert gone(directory)
+    end_of_ranks(directory)
     status = list_runs(tmp_path)[0][0].status
     assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
@@ -261,10 +248,12 @@ def test_no_state_is_shown_before_the_launcher_has_decided(tmp_path: Path):
     launcher, directory = start(tmp_path)
     os.kill(launcher.pid, signal.SIGSTOP)
     os.kill(rank_statuses(directory)[0].pid, signal.SIGTERM)
-    ended = gone(directory)
-    status = list_runs(tmp_path)[0][0].status
-    os.kill(launcher.pid, signal.SIGCONT)
-    assert launcher.wait(60) == 1 and ended
+    try:
+        end_of_ranks(directory)
+        status = list_runs(tmp_path)[0][0].status
+    finally:
+        os.kill(launcher.pid, signal.SIGCONT)
+    assert launcher.wait(60) == 1
     assert (status.state, status.reason) == ("running", None)
     assert list_runs(tmp_path)[0][0].status.state == "failed"
 
@@ -279,7 +268,7 @@ def test_a_run_has_not_crashed_while_a_rank_lives(tmp_path: Path):
     assert list_runs(tmp_path)[0][0].status.state == "running"
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    assert gone(directory)
+    end_of_ranks(directory)
     assert list_runs(tmp_path)[0][0].status.state == "failed"
 
 
@@ -294,15 +283,6 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
     assert launcher.wait(60) == 1
     assert launcher.stderr.read().startswith("binade: the run failed: rank 1: Is a directory")
     assert list_runs(tmp_path)[0][0].status.reason.startswith("rank 1: Is a directory")
-
-
-def test_nothing_listens_but_on_loopback(tmp_path: Path):
-    launcher, directory = start(tmp_path)
-    pids = [launcher.pid, *(rank.pid for rank in rank_statuses(directory))]
-    addresses = [address for pid in pids for address in listening(pid)]
-    launcher.kill()
-    assert gone(directory)
-    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
 
 
 def listening(pid: int) -> list[str]:

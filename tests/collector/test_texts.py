@@ -9,8 +9,6 @@ import json
 import os
 import pydoc_data.topics
 import random
-import subprocess
-import sys
 
 import pandas as pd
 import pyarrow as pa
@@ -21,7 +19,7 @@ from binade.collector.datasets.inputs import find_dataset
 from binade.collector.datasets.texts import Texts, open_texts
 from binade.collector.errors import DataError
 from binade.collector.training.config import DATASETS, ConfigError
-from tests.conftest import PROJECT
+from tests.conftest import run_python
 
 # The keys of the published data sets: Hugging Face's wikimedia/wikipedia and allenai/dolma.
 SCHEMAS = {
@@ -294,9 +292,8 @@ print(peak() - before)
 def test_memory_holds_no_texts(large, suffix):
     """The peak of a process's memory grows less than the file that it reads. Arrow's own allocator would keep back what
     was given back, at times over 10 MB: the system's is measured."""
-    command = [sys.executable, "-c", GROWTH, str(large / f"small.{suffix}"), str(large / f"large.{suffix}")]
-    environment = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"}
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, env=environment)
+    files = (large / f"small.{suffix}", large / f"large.{suffix}")
+    done = run_python("-c", GROWTH, *files, env={"ARROW_DEFAULT_MEMORY_POOL": "system"})
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < COUNT * LENGTH / 4
 

@@ -87,12 +87,12 @@ def test_triton_and_torch_train_alike(quick, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def fifty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
-    """A run of 50 iterations by recipe."""
-    root = tmp_path_factory.mktemp("fifty")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
+    """A run of 20 iterations by recipe."""
+    root = tmp_path_factory.mktemp("trained")
     done = run_collector(
         "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
-        "--train-iters", "50", "--no-raw", "--tensors", "query", "--scores", "",
+        "--train-iters", "20", "--no-raw", "--tensors", "query", "--scores", "",
         root=root,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -100,10 +100,10 @@ def fifty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunInfo]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_fall(fifty, recipe):
-    run = fifty[recipe]
+def test_losses_fall(trained, recipe):
+    run = trained[recipe]
     losses = [record["loss"] for record in read_losses(run.directory)]
-    assert len(losses) == 50 and abs(losses[0] - math.log(384)) < 0.5  # it starts by guessing
+    assert len(losses) == 20 and abs(losses[0] - math.log(384)) < 0.5  # it starts by guessing
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5
     assert sum(losses[-5:]) / 5 < math.log(256) * 0.75
     assert (run.status.loss_first, run.status.loss_last) == (losses[0], losses[-1])

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
 
-from binade.data.catalog import STATISTICS, Catalog, CatalogError
+from binade.data.catalog import STATISTICS, CatalogError
 from binade.data.filter import Filter
 from binade.quant.metrics import compare
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
-
-
-@pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp8", "hifp8"])

@@ -22,12 +22,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def catalog(collected: Path):
-    with Catalog.open(collected) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def sandbox(catalog: Catalog):
     opened = Sandbox(catalog)
     yield opened

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import termios
 
 import pytest
@@ -360,10 +358,7 @@ def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and r"l\xf6g.jsonl" in done.stdout
     done = run_collector(*RUN, *small, str(tmp_path / "lüg.jsonl"), root=runs, env=environment)
     assert done.returncode == 2 and r"l\xfcg.jsonl does not exist" in done.stderr and one_line(done.stderr)
-    done = subprocess.run(
-        [sys.executable, "-m", "binade", "bundle", "export", "x", "--output", "ü.zip", "--tensor-save-dir", str(runs)],
-        cwd=PROJECT, env=os.environ | environment, capture_output=True, text=True,
-    )  # fmt: skip
+    done = run_collector("bundle", "export", "x", "--output", "ü.zip", root=runs, env=environment)
     assert done.returncode == 1 and done.stderr.startswith("binade: ") and done.stderr.count("\n") == 1
 
 
@@ -374,14 +369,7 @@ SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--sc
 def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "binade", *arguments],
-        cwd=PROJECT,
-        env=os.environ | {"TENSOR_SAVE_DIR": str(tmp_path)},
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    done = run_collector(*arguments, root=tmp_path, stdout=write)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
     assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done"] * (arguments is SMALL_RUN)
@@ -390,14 +378,8 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     ours, theirs = os.openpty()
     termios.tcsetwinsize(ours, (24, 100))
-    arguments = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--tensor-save-dir", str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-m", "binade", *RUN, *arguments, "--control-iter", "2"],
-        cwd=PROJECT,
-        stderr=theirs,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--control-iter", "2")
+    done = run_collector(*RUN, *small, root=tmp_path, stderr=theirs)
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)

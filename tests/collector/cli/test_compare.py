@@ -9,8 +9,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from binade.collector.cli.compare import Comparison, Row, compare
 from binade.collector.cli.tables import render
 from binade.data.runs import CRASHED, DONE, FAILED, RUNNING, RunWriter
 from binade.quant import fake_quantize
-from tests.conftest import PROJECT, RECIPES, run_collector
+from tests.conftest import RECIPES, run_collector
 from tests.data.builder import add_segment, assorted, make_run
 
 pytestmark = pytest.mark.slow
@@ -652,14 +650,9 @@ class TestCommand:
         made("bf16", [5.0])
         read, write = os.pipe()
         os.close(read)
-        done = subprocess.run(
-            [sys.executable, "-m", "binade", "compare", str(tmp_path / "runs")],
-            cwd=PROJECT,
-            stdout=write,
-            stderr=subprocess.PIPE,
-        )
+        done = run_collector("compare", root=tmp_path / "runs", stdout=write)
         os.close(write)
-        assert (done.returncode, done.stderr) == (0, b"")
+        assert (done.returncode, done.stderr) == (0, "")
 
     def test_a_terminal_without_such_characters_gets_them_escaped(self, made, tmp_path):
         made("bf16", [5.0])
