@@ -52,7 +52,7 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
         subtitle = f"{title} · {big(sum(d.total for d in found))} values · from sketches"
         figure = Figure(
             f"panel_{by}",
-            distribution_charts.log2_histogram(table, subtitle, title.removeprefix("By ")),
+            distribution_charts.histogram(table, subtitle, title.removeprefix("By ")),
             table,
             source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude"),
             height=PANEL + style.legend_height([d.group for d in found]),

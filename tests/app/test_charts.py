@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import altair as alt
@@ -44,9 +44,11 @@ def losses(groups: list[str]) -> pd.DataFrame:
 def all_charts(groups: list[str], by: str = "quant type") -> dict[str, alt.TopLevelMixin]:
     each = found(groups)
     return {
-        "linear": distribution_charts.linear_histogram(distributions.linear_histogram(each), "4 k values", by, groups),
-        "log2": distribution_charts.log2_histogram(distributions.log2_histogram(each), "4 k values", by, groups),
-        "qq": distribution_charts.qq_normal(laws.qq_normal(each), "4 k values", by, groups),
+        "linear": distribution_charts.histogram(
+            distributions.linear_histogram(each), "4 k values", by, groups, linear=True
+        ),
+        "log2": distribution_charts.histogram(distributions.log2_histogram(each), "4 k values", by, groups),
+        "qq": distribution_charts.qq(laws.qq(each), "4 k values", by, groups),
         "boxes": distribution_charts.boxes(distributions.boxes(each), "4 k values", by, groups),
         "log2 boxes": distribution_charts.boxes(
             distributions.boxes([distributions.magnitudes(d) for d in each]), "4 k values", by, groups, log2=True
@@ -134,11 +136,12 @@ def test_marks_are_few(specs):
 def test_marks_are_few_for_wide_tensors():
     wide = torch.exp2(torch.linspace(-140, 126, 4000))
     each = [distributions.distribution_of(name, wide * (1 + i / 16)) for i, name in enumerate(TENSORS)]
-    assert marks(spec(distribution_charts.log2_histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
+    assert marks(spec(distribution_charts.histogram(distributions.log2_histogram(each), "x", "tensor"))) <= 5000
     assert (
-        marks(spec(distribution_charts.linear_histogram(distributions.linear_histogram(each), "x", "tensor"))) <= 5000
+        marks(spec(distribution_charts.histogram(distributions.linear_histogram(each), "x", "tensor", linear=True)))
+        <= 5000
     )
-    assert marks(spec(distribution_charts.qq_normal(laws.qq_normal(each), "x", "tensor"))) <= 5000
+    assert marks(spec(distribution_charts.qq(laws.qq(each), "x", "tensor"))) <= 5000
 
 
 @pytest.mark.parametrize("groups", CASES.values(), ids=list(CASES))
@@ -272,11 +275,11 @@ def test_losses_that_diverge(values):
 
 
 @pytest.mark.parametrize("value", [0.0, -3e38, 1e-40])
-@pytest.mark.parametrize("draw", ["linear_histogram", "boxes"])
-def test_a_single_value_can_be_drawn(value, draw: str):
+def test_a_single_value_can_be_drawn(value):
     each = [distributions.distribution_of("bf16", torch.full((5,), value).bfloat16())]
-    compute: Callable = getattr(distributions, draw)
-    spec(getattr(distribution_charts, draw)(compute(each), "5 values", "quant type"))
+    linear = distributions.linear_histogram(each)
+    spec(distribution_charts.histogram(linear, "5 values", "quant type", linear=True))
+    spec(distribution_charts.boxes(distributions.boxes(each), "5 values", "quant type"))
 
 
 @pytest.mark.parametrize("length", [4, 15, 40, 90])

@@ -49,7 +49,7 @@ def huge(directory: Path, values: int) -> None:
 
     def first_click() -> None:
         d = distributions.distribution_of("x", x, moments)
-        distribution_charts.log2_histogram(distributions.log2_histogram([d]), "x", "tensor").to_dict()
+        distribution_charts.histogram(distributions.log2_histogram([d]), "x", "tensor").to_dict()
         distribution_charts.qq(laws.qq([d], "normal"), "x", "tensor").to_dict()
 
     def usual() -> None:
@@ -123,7 +123,7 @@ def first_figure(root: Path) -> float:
     def figure() -> None:
         with Catalog.open(root) as catalog:
             found = distributions.distributions(catalog, Filter(), "quant_type")
-            distribution_charts.log2_histogram(distributions.log2_histogram(found), "x", "quant type").to_dict()
+            distribution_charts.histogram(distributions.log2_histogram(found), "x", "quant type").to_dict()
 
     return timed(figure, "cpu")
 
@@ -135,7 +135,7 @@ def filter_change(root: Path) -> dict[str, float]:
         def overview() -> None:
             catalog.facets(), catalog.facets(where), catalog.totals(where)
             for found in distributions.each_by(catalog, where, ("quant_type", "layer_type", "operation")).values():
-                distribution_charts.log2_histogram(distributions.log2_histogram(found), "x", "group").to_dict()
+                distribution_charts.histogram(distributions.log2_histogram(found), "x", "group").to_dict()
             ranking_compute.ranking(catalog, where, "mxfp4", "sqnr_db")
 
         def worst() -> None:

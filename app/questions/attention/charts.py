@@ -10,9 +10,7 @@ from binade.app import style
 from binade.app.questions.shared.heatmap import heatmap
 from binade.quant.formats import Format
 
-
-def _by_head(table: pd.DataFrame) -> alt.X:
-    return alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap=True))
+BY_HEAD = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap=True))
 
 
 def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
@@ -23,7 +21,7 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
         alt.Tooltip("lowest:Q", title="lowest of a query", format=".3f"),
         alt.Tooltip("highest:Q", title="highest of a query", format=".3f"),
     ]
-    base = alt.Chart(table.assign(floor=0.0)).encode(x=_by_head(table), tooltip=tooltip)
+    base = alt.Chart(table.assign(floor=0.0)).encode(x=BY_HEAD, tooltip=tooltip)
     choice = style.choice("head")
     bars = (
         base.mark_bar(color=style.FINE, cursor="pointer")
@@ -54,7 +52,7 @@ def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str])
     y = alt.Y("percent:Q", title="flushed (% of the nonzero)", scale=scale)
     bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[fmt.name])
     title = style.title(f"How much of P flushes in {fmt.name}", subtitle)
-    result: alt.Chart = bars.encode(x=_by_head(table), y=y, tooltip=tooltip).properties(title=title)
+    result: alt.Chart = bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)
     return result
 
 
@@ -63,7 +61,7 @@ def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerCha
     names = (("low", "lowest"), ("q1", "25 %"), ("median", "median"), ("q3", "75 %"), ("high", "highest"))
     tooltip = [alt.Tooltip("head:O", title="head")]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in names]
-    base = alt.Chart(table).encode(x=_by_head(table), tooltip=tooltip)
+    base = alt.Chart(table).encode(x=BY_HEAD, tooltip=tooltip)
     line = base.mark_rule(color=style.FINE, strokeWidth=1.5).encode(y=alt.Y("low:Q", title="score"), y2="high:Q")
     box = base.mark_bar(color=style.FINE, opacity=0.4, size=16).encode(y="q1:Q", y2="q3:Q")
     middle = base.mark_tick(color=style.FINE, thickness=2.5, size=20, orient="horizontal").encode(y="median:Q")

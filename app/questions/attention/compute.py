@@ -17,7 +17,6 @@ from binade import quant
 from binade.app.questions.shared.rounded import MAX_SIDE
 
 LIMIT = 1 << 23  # values that are read
-RANGE = ("low", "q1", "median", "q3", "high")
 NAMES = ("attention_probs", "attention_scores")
 
 
@@ -91,10 +90,8 @@ def ranges(scores: Heads) -> pd.DataFrame:
         own = scores.x[:, head].float()
         x = own[own.isfinite() & (own > torch.finfo(scores.x.dtype).min / 2)].numpy()
         marks = np.quantile(x, [0, 0.25, 0.5, 0.75, 1]) if len(x) else [math.nan] * 5
-        rows.append(
-            {"head": head + 1, **dict(zip(["low", "q1", "median", "q3", "high"], map(float, marks), strict=True))}
-        )
-    return pd.DataFrame(rows)
+        rows.append([head + 1, *map(float, marks)])
+    return pd.DataFrame(rows, columns=["head", "low", "q1", "median", "q3", "high"])
 
 
 def head_map(x: Heads, sequence: int, head: int) -> np.ndarray:

@@ -43,7 +43,7 @@ COLUMNS = {
     "tensors": Column("Tensors", "localized", 70),
     "numel": Column("Values", "localized", 125),
     "mean": Column("Mean", "%.3g", 85),
-    "std": Column("Std", "%.3g", 80, ""),
+    "std": Column("Std", "%.3g", 80),
     "min": Column("Min", "%.3g", 80),
     "max": Column("Max", "%.3g", 80),
     "absmin": Column("Smallest |x| > 0", "%.2e", 130),
@@ -176,12 +176,11 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     problems: list[str] = []
     chart: Chart
     table = distributions.linear_histogram(found) if axis == "linear" else distributions.log2_histogram(found)
-    draw = distribution_charts.linear_histogram if axis == "linear" else distribution_charts.log2_histogram
     if table.empty:
         problems.append(f"No magnitudes to draw: all values are zero. {note}")
     else:
         words = f"{caption}\nShares are of all values of a group. {note}"
-        chart = draw(table, shown.subtitle, shown.by, groups)
+        chart = distribution_charts.histogram(table, shown.subtitle, shown.by, groups, axis == "linear")
         figures.append(Figure("histogram", chart, table, words, note=note, height=height, group="lie"))
     points = qq(found, law)
     if points.empty:

@@ -121,7 +121,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     histogram = log2_histogram([d for d in found.distributions if d.total])
     if not histogram.empty:
         groups = [d.group for d in found.distributions]
-        chart = distribution_charts.log2_histogram(histogram, f"{selected.label} · {label} against bf16", "values")
+        chart = distribution_charts.histogram(histogram, f"{selected.label} · {label} against bf16", "values")
         items.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
     return Drawn((*items, Table("three_way", found.table, COLUMNS, note=NOTE)), found.verdict)
 

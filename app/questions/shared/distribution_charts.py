@@ -21,63 +21,37 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _histogram(
-    table: pd.DataFrame, x: str, y: str, title: alt.TitleParams, by: str, groups: list[str], tooltip: list[alt.Tooltip]
+def histogram(
+    table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
 ) -> alt.Chart:
-    """Filled bars for one group; outlines for several, which would only muddy each other."""
+    """Of distributions.log2_histogram, or of linear_histogram. groups: all that are shown beside it, so that their
+    colours agree.
+
+    Filled bars for one group; outlines for several, which would only muddy each other.
+    """
+    groups = groups or style.groups_of(table)
+    x, y = (
+        ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
+    )
+    log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
+    title = style.title("Distribution of values" if linear else "Distribution of magnitudes", subtitle)
+    tooltip = [
+        alt.Tooltip("low:Q", title=f"{log}from", format=number),
+        alt.Tooltip("high:Q", title=f"{log}to", format=number),
+        alt.Tooltip("share:Q", title="share of values" if linear else y, format=".3~p"),
+    ]
     x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8))
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
     color = style.color(groups, by, line=True)
+    result: alt.Chart
     if len(groups) == 1:
         bars = alt.Chart(table, title=title).mark_rect(strokeWidth=0)
-        result: alt.Chart = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
-        return result
-    lines = alt.Chart(_outline(table), title=title).mark_line(interpolate="step-after", strokeWidth=1.8)
-    outlines: alt.Chart = lines.encode(
-        x=x_axis,
-        y=y_axis,
-        color=color,
-        strokeDash=style.dash(groups, by),
-        tooltip=[alt.Tooltip("group:N", title=by), *tooltip],
-    )
-    return outlines
-
-
-def linear_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.Chart:
-    """Of analysis.linear_histogram. groups: all that are shown beside it, so that their colours agree."""
-    tooltip = [
-        alt.Tooltip("low:Q", title="from", format=".4~g"),
-        alt.Tooltip("high:Q", title="to", format=".4~g"),
-        alt.Tooltip("share:Q", title="share of values", format=".3~p"),
-    ]
-    return _histogram(
-        table,
-        "value",
-        "share of values in the bin",
-        style.title("Distribution of values", subtitle),
-        by,
-        groups or style.groups_of(table),
-        tooltip,
-    )
-
-
-def log2_histogram(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.Chart:
-    """Of analysis.log2_histogram. groups: all that are shown beside it, so that their colours agree."""
-    tooltip = [
-        alt.Tooltip("low:Q", title="log₂ from", format=".3~f"),
-        alt.Tooltip("high:Q", title="log₂ to", format=".3~f"),
-        alt.Tooltip("share:Q", title="share of values per binade", format=".3~p"),
-    ]
-    title = style.title("Distribution of magnitudes", subtitle)
-    return _histogram(
-        table,
-        "log₂ |value| (binades)",
-        "share of values per binade",
-        title,
-        by,
-        groups or style.groups_of(table),
-        tooltip,
-    )
+        result = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+    else:
+        tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
+        lines = alt.Chart(_outline(table), title=title).mark_line(interpolate="step-after", strokeWidth=1.8)
+        result = lines.encode(x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by), tooltip=tooltip)
+    return result
 
 
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
@@ -87,7 +61,7 @@ LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "unifo
 def qq(
     table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None, law: str = "normal"
 ) -> alt.LayerChart:
-    """Of analysis.laws.qq, with the line on which the law would lie. groups as in the histograms."""
+    """Of laws.qq, with the line on which the law would lie. groups as in the histograms."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
@@ -95,15 +69,10 @@ def qq(
     return chart.properties(title=style.title(f"Q–Q against a {name}", subtitle))
 
 
-def qq_normal(table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None) -> alt.LayerChart:
-    """Of analysis.qq_normal."""
-    return qq(table, subtitle, by, groups, "normal")
-
-
 def qq_between(
     table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
 ) -> alt.LayerChart:
-    """Of analysis.laws.qq_between, with the line on which the two would be distributed alike."""
+    """Of laws.qq_between, with the line on which the two would be distributed alike."""
     chart = _qq(table, by, groups, (f"quantile of {other}", "quantile of the values", "the other", "values"))
     return chart.properties(title=style.title(f"Q–Q against {other}", subtitle))
 
@@ -151,9 +120,9 @@ BOX_TITLES = {
 def boxes(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of analysis.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups as in the histograms.
+    """Of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
 
-    log2: the table is of analysis.magnitudes.
+    log2: the table is of distributions.magnitudes.
     """
     groups, shown = groups or style.groups_of(table), style.groups_of(table)
     tooltip = [alt.Tooltip("group:N", title=by)]

@@ -25,7 +25,6 @@ from binade.quant.summary import bin_edges, summarize
 
 SKETCH_BIN = 2.0**-3  # a bin's width, as a share of the power of two below it
 FINE_BIN = 2.0**-7
-SKETCH_SMALLEST = 2.0**-126 * SKETCH_BIN  # below lies the sketch's bin of zero
 MAX_EXACT_FLOAT32 = 1 << 22  # a larger float32 tensor would have to be sorted: it is counted by its upper 16 bits
 
 

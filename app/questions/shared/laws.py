@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,27 +46,18 @@ class Fit:
         return f"{freedom}{where} = {self.location:.3g}, {size} = {self.scale:.3g}"
 
     @property
-    def _freedom(self) -> float:
-        assert self.freedom is not None
-        return self.freedom
+    def _standard(self) -> Any:
+        """The law at location 0 and scale 1, as scipy has it."""
+        if self.freedom is not None:
+            return stats.t(self.freedom)
+        return {"normal": stats.norm, "laplace": stats.laplace, "uniform": stats.uniform(-1, 2)}[self.law]
 
     def tail(self, share: np.ndarray) -> np.ndarray:
         """The standard law's value above which a share of at most one half lies."""
-        if self.law == "normal":
-            return np.asarray(stats.norm.isf(share))
-        if self.law == "laplace":
-            return np.asarray(-np.log(2 * share))
-        if self.law == "student_t":
-            return np.asarray(stats.t.isf(share, self._freedom))
-        return 1 - 2 * share
+        return 1 - 2 * share if self.law == "uniform" else np.asarray(self._standard.isf(share))
 
     def cdf(self, values: np.ndarray) -> np.ndarray:
-        z = (values - self.location) / self.scale
-        if self.law == "student_t":
-            return np.asarray(stats.t.cdf(z, self._freedom))
-        if self.law == "uniform":
-            return np.clip((z + 1) / 2, 0, 1)
-        return {"normal": stats.norm, "laplace": stats.laplace}[self.law].cdf(z)
+        return np.asarray(self._standard.cdf((values - self.location) / self.scale))
 
 
 def fit(d: Distribution, law: str) -> Fit | None:
@@ -122,11 +114,6 @@ def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.
         sample = (quantiles(d, share) - fitted.location) / fitted.scale
         tables.append(pd.DataFrame({"group": d.group, "theoretical": theoretical, "sample": sample}))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
-
-
-def qq_normal(found: list[Distribution], points: int = 201) -> pd.DataFrame:
-    """`qq` against a normal of the same mean and deviation: both axes in standard deviations from the mean."""
-    return qq(found, "normal", points)
 
 
 def qq_between(found: list[Distribution], other: Distribution, points: int = 201) -> pd.DataFrame:
