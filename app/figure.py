@@ -153,10 +153,10 @@ class Facts(_Item):
 
 @dataclass(frozen=True)
 class Text(_Item):
-    """A sentence between figures. details: lines that can be unfolded beneath it."""
+    """A sentence between figures. A hint is for the page only. details: lines that can be unfolded beneath it."""
 
     text: str
-    kind: Literal["note", "problem", "error", "heading"] = "note"
+    kind: Literal["note", "hint", "problem", "error", "heading"] = "note"
     details: tuple[str, ...] = ()
 
 
@@ -194,7 +194,7 @@ class Drawn:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The problems and the texts between the figures."""
-        texts = [item.text for item in self.items if isinstance(item, Text) and item.kind != "heading"]
+        texts = [item.text for item in self.items if isinstance(item, Text) and item.kind not in ("heading", "hint")]
         return (*self.problems, *texts)
 
     def get(self, name: str) -> Figure | None:

@@ -118,7 +118,7 @@ def _compared_formats(opened: Catalog, where: Filter, ids: list[str] | None) -> 
         "each rounded along the axis it is contracted over"
     )
     hint = "SQNR hides how a format fails: read it with the values flushed to zero and saturated."
-    return [Text(heading, "heading"), *figures, Text(hint)]
+    return [Text(heading, "heading"), *figures, Text(hint, "hint")]
 
 
 def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> Groups:
