@@ -136,6 +136,9 @@ def test_the_filter_survives_a_look_at_the_runs_and_the_way_back(visit: Visit, c
     assert everything["Tensors"] == f"{catalog.totals().tensors:,}"
     choose(page, "Quant type", "mxfp4")
     before, address = metrics(page), page.url
+    page.reload()
+    settle(page)
+    assert metrics(page) == before and page.url == address
     page.get_by_test_id("stTopNavLink").filter(has_text="Runs").click()
     page.get_by_role("heading", name="Runs").wait_for()
     settle(page)
