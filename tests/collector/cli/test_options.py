@@ -13,7 +13,6 @@ import pytest
 from binade import cli
 from binade.app.jobs import collecting
 from binade.collector import jobs
-from binade.collector.cli.document import options_page
 from binade.collector.cli.options import read
 from binade.collector.errors import ConfigError
 from binade.collector.training.config import RunConfig, check
@@ -123,10 +122,6 @@ def test_help_of_binade_fits_one_screen(capsys):
     assert cli.main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and all(any(f"  {name} " in line for line in lines) for name in cli.PLACES)
-
-
-def test_the_page_of_options_is_what_the_declarations_say():
-    assert (PROJECT / "docs" / "options.md").read_text() == options_page()
 
 
 def test_options_are_not_abbreviated():
