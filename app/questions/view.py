@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import streamlit as st
 
@@ -22,17 +22,19 @@ from binade.data.filter import Filter
 
 def show_question(question: Question, selected: Selection, values: dict[str, Any]) -> None:
     """Show the controls, and the answer for what is selected. values: of the page's parameters."""
-    values = values | show_controls(question.controls_of(selected, values))
+    values = values | show_controls(question.controls_of(selected, values), gap="large")
     drawn = _draw_stoppable(question, selected, values) if question.slow else question.draw(selected, values)
     if drawn is not None:
         show_answer(drawn, selected.where, values)
 
 
-def show_controls(controls: Iterable[Control]) -> dict[str, Any]:
-    """Show controls, those of one row side by side; the values that they have."""
+def show_controls(controls: Iterable[Control], gap: Literal["small", "large"] = "small") -> dict[str, Any]:
+    """Show controls, those of one row side by side with a gap like that of two figures or a small one; the values
+    that they have."""
     for _, row in groupby(controls, key=lambda control: control.row or control.name):
         together = list(row)
-        for cell, control in zip(st.columns([each.width for each in together]), together, strict=True):
+        columns = st.columns([each.width for each in together], gap=gap if len(together) < 3 else "small")
+        for cell, control in zip(columns, together, strict=True):
             with cell:
                 _widget(control)
     return {control.name: st.session_state[control.name] for control in controls}
