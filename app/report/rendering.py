@@ -6,8 +6,9 @@ memory that the index and the analysis need, and they end when their input does,
 
 from __future__ import annotations
 
+import base64
+import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -62,11 +63,11 @@ class Renderers:
     def render(self, spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> Future[Picture]:
         """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font. The
         future raises RenderError."""
-        return self._pool.submit(self._request, (spec, caption, colors))
+        return self._pool.submit(self._picture, {"spec": spec, "caption": caption, "colors": colors})
 
     def bundle(self) -> Future[str]:
         """Vega, Vega-Lite and vega-embed as one script."""
-        return self._pool.submit(self._request, None)
+        return self._pool.submit(lambda: self._request({})["script"])
 
     def _start(self) -> None:
         # A process group of its own: Ctrl-C is for the parent, which ends it.
@@ -75,24 +76,31 @@ class Renderers:
         )
         self._processes.append(self._own.process)
 
-    def _request(self, request: tuple[Any, ...] | None) -> Any:
+    def _picture(self, request: dict[str, Any]) -> Picture:
+        answer = self._request(request)
+        return Picture(base64.b64decode(answer["png"]), answer["svg"].encode())
+
+    def _request(self, request: dict[str, Any]) -> dict[str, str]:
         process = self._own.process
         try:
-            pickle.dump(request, process.stdin)
+            process.stdin.write(json.dumps(request, allow_nan=False).encode() + b"\n")
             process.stdin.flush()
-            answer, error = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError):
-            raise RenderError("the process that draws the charts has ended: killed, or out of memory") from None
-        if error:
-            raise RenderError(f"a chart cannot be drawn: {error}")
-        return Picture(*answer) if isinstance(answer, tuple) else answer
+            line = process.stdout.readline()
+        except OSError:
+            line = b""
+        if not line.endswith(b"\n"):
+            raise RenderError("the process that draws the charts has ended: killed, or out of memory")
+        answer: dict[str, str] = json.loads(line)
+        if "error" in answer:
+            raise RenderError(f"a chart cannot be drawn: {answer['error']}")
+        return answer
 
 
-def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> tuple[bytes, bytes]:
+def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> dict[str, str]:
     import vl_convert
 
     svg = supported(captioned(vl_convert.vegalite_to_svg(spec), caption, colors))
-    return vl_convert.svg_to_png(svg, scale=SCALE), svg.encode()
+    return {"png": base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode(), "svg": svg}
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
@@ -127,20 +135,17 @@ def _shifted(text: str) -> str:
 
 
 def main() -> None:
-    """Answer the requests on stdin with a pair (result, error) on stdout, both pickled, until stdin ends."""
+    """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"png", "svg"}), the scripts
+    ({"script"}) for an empty request, or {"error"}."""
     import vl_convert
 
-    while True:
+    for line in sys.stdin.buffer:
         try:
-            request = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            result: Any = render(*request) if request else vl_convert.javascript_bundle()  # type: ignore[call-arg]
-            answer = result, ""
+            request = json.loads(line)
+            answer = render(**request) if request else {"script": vl_convert.javascript_bundle()}  # type: ignore[call-arg]
         except (ValueError, KeyError, TypeError) as error:
-            answer = None, " ".join(str(error).split())[:300] or type(error).__name__
-        pickle.dump(answer, sys.stdout.buffer)
+            answer = {"error": " ".join(str(error).split())[:300] or type(error).__name__}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
