@@ -117,8 +117,5 @@ def settle(page: Page) -> None:
     """Wait until every run of the script that the browser asked for has ended, and the page is at rest."""
     for _ in range(2):  # what is drawn last may ask again
         page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        for _ in range(600):
-            if not WATCHED[page]:
-                break
-            page.wait_for_timeout(100)  # lets the frames come in
+        until(lambda: not WATCHED[page] or page.wait_for_timeout(100), "the app to answer", 60)  # frames come meanwhile
         page.wait_for_function(AT_REST, timeout=60_000)

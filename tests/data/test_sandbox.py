@@ -17,6 +17,7 @@ from binade.data.catalog import PUBLIC_TABLES, Catalog
 from binade.data.filter import Filter
 from binade.data.runs import process_start
 from binade.data.sandbox import QueryError, Sandbox
+from tests.conftest import until
 
 pytestmark = pytest.mark.slow
 
@@ -182,16 +183,12 @@ with Catalog.open(Path(sys.argv[1])) as catalog:
     )  # fmt: skip
     assert running.stdout and running.stdout.readline()
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-    until = time.monotonic() + 30
-    while not (found := children.read_text().split()) and time.monotonic() < until:
-        time.sleep(0.02)
-    (child,) = map(int, found)
+    until(lambda: children.read_text().split(), "the statement's process", 30)
+    (child,) = map(int, children.read_text().split())
     assert process_start(child) is not None
     running.kill()
     running.communicate()
-    while process_start(child) is not None and time.monotonic() < until:
-        time.sleep(0.02)
-    assert process_start(child) is None
+    until(lambda: process_start(child) is None, "the statement's process to end", 30)
 
 
 def test_the_copy_has_no_name_on_the_disk(catalog, tmp_path, monkeypatch):
