@@ -1,8 +1,9 @@
-"""Messages in one line."""
+"""Messages in one line, and tables in Markdown."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
 
 def one_line(message: object, longest: int = 400) -> str:
@@ -19,3 +20,10 @@ def describe(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
+    """A table in Markdown, of cells that are Markdown already. The first `left` columns are aligned left, all if it is
+    not given, the others right."""
+    rule = [":--" if left is None or place < left else "--:" for place in range(len(header))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))

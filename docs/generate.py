@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from binade.app.questions import registry
 from binade.collector.cli.options import training_params
 from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.text import markdown_table
 from binade.quant.formats import FORMATS
 from binade.terminal import Option
 
 INTRODUCTION = "# Reference\n\nPrinted by `python docs/generate.py` from what the program declares."
-
-
-def table(titles: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
-    lines = [[*titles], *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def options() -> list[str]:
@@ -28,8 +21,11 @@ def options() -> list[str]:
     for title, group in titles.items():
         about = max((option.about for option in group), key=len)
         usages = [" ".join([o.opts[0], *([o.metavar] if o.metavar and not o.is_flag else [])]) for o in group]
-        rows = [(f"`{usage}`", option.help) for usage, option in zip(usages, group, strict=True)]
-        found += [f"### {title}", *([about] if about else []), table(("Option", "Meaning"), rows)]
+        rows = [
+            (f"`{usage}`".replace("|", "\\|"), str(option.help).replace("|", "\\|"))
+            for usage, option in zip(usages, group, strict=True)
+        ]
+        found += [f"### {title}", *([about] if about else []), markdown_table(("Option", "Meaning"), rows)]
     return found
 
 
@@ -44,9 +40,9 @@ def page() -> str:
         "## Questions of the app",
         registry.describe(),
         "## Recorded tensors",
-        table(("Name", "Product", "Operation", "Phase", "Label"), tensors),
+        markdown_table(("Name", "Product", "Operation", "Phase", "Label"), tensors),
         "## Formats",
-        table(("Name", "Format", "Bits per value", "Largest", "Rounding", "Defined by"), formats),
+        markdown_table(("Name", "Format", "Bits per value", "Largest", "Rounding", "Defined by"), formats),
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -16,6 +16,7 @@ from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.training.question import TRAINING
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
+from binade.data.text import markdown_table
 
 QUESTIONS: tuple[Question, ...] = (
     DISTRIBUTION,
@@ -44,5 +45,5 @@ def describe() -> str:
     rows = []
     for question in QUESTIONS:
         place = f"{question.page.capitalize()} › {question.title}" if question.view else question.title
-        rows.append(f"| {question.text} | {place} | {question.help} |")
-    return "\n".join(["| Question | Page › view | What it shows |", "|---|---|---|", *rows])
+        rows.append((question.text, place, question.help))
+    return markdown_table(("Question", "Page › view", "What it shows"), rows)

@@ -23,6 +23,7 @@ from binade.collector.cli.compare import (
     Settings,
     rounding_figure,
 )
+from binade.data.text import markdown_table
 from binade.terminal import one_line
 
 WIDTH = 120
@@ -214,9 +215,8 @@ def _markdown(comparison: Comparison) -> str:
         blocks.append(f"### {_escaped(heading(section.settings))}")
         for table in tables(section):
             blocks.append(f"{table.title}:")
-            rule = [":--" if place < table.left else "--:" for place in range(len(table.header))]
-            lines = (table.header, rule, *([_escaped(cell) for cell in row] for row in table.rows))
-            blocks.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+            rows = [[_escaped(cell) for cell in row] for row in table.rows]
+            blocks.append(markdown_table(table.header, rows, table.left))
         if remarks := notes(section):
             blocks.append("\n".join(f"* {_escaped(note)}" for note in remarks))
     blocks.append("\n".join(f"* {line}" for line in LEGEND))
