@@ -7,7 +7,8 @@ PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 BINADE := $(VENV)/bin/binade
 # Whole files to each worker: what a file's tests share is made once.
-WORKERS ?= logical
+# One more than there are cores: many tests wait for a browser, a disk or another process.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
