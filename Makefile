@@ -7,15 +7,14 @@ PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 BINADE := $(VENV)/bin/binade
 # Whole files to each worker: what a file's tests share is made once.
-# One more than there are cores: many tests wait for a browser, a disk or another process.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+WORKERS ?= logical
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
 export OMP_WAIT_POLICY := passive
-# What `make run` collects when there are no runs yet: three formats everywhere, and mxfp4 in each part alone.
-FIRST_RUNS := --quantization bf16,hifp8,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
+# What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each part alone.
+FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
 
 .DEFAULT_GOAL := help

@@ -7,12 +7,12 @@ from typing import Any
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import sound_losses
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 
 def first_formats(opened: Catalog, where: Filter | None = None) -> tuple[str, ...]:
-    """The formats that tensors were scored with: the coarsest first, where most is to be seen."""
-    return tuple(sorted(opened.scored_formats(where), key=lambda name: (FORMATS[name].bits_per_value, name)))
+    """The formats and specs that tensors were scored with: the coarsest first, where most is to be seen."""
+    return tuple(sorted(opened.scored_formats(where), key=lambda name: (Spec.of(name).bits_per_value, name)))
 
 
 def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:

@@ -15,6 +15,7 @@ from binade.data import tensor_kinds
 from binade.data.tensor_kinds import color_of, tensor_names
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS, Metric
+from binade.quant.specs import Spec
 
 FORMAT_COLORS = {
     "bf16": "#64748b",
@@ -43,8 +44,8 @@ SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 _FORMAT = "|".join(sorted(FORMAT_COLORS, key=len, reverse=True))
 _FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
 _RECIPE = re.compile(
-    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})( at .*| · .*)?"
-)  # "mxfp8 at 08:31:18 UTC", "mxfp8 · ceil"
+    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(\(.*\))?( at .*)?"
+)  # "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
 GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
 NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
 
@@ -125,9 +126,14 @@ def ordered_colors(n: int) -> list[str]:
 
 
 def format_in(group: str) -> str | None:
-    """The format that a quant type, a recipe or a label names: "FA_linear_mxfp8_e5m2" is mxfp8_e5m2."""
-    named = _FORMAT_IN.findall(group)
+    """The format that a quant type, a recipe or a label names: "FA_linear_mxfp8_e5m2(scale=ceil)" is mxfp8_e5m2."""
+    named = _FORMAT_IN.findall(re.sub(r"(?<=\w)\([^()]*\)", "", group))
     return named[-1] if named else None
+
+
+def color_of_spec(text: str) -> str:
+    """A spec's colour: that of its format."""
+    return FORMAT_COLORS[Spec.of(text).format.name]
 
 
 def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -158,8 +159,9 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def names(text: str) -> tuple[str, ...]:
-    """The items of a list that is separated by commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    """The items of a list that is separated by commas. A comma in parentheses does not separate: the options of a spec
+    have them."""
+    return tuple(part.strip() for part in re.split(r",(?![^()]*\))", text) if part.strip())
 
 
 def line_of(argv: Sequence[str]) -> str:

@@ -28,8 +28,8 @@ from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, TABLES, TENSOR_SCHEM
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
-from binade.quant.formats import FORMATS
 from binade.quant.sketch import bin_edges
+from binade.quant.specs import Spec, known_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -414,7 +414,7 @@ class Catalog:
                    decibel(signal, noise) AS sqnr_db
             FROM totals ORDER BY ALL
             """,
-            [*parameters, FORMATS[fmt].name],
+            [*parameters, str(Spec.of(fmt))],
         )
 
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
@@ -438,13 +438,12 @@ class Catalog:
         )
 
     def scored_formats(self, where: Filter | None = None) -> list[str]:
-        """The formats that the selection's operands were scored with, in the order of FORMATS."""
+        """The formats that the selection's operands were scored with, as texts of specs, in the order of FORMATS."""
         condition, parameters = self._selection(where)
         rows = self._rows(
             f"SELECT DISTINCT score.format FROM score JOIN tensor USING (tensor_id) WHERE {condition}", parameters
         )
-        found = {name for (name,) in rows}
-        return [name for name in FORMATS if name in found]
+        return known_specs(name for (name,) in rows)
 
     def twins(self, tensor_id: str) -> pd.DataFrame:
         """The same tensor in every run, itself included: the rows of `tensor` with the same TWIN_FIELDS, newest run

@@ -1,4 +1,4 @@
-"""Messages in one line, and tables in Markdown."""
+"""Messages in one line, names of files, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ def one_line(message: object, longest: int = 400) -> str:
     """A message without line breaks, terminal colours and the statement that DuckDB repeats after its own."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(message).split("\n\nLINE")[0])
     return " ".join(text.split())[:longest]
+
+
+def plain_name(text: str) -> str:
+    """A spec or another text as part of a file's name: nvfp4_block_16x16 of nvfp4(block=16x16)."""
+    return re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("_")
 
 
 def describe(error: BaseException) -> str:

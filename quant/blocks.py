@@ -1,6 +1,6 @@
 """A tensor block by block: the scale of each block, the codes of its values, and its error.
 
-For a format without block scales, runs of GROUP values take the place of blocks. Everything is computed by `reference`,
+For a format without block scales, runs of 32 values take the place of blocks. Everything is computed by `reference`,
 which suits tensors of a few million values; `sample` takes whole lines of a larger one.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,11 +16,14 @@ from torch import Tensor
 from binade.quant.codes import encode
 from binade.quant.elements import Element
 from binade.quant.formats import Format
-from binade.quant.quantizer import Options, plan, tensor_absmax
-from binade.quant.reference import Plan, noise_blocks, quantize_blocks, to_blocks
+from binade.quant.quantizer import outer_absmax
+from binade.quant.reference import from_blocks, noise_blocks, per_group, quantize_blocks, to_blocks
+from binade.quant.rotation import rotate, rotate_back
 from binade.quant.rounding import floor_log2
+from binade.quant.scaling import SCALINGS
+from binade.quant.specs import TENSOR, Block, Spec
 
-GROUP = 32
+GROUP = Block(1, 32)
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,21 @@ class Blocks:
     x        the values, float32
     values   x over the scale, rounded to the element's grid
     y        the dequantized values, in x's own dtype's precision
-    scale    [groups, 1] float64: what an element is multiplied by, the tensor's scale included; NaN for a block that
-             holds NaN or Inf
+    scale    [groups, 1 or block] float64: what an element is multiplied by, the outer scale included; NaN for a block
+             that holds NaN or Inf
     valid    False for the padding of short blocks
+    result   the dequantized tensor, in x's own shape and dtype, rotated back
+
+    Of a spec with a rotation they are those of the rotated values.
     """
 
-    plan: Plan
+    spec: Spec
     x: Tensor
     values: Tensor
     y: Tensor
     scale: Tensor
     valid: Tensor
+    result: Tensor
 
     @cached_property
     def sqnr_db(self) -> Tensor:
@@ -96,9 +102,9 @@ class Blocks:
     def clipped(self) -> Tensor:
         """[groups, block] bool: |x / scale| above the largest finite value. The margin covers the rounding of the
         quotient; two float32 values differ by more."""
-        if not self.plan.scaling.saturates:
+        if not SCALINGS[self.spec.scale].saturates:
             return torch.zeros_like(self.valid)
-        return self.magnitudes > self.plan.format.max * (1 + 1e-12)
+        return self.magnitudes > self.spec.format.max * (1 + 1e-12)
 
     @cached_property
     def saturated(self) -> Tensor:
@@ -110,26 +116,30 @@ class Blocks:
         """[groups] float64: floor(log2 scale); NaN for an all-zero block and for one that holds NaN or Inf."""
         used = (self.x != 0).any(-1, keepdim=True) & self.scale.isfinite() & (self.scale > 0)
         exponent = torch.frexp(self.scale)[1].double() - 1
-        return torch.where(used, exponent, math.nan)[:, 0]
+        return torch.where(used, exponent, math.nan).amin(-1)
 
     @cached_property
     def codes(self) -> Tensor:
         """int64 codes of the element."""
-        return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.plan.format.element)
+        return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.spec.format.element)
 
 
-def look(x: Tensor, fmt: str | Format, dim: int = -1, **options: Unpack[Options]) -> Blocks:
-    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `quantizer.plan`."""
-    decided = plan(fmt, **options)
-    size = decided.block_size or GROUP
-    absmax = tensor_absmax(x.detach())
-    blocks = to_blocks(x.detach(), dim, size).float()
-    u = noise_blocks(x, decided, dim, size)
-    values, scale, y = quantize_blocks(blocks, decided, absmax, u)
-    scale = decided.scaling.multiplier(scale, decided.format.element, absmax)
-    valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, size)
-    y = y.to(x.dtype).float()
-    return Blocks(decided, blocks, values, y, scale.expand(len(blocks), 1), valid)
+def look(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Blocks:
+    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`."""
+    spec = Spec.of(fmt, **options)
+    coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
+    block = GROUP if spec.block in (None, TENSOR) else spec.block
+    absmax = outer_absmax(coded, spec, dim)
+    absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
+    u = noise_blocks(coded, spec, dim, block, seed)
+    blocks = to_blocks(coded, dim, block).float()
+    values, scale, y = quantize_blocks(blocks, spec, absmax, u)
+    scale = SCALINGS[spec.scale].multiplier(scale, spec, absmax)
+    valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, block)
+    back = from_blocks(y.to(coded.dtype), coded, dim, block)
+    if spec.hadamard:
+        back = rotate_back(back, x, spec, dim, seed).to(x.dtype)
+    return Blocks(spec, blocks, values, y.to(coded.dtype).float(), scale.expand(len(blocks), -1), valid, back)
 
 
 def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22) -> tuple[Tensor, int]:

@@ -106,30 +106,37 @@ class Element:
 
 @dataclass(frozen=True)
 class Minifloat(Element):
-    """Sign, exponent and mantissa fields as in IEEE 754, subnormals kept.
+    """Exponent and mantissa fields as in IEEE 754, after a sign bit if there is one.
 
-    specials: "ieee" (all-ones exponent is Inf or NaN), "nan" (only the all-ones code is NaN), "none" (all finite).
+    specials    "ieee" (all-ones exponent is Inf or NaN), "nan" (only the all-ones code is NaN), "none" (all finite)
+    bias        of the exponent; 2^(exponent_bits - 1) - 1 if not given
+    subnormals  False if the exponent field 0 is an exponent like any other: then there is no zero
     """
 
     name: str
     exponent_bits: int
     fraction_bits: int
     specials: Literal["ieee", "nan", "none"]
+    signed: bool = True
+    bias: int = -1
+    subnormals: bool = True
     bits: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", 1 + self.exponent_bits + self.fraction_bits)
+        object.__setattr__(self, "bits", self.signed + self.exponent_bits + self.fraction_bits)
+        if self.bias < 0:
+            object.__setattr__(self, "bias", (1 << (self.exponent_bits - 1)) - 1)
 
     @property
-    def bias(self) -> int:
-        return (1 << (self.exponent_bits - 1)) - 1
+    def signed_zero(self) -> bool:  # type: ignore[override]  # a constant of the other classes
+        return self.signed
 
     @cached_property
     def tiers(self) -> tuple[Tier, ...]:
-        return ((1 - self.bias, self.fraction_bits),)
+        return ((self.subnormals - self.bias, self.fraction_bits),)
 
     def decode(self, code: int) -> float:
-        sign = -1.0 if code >> (self.bits - 1) else 1.0
+        sign = -1.0 if self.signed and code >> (self.bits - 1) else 1.0
         exponent = (code >> self.fraction_bits) & ((1 << self.exponent_bits) - 1)
         fraction = code & ((1 << self.fraction_bits) - 1)
         top = (1 << self.exponent_bits) - 1
@@ -137,8 +144,9 @@ class Minifloat(Element):
             return math.nan if fraction else sign * math.inf
         if self.specials == "nan" and exponent == top and fraction == (1 << self.fraction_bits) - 1:
             return math.nan
-        significand = fraction if exponent == 0 else fraction + (1 << self.fraction_bits)
-        return sign * math.ldexp(significand, max(exponent, 1) - self.bias - self.fraction_bits)
+        significand = fraction if exponent == 0 and self.subnormals else fraction + (1 << self.fraction_bits)
+        exponent = max(exponent, 1) if self.subnormals else exponent
+        return sign * math.ldexp(significand, exponent - self.bias - self.fraction_bits)
 
 
 @dataclass(frozen=True)
@@ -227,6 +235,10 @@ E5M2 = Minifloat("e5m2", 5, 2, "ieee")
 E3M2 = Minifloat("e3m2", 3, 2, "none")
 E2M3 = Minifloat("e2m3", 2, 3, "none")
 E2M1 = Minifloat("e2m1", 2, 1, "none")
+E1M2 = Minifloat("e1m2", 1, 2, "none", bias=1)
 INT8 = FixedPoint("int8", 8, 6)
+INT4 = FixedPoint("int4", 4, 0)
 HIF8 = HiFloat8()
 E8M0 = PowerOfTwo("e8m0", 8)
+UE5M3 = Minifloat("ue5m3", 5, 3, "nan", signed=False)
+E6M2 = Minifloat("e6m2", 6, 2, "nan", signed=False, bias=48, subnormals=False)

@@ -1,26 +1,31 @@
 """What each number format is, as data: FORMATS[name] is a frozen descriptor.
 
-A format is an `Element` (how one value is coded, see `elements`) and the rules by which its scale may be found (see
-`scaling`). Adding a format of a known family is one entry in FORMATS. This module imports no torch.
+A format is an `Element` (how one value is coded, see `elements`), the values that share a scale, and the rules by which
+that scale may be found (see `scaling`). Adding a format of a known family is one entry in FORMATS. With every option
+decided it is a `Spec` (see `specs`). This module imports no torch.
 
 Sources
     MX         "OCP Microscaling Formats (MX) Specification v1.0", sections 5 and 6
     NVFP4      NVIDIA Transformer Engine, quantize_nvfp4: blocks of 16, E4M3 block scale, float32 tensor scale
+    HiF4       arXiv 2602.11287 and its authors' library, ddddwee1/HiFloat4
+    NVINT4, MXINT4   arXiv 2510.25602
 
 Differences from other libraries, on purpose
     * ml_dtypes turns an E4M3 overflow into NaN and an E5M2 overflow into Inf, en_dtypes a HiFloat8 overflow into Inf.
-      The MX specification leaves it open and training frameworks saturate: `overflow="saturate"` is the default for
+      The MX specification leaves it open and training frameworks saturate: `overflow=saturate` is the default for
       every format but fp16 and bf16.
     * torchao clamps the NVFP4 block scale from below at 2^-6. Here E4M3's subnormal block scales are used.
+    * A NaN or Inf makes its whole block NaN; other libraries let some of a block's values through.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 
 from binade.quant.elements import (
+    E1M2,
     E2M1,
     E2M3,
     E3M2,
@@ -29,6 +34,7 @@ from binade.quant.elements import (
     E5M10,
     E8M7,
     HIF8,
+    INT4,
     INT8,
     Element,
     Overflow,
@@ -49,18 +55,50 @@ class ScaleRule(StrEnum):
     """As floor, after absmax is rounded to the element's mantissa, E8M0. torchao, ScaleCalculationMode.EVEN."""
     RCEIL = "rceil"
     """Block scale 2^ceil(log2(absmax / max)), E8M0: no value saturates. NVIDIA cuDNN and torchao, RCEIL."""
+    FOUR_THIRDS = "4over3"
+    """Block scale 4/3 · 2^(floor(log2 absmax) - emax), which no value exceeds. Quartet's backward pass."""
+    QUEST = "quest"
+    """Block scale 2^floor(log2(0.487 · standard deviation of the block)). Quartet's forward pass."""
     AMAX = "amax"
-    """One float32 scale for the tensor, max / absmax: current scaling of Transformer Engine."""
+    """One float32 scale, max / absmax, for what shares it: current scaling of Transformer Engine."""
     POW2 = "pow2"
-    """One power of two for the tensor that puts absmax into the highest binade with all mantissa bits."""
+    """As amax, rounded down to a power of two: Transformer Engine's use_power_2_scales."""
+    AMAX8 = "amax8"
+    """One float32 scale that takes absmax to 8, where HiFloat8 keeps its 3 mantissa bits. fake_quant_ops, hifp.py."""
+    AMAX15 = "amax15"
+    """As amax8, with the target 15, which comments in the same library name."""
+    E4M3 = "e4m3"
+    """Block scale absmax / max rounded to E4M3, without a tensor scale."""
+    UE5M3 = "ue5m3"
+    """Block scale absmax / max rounded to UE5M3 (unsigned, bias 15, largest 114688), without a tensor scale."""
+    FLOAT32 = "float32"
+    """Block scale absmax / max in float32, without a tensor scale."""
     NVFP4 = "nvfp4"
-    """E4M3 block scale, absmax / 6 over a float32 tensor scale, tensor absmax / 2688. NVIDIA Transformer Engine."""
+    """E4M3 block scale, absmax / max, over a float32 tensor scale, tensor absmax / (448 · max). Transformer Engine."""
+    NVFP4_ROW = "nvfp4_row"
+    """As nvfp4 with one float32 scale for each row. Transformer Engine, row_scaled_activation."""
+    NVFP4_128 = "nvfp4_1x128"
+    """As nvfp4 with one float32 scale for every 128 values. TetraJet-v2."""
+    FOUR_OVER_SIX = "4over6"
+    """As nvfp4, each block scaled to 6 or to 4, whichever has the smaller error. arXiv 2512.02010."""
+    UNCLIPPED = "16over17"
+    """As nvfp4, sized to 16/17 of the largest element, so that a scale rounded down clips nothing: stochastic rounding
+    is then unbiased. Quartet II, fouroversix."""
+    EDEN = "eden"
+    """MS-EDEN of Quartet II: nearest rounding that may clip, corrected by block scales that are rounded
+    stochastically; unbiased over random rotations."""
+    HIF4 = "hif4"
+    """One E6M2 scale for 64 values, a binary exponent for every 8 and for every 4 of them. arXiv 2602.11287."""
 
 
-UNSCALED = (ScaleRule.NONE,)
-TENSOR = (ScaleRule.AMAX, ScaleRule.NONE)
-TAPERED = (ScaleRule.NONE, ScaleRule.POW2)
-MX = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.EVEN, ScaleRule.RCEIL)
+POW2_RULES = (ScaleRule.FLOOR, ScaleRule.CEIL, ScaleRule.EVEN, ScaleRule.RCEIL)
+OTHER_BLOCK_RULES = (ScaleRule.FLOAT32, ScaleRule.E4M3, ScaleRule.UE5M3)
+TENSOR_RULES = (ScaleRule.AMAX, ScaleRule.POW2, ScaleRule.NONE)
+TAPERED_RULES = (ScaleRule.NONE, ScaleRule.POW2, ScaleRule.AMAX8, ScaleRule.AMAX15)
+MX_RULES = POW2_RULES + OTHER_BLOCK_RULES
+MXFP4_RULES = (*MX_RULES, ScaleRule.FOUR_THIRDS, ScaleRule.QUEST)
+NV_RULES = (ScaleRule.NVFP4, ScaleRule.NVFP4_ROW, ScaleRule.NVFP4_128, *OTHER_BLOCK_RULES, *POW2_RULES)
+NVFP4_RULES = (NV_RULES[0], ScaleRule.FOUR_OVER_SIX, ScaleRule.UNCLIPPED, ScaleRule.EDEN, *NV_RULES[1:])
 
 
 @dataclass(frozen=True)
@@ -69,7 +107,8 @@ class Format:
 
     scale_rules   the scale rules that may be chosen, the default first: members of ScaleRule or keys of
                   `scaling.SCALINGS`
-    block_size    how many values along the contracted axis share a scale; None for formats without a block scale
+    block_size    how many values along the contracted axis share a scale; None if, by default, a whole tensor does or
+                  nothing is shared
     rounding      the default
     overflow      the default
     """
@@ -77,16 +116,11 @@ class Format:
     name: str
     title: str
     element: Element
-    scale_rules: tuple[str, ...] = UNSCALED
+    scale_rules: tuple[str, ...] = (ScaleRule.NONE,)
     block_size: int | None = None
     rounding: Rounding = Rounding.NEAREST
     overflow: Overflow = Overflow.SATURATE
     source: str = ""
-
-    @property
-    def bits_per_value(self) -> float:
-        """Bits stored for one value, its part of the block's 8-bit scale included, the tensor's scale not."""
-        return self.element.bits + (8 / self.block_size if self.block_size else 0)
 
     @property
     def max(self) -> float:
@@ -101,6 +135,7 @@ class UnknownFormatError(ValueError, KeyError):
 
 _MX = "OCP Microscaling Formats v1.0"
 _OFP8 = "OCP OFP8 v1.0, current scaling as in Transformer Engine"
+_INT4 = "arXiv 2510.25602"
 
 
 class Formats(Mapping[str, Format]):
@@ -130,40 +165,19 @@ FORMATS = Formats(
     [
         Format("bf16", "bfloat16", E8M7, overflow=Overflow.INF, source="IEEE 754 rounding of binary32"),
         Format("fp16", "IEEE binary16", E5M10, overflow=Overflow.INF, source="IEEE 754"),
-        Format("fp8_e4m3", "FP8 E4M3, tensor scale", E4M3, TENSOR, source=_OFP8),
-        Format("fp8_e5m2", "FP8 E5M2, tensor scale", E5M2, TENSOR, source=_OFP8),
-        Format("hifp8", "HiFloat8", HIF8, TAPERED, rounding=Rounding.HALF_AWAY, source="arXiv 2409.16626"),
-        Format("mxfp8", "MXFP8 E4M3", E4M3, MX, 32, source=_MX),
-        Format("mxfp8_e5m2", "MXFP8 E5M2", E5M2, MX, 32, source=_MX),
-        Format("mxfp6_e3m2", "MXFP6 E3M2", E3M2, MX, 32, source=_MX),
-        Format("mxfp6_e2m3", "MXFP6 E2M3", E2M3, MX, 32, source=_MX),
-        Format("mxfp4", "MXFP4 E2M1", E2M1, MX, 32, source=_MX),
-        Format("mxint8", "MXINT8", INT8, MX, 32, source=_MX),
-        Format("nvfp4", "NVFP4 E2M1", E2M1, (ScaleRule.NVFP4,), 16, source="NVIDIA Transformer Engine"),
+        Format("fp8_e4m3", "FP8 E4M3", E4M3, TENSOR_RULES, source=_OFP8),
+        Format("fp8_e5m2", "FP8 E5M2", E5M2, TENSOR_RULES, source=_OFP8),
+        Format("hifp8", "HiFloat8", HIF8, TAPERED_RULES, rounding=Rounding.HALF_AWAY, source="arXiv 2409.16626"),
+        Format("mxfp8", "MXFP8 E4M3", E4M3, MX_RULES, 32, source=_MX),
+        Format("mxfp8_e5m2", "MXFP8 E5M2", E5M2, MX_RULES, 32, source=_MX),
+        Format("mxfp6_e3m2", "MXFP6 E3M2", E3M2, MX_RULES, 32, source=_MX),
+        Format("mxfp6_e2m3", "MXFP6 E2M3", E2M3, MX_RULES, 32, source=_MX),
+        Format("mxfp4", "MXFP4 E2M1", E2M1, MXFP4_RULES, 32, source=_MX),
+        Format("mxint8", "MXINT8", INT8, MX_RULES, 32, source=_MX),
+        Format("nvfp4", "NVFP4 E2M1", E2M1, NVFP4_RULES, 16, source="NVIDIA Transformer Engine"),
+        Format("hif4", "HiFloat4", E1M2, (ScaleRule.HIF4,), 64, Rounding.HALF_AWAY, source="arXiv 2602.11287"),
+        Format("nvint4", "NVINT4", INT4, NV_RULES, 16, source=_INT4),
+        Format("mxint4", "MXINT4", INT4, (ScaleRule.RCEIL, *MX_RULES[:3], *OTHER_BLOCK_RULES), 32, source=_INT4),
     ],
     aliases={"mxfp8_e4m3": "mxfp8"},
 )
-
-
-@dataclass(frozen=True)
-class GemmFormats:
-    """Format names of the six operands of a product's three GEMMs; None runs the operand as it is.
-
-    For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments.
-    """
-
-    forward_a: str | None = None
-    forward_b: str | None = None
-    dgrad_grad: str | None = None
-    dgrad_b: str | None = None
-    wgrad_grad: str | None = None
-    wgrad_a: str | None = None
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if (name := getattr(self, field.name)) is not None:
-                object.__setattr__(self, field.name, FORMATS[name].name)  # aliases resolved, unknown names refused
-
-    @property
-    def quantized(self) -> bool:
-        return any(getattr(self, f.name) is not None for f in fields(self))

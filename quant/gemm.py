@@ -1,11 +1,14 @@
 """Matrix products of training, operands rounded to a format: a linear layer's three GEMMs, and a batched product.
 
-Each operand of each GEMM has a format of its own (None leaves it as it is) and is quantized along the axis that this
-GEMM contracts. A tensor that enters two GEMMs is quantized twice, from the original, along two axes:
+Each operand of each GEMM has a spec of its own (None leaves it as it is) and is quantized along the axis that this
+GEMM contracts. A tensor that enters two GEMMs is quantized twice, from the original unless the formats say otherwise,
+along two axes:
 
     forward   y  = x · wᵀ      x along its last axis (in),   w along its last axis (in)
     dgrad     dx = dy · w      dy along its last axis (out),  w along its first axis (out)
     wgrad     dw = dyᵀ · x     dy along the tokens,           x along the tokens
+
+If a GEMM's operands are rotated (`hadamard`), it takes them as they are: the rotations cancel in the product.
 
 Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
 
@@ -15,15 +18,17 @@ Nothing is copied for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from binade.quant.formats import GemmFormats
-from binade.quant.quantizer import apply, plan
+from binade.quant.delayed import ScaleHistory
+from binade.quant.quantizer import apply, unrotated
+from binade.quant.rotation import rotate
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 
 @dataclass(frozen=True)
@@ -31,88 +36,132 @@ class Observed:
     """What a tap receives: an operand (with the quantized tensor, if any) or a result of a GEMM.
 
     name       "a", "b", "y" of the forward product; "grad", "grad_a", "grad_b" of the backward
-    format     the operand's format, None if it runs as it is, and None for a result
-    dim        the axis of `tensor` that was contracted (operands)
+    spec       of the operand; None if it runs as it is, and None for a result
+    quantized  the operand as the product takes it: of the rotated values, if the spec rotates
+    coded      what was rounded to `quantized`: `tensor`, or its rotation
     scales     block scales as `quantizer.apply` returns them
+    dim        the axis of `tensor` that was contracted (operands)
+    absmax     the scale that delayed scaling used
     shape      the shape to show the tensor in, where the product works on a reshaped one
     """
 
     name: str
     tensor: Tensor
-    format: str | None = None
+    spec: Spec | None = None
     quantized: Tensor | None = None
+    coded: Tensor | None = None
     scales: Tensor | None = None
     dim: int = -1
+    absmax: Tensor | None = None
     shape: tuple[int, ...] | None = None
 
 
 Tap = Callable[[Observed], None]
 
 
-def _operand(x: Tensor, fmt: str | None, dim: int, backend: str, tap: Tap | None = None, name: str = "") -> Tensor:
-    if fmt is None:
+@dataclass(frozen=True)
+class Rounding:
+    """How a product's operands are rounded.
+
+    formats     the spec of each
+    backend     see `quantizer.fake_quantize`
+    seed        of this call: random signs follow from it and the GEMM, stochastic rounding from it and the operand
+    histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
+    again       whether the forward product is recomputed: delayed scaling then uses the former scale
+    """
+
+    formats: GemmFormats
+    backend: str = "auto"
+    seed: int = 0
+    histories: MutableMapping[str, ScaleHistory] | None = None
+    again: bool = False
+
+    def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
+        """x as the product takes it, shown to the tap by a name."""
+        spec = self.formats[which]
+        if spec is None:
+            if tap:
+                tap(Observed(name, x.detach(), dim=dim))
+            return x
+        index = OPERAND_FIELDS.index(which)
+        coded = rotate(x, spec, dim, self.seed * 3 + index // 2).to(x.dtype) if spec.hadamard else x.detach()
+        scale = None
+        if spec.history:
+            histories = self.histories if self.histories is not None else {}
+            again = self.again and which.startswith("forward")
+            scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again)
+        q, scales = apply(
+            coded, unrotated(spec), dim, self.backend, tap is not None, self.seed * len(OPERAND_FIELDS) + index, scale
+        )
         if tap:
-            tap(Observed(name, x.detach(), dim=dim))
-        return x
-    q, scales = apply(x, plan(fmt), dim, backend, want_scales=tap is not None)
-    if tap:
-        tap(Observed(name, x.detach(), fmt, q, scales, dim))
-    return q
+            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale))
+        return q
+
+    def forward_again(self, x: Tensor, which: str, forward: str, dim: int) -> Tensor:
+        """What a backward operand is rounded from: the original, or its rounded forward value."""
+        spec = self.formats[forward]
+        if which not in self.formats.of_rounded or spec is None:
+            return x
+        seed = self.seed * len(OPERAND_FIELDS) + OPERAND_FIELDS.index(forward)
+        return apply(x, spec, dim, self.backend, seed=seed)[0]
 
 
 class _Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, transpose_b: bool, formats: GemmFormats, backend: str, tap: Tap | None
-    ) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, transpose_b: bool, how: Rounding, tap: Tap | None) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.transpose_b, ctx.formats, ctx.backend, ctx.tap = transpose_b, formats, backend, tap
-        aq = _operand(a, formats.forward_a, -1, backend, tap, "a")
-        bq = _operand(b, formats.forward_b, -1 if transpose_b else -2, backend, tap, "b")
+        ctx.transpose_b, ctx.how, ctx.tap = transpose_b, how, tap
+        aq = how.operand(a, "forward_a", -1, tap, "a")
+        bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")
         y = aq @ (bq.transpose(-1, -2) if transpose_b else bq)
         if tap:
             tap(Observed("y", y))
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         a, b = ctx.saved_tensors
-        formats, backend, tap, transpose_b = ctx.formats, ctx.backend, ctx.tap, ctx.transpose_b
-        gq = _operand(grad, formats.dgrad_grad, -1, backend, tap, "grad")
+        how, tap, transpose_b = ctx.how, ctx.tap, ctx.transpose_b
+        gq = how.operand(grad, "dgrad_grad", -1, tap, "grad")
         da = db = None
         if ctx.needs_input_grad[0]:  # [m, n] · [n, k]
-            bq = _operand(b, formats.dgrad_b, -2 if transpose_b else -1, backend)
+            source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
+            bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1)
             da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
             if tap:
                 tap(Observed("grad_a", da))
         if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b has not
+            a = how.forward_again(a, "wgrad_a", "forward_a", -1)
             if b.dim() == 2:
                 grad, a = grad.flatten(0, -2), a.flatten(0, -2)
-            gq = _operand(grad, formats.wgrad_grad, -2, backend)
-            aq = _operand(a, formats.wgrad_a, -2, backend)
+            gq = how.operand(grad, "wgrad_grad", -2)
+            aq = how.operand(a, "wgrad_a", -2)
             db = gq.transpose(-1, -2) @ aq if transpose_b else aq.transpose(-1, -2) @ gq
             if tap:
                 tap(Observed("grad_b", db))
-        return da, db, None, None, None, None
+        return da, db, None, None, None
 
 
-def matmul(
-    a: Tensor,
-    b: Tensor,
-    formats: GemmFormats,
-    *,
-    transpose_b: bool = False,
-    backend: str = "auto",
-    tap: Tap | None = None,
-) -> Tensor:
-    """a [..., m, k] · b [..., k, n] (or bᵀ with b [..., n, k]) -> [..., m, n], quantized by `formats`.
+def matmul(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, tap: Tap | None = None) -> Tensor:
+    """a [..., m, k] · b [..., k, n] (or bᵀ with b [..., n, k]) -> [..., m, n], its three GEMMs rounded as `how` says.
 
     The batch axes of a and b must be equal, unless b is a matrix: nothing else is broadcast.
     """
-    y = _Matmul.apply(a, b, transpose_b, formats, backend, tap)  # type: ignore[no-untyped-call]  # torch
+    y = _Matmul.apply(a, b, transpose_b, how, tap)  # type: ignore[no-untyped-call]  # torch
     return cast(Tensor, y)
 
 
-def linear(x: Tensor, weight: Tensor, formats: GemmFormats, *, backend: str = "auto", tap: Tap | None = None) -> Tensor:
-    """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs quantized by `formats`. Dtypes must agree."""
-    return matmul(x, weight, formats, transpose_b=True, backend=backend, tap=tap)
+def linear(x: Tensor, weight: Tensor, how: Rounding, *, tap: Tap | None = None) -> Tensor:
+    """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs rounded as `how` says. Dtypes must agree.
+
+    The leading axes are one axis of tokens, as tiles need it; the tap is told the tensors' own shapes.
+    """
+    if x.dim() <= 2:
+        return matmul(x, weight, how, transpose_b=True, tap=tap)
+
+    def show(seen: Observed) -> None:
+        by_token = seen.name in ("a", "y", "grad", "grad_a")
+        tap(replace(seen, shape=(*x.shape[:-1], seen.tensor.shape[-1])) if by_token else seen)  # type: ignore[misc]
+
+    y = matmul(x.flatten(0, -2), weight, how, transpose_b=True, tap=show if tap else None)
+    return y.view(*x.shape[:-1], -1)

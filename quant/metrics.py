@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Unpack
 
 import numpy as np
 import torch
@@ -14,12 +13,15 @@ from torch import Tensor
 from binade.quant import sketch
 from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
+from binade.quant.blocks import look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
-from binade.quant.quantizer import Options, apply, check_tensor, plan, quantize, tensor_absmax
-from binade.quant.reference import Plan, to_blocks
+from binade.quant.quantizer import apply, check_tensor, outer_absmax, quantize, unrotated
+from binade.quant.reference import absmax_over, per_group, to_blocks
+from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
-from binade.quant.scaling import nan_max
+from binade.quant.scaling import SCALINGS
+from binade.quant.specs import TENSOR, Block, Spec
 from binade.quant.summary import summarize
 
 CHUNK = 1 << 17
@@ -144,13 +146,13 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
 
 
 def compare(
-    x: Tensor, y: Tensor, fmt: str | Format | None = None, dim: int = -1, **options: Unpack[Options]
+    x: Tensor, y: Tensor, fmt: str | Format | Spec | None = None, dim: int = -1, **options: object
 ) -> dict[str, float]:
     """All scalar metrics by name (see METRICS): the errors of y against x, x's own kurtosis, crest_factor,
     dynamic_range and outlier_ratio, and the distances of the two as samples, ks, wasserstein and js, from their
     sketches with the bounds stated in `sketch`.
 
-    With the format that y was rounded to (and its `options`, see `quantizer.plan`) also saturated, codes_used,
+    With the format that y was rounded to (and its `options`, see `specs.OPTIONS`) also saturated, codes_used,
     code_entropy_bits and scale_exponent_min/max; without it they are NaN. Metrics that are not scalars or need a
     decomposition have functions of their own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
 
@@ -159,11 +161,9 @@ def compare(
     found = asdict(errors(x, y))
     used = dict.fromkeys(("codes_used", "code_entropy_bits", "scale_exponent_min", "scale_exponent_max"), math.nan)
     if fmt is not None:
-        decided = plan(fmt, **options)
-        _, scales = apply(x, decided, dim, want_scales=True)
-        over = _saturated(x, decided, scales, _absmax(x, decided), dim)
-        found["saturated"] = float(over) / x.numel() if x.numel() else math.nan
-        codes = usage(x, fmt, dim, **options)
+        spec = Spec.of(fmt, **options)
+        found["saturated"] = score(x, spec, dim).saturated
+        codes = usage(x, spec, dim)
         used = {name: getattr(codes, name) for name in used}
     own, other = summarize(x), summarize(y)
     return (
@@ -175,12 +175,7 @@ def compare(
     )
 
 
-def _absmax(x: Tensor, decided: Plan) -> Tensor:
-    """float64 scalar: the tensor's largest magnitude; 0 for a plan that does not need it."""
-    return tensor_absmax(x.detach()).double() if decided.scaling.tensor_scale_bytes else torch.zeros(())
-
-
-def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: Tensor, dim: int) -> Tensor:
+def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None) -> Tensor:
     """How many elements saturate, |x/scale| > largest finite, on x's device; those that round to the largest code
     are not among them.
 
@@ -188,56 +183,71 @@ def _saturated(x: Tensor, decided: Plan, scales: Tensor | None, absmax: Tensor, 
     absmax has none. A block whose scale underflows to 0 is flushed, not saturated. NaN and Inf do not count. scales:
     as `quantizer.apply` returns them.
     """
-    if not decided.scaling.saturates:
+    if not SCALINGS[spec.scale].saturates and not spec.history:
         return torch.zeros((), device=x.device)
-    left, right = decided.scaling.saturation(decided.format.element, absmax)
+    absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+    if SCALINGS[spec.scale].per_element:
+        return look(x, spec, dim).clipped.sum()
+    left, right = SCALINGS[spec.scale].saturation(spec, absmax)
     magnitude = x.detach().abs()
     magnitude = torch.where(magnitude.isfinite(), magnitude, torch.zeros_like(magnitude))
-    if decided.block_size is None:
+    run = spec.run(x.shape[dim] if x.dim() else 1)
+    if run is None:
         return (magnitude.float() > right / left).sum()  # a bfloat16 tensor would round the limit to bfloat16
     assert scales is not None, "a block format's scales are needed"
+    line = Block(1, run)
+    right = per_group(right, x, dim, line) if isinstance(right, Tensor) and right.dim() else right
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
-    over = to_blocks(magnitude, dim, decided.block_size).double() * left > scales * right
+    over = to_blocks(magnitude, dim, line).double() * left > scales * right
     return (over & (scales > 0)).sum()
 
 
-def score(x: Tensor, fmt: str | Format, dim: int = -1, backend: str = "auto", **options: Unpack[Options]) -> Errors:
-    """The error of x rounded to a format, blocks along `dim`. Options as in `quantizer.plan`."""
-    return score_later(x, plan(fmt, **options), dim, backend)()
+def _absmax(x: Tensor, spec: Spec) -> float | None:
+    """The tensor's largest magnitude, 0 for a spec that does not need it; None if it is another for each row."""
+    outer = SCALINGS[spec.scale].outer
+    if outer not in (None, TENSOR) or spec.history:
+        return None
+    return float(absmax_over(x.detach(), -1, TENSOR)) if outer or spec.block == TENSOR else 0.0
+
+
+def score(
+    x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, backend: str = "auto", seed: int = 0, **options: object
+) -> Errors:
+    """The error of x rounded to a format, blocks along `dim`. Options as in `fake_quantize`."""
+    return score_later(x, Spec.of(fmt, **options), dim, backend, seed=seed)()
 
 
 def score_later(
-    x: Tensor, decided: Plan, dim: int = -1, backend: str = "auto", codes: Counted | None = None
+    x: Tensor, spec: Spec, dim: int = -1, backend: str = "auto", codes: Counted | None = None, seed: int = 0
 ) -> Callable[[], Errors]:
     """As `score`, but a function that returns the result: nothing waits for a GPU until it is called. With codes,
-    which is `counted(x)`, a format without block scales rounds each distinct value once."""
-    countable = decided.block_size is None and decided.rounding != Rounding.STOCHASTIC
+    which is `counted(x)`, a format without block scales rounds each distinct value once. Of a spec with a rotation, all
+    is of the rotated values, which are what is rounded; SQNR is the same on either side."""
+    if spec.hadamard and x.numel():
+        check_tensor(x, dim, seed)
+        return score_later(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, seed=seed)
+    countable = spec.block in (None, TENSOR) and spec.rounding != Rounding.STOCHASTIC
     if codes and countable and len(codes.values) < x.numel():
-        return lambda: _score_counted(codes, decided)
-    if (
-        x.device.type == "cpu"
-        and resolve_backend(backend, x) == Backend.TORCH
-        and x.numel()
-        and decided.scaling.kernel is not None
-    ):
-        check_tensor(x, dim)
-        found = cpu.score(x.detach(), decided, dim, float(_absmax(x, decided)))
+        return lambda: _score_counted(codes, spec)
+    if x.device.type == "cpu" and resolve_backend(backend, x) == Backend.TORCH and x.numel():
+        check_tensor(x, dim, seed)
+        found = cpu.score(x.detach(), spec, dim, seed)
         if found is not None:
             result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
             return lambda: result
-    q, scales = apply(x, decided, dim, backend, want_scales=True)
-    return errors_later(x, q, decided, scales, dim)
+    q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed)
+    return errors_later(x, q, spec, scales, dim)
 
 
-def _score_counted(codes: Counted, decided: Plan) -> Errors:
+def _score_counted(codes: Counted, spec: Spec) -> Errors:
     """As `score`, for a tensor with these values and a format that rounds each by itself."""
     values = torch.from_numpy(codes.values).to(codes.dtype)
     finite = np.isfinite(codes.values)
     x, counts = codes.values[finite].astype(np.float64), codes.counts[finite]
-    q = apply(values, decided)[0].double().numpy()[finite]
+    q = apply(values, spec)[0].double().numpy()[finite]
     numel = int(codes.counts.sum())
-    left, right = decided.scaling.saturation(decided.format.element, float(_absmax(values, decided)))
-    over = counts[np.abs(x) * left > right].sum()
+    left, right = SCALINGS[spec.scale].saturation(spec, outer_absmax(values, spec, -1))
+    over = counts[np.abs(x) * left > float(right)].sum()
     if not len(x):
         return _from_sums([0.0] * 8, numel, 0.0)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -248,19 +258,21 @@ def _score_counted(codes: Counted, decided: Plan) -> Errors:
     return _from_sums([*sums, float(np.abs(e).max()), *shares], numel, int(over) / numel)
 
 
-def errors_later(x: Tensor, q: Tensor, decided: Plan, scales: Tensor | None, dim: int) -> Callable[[], Errors]:
-    """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them."""
+def errors_later(
+    x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
+) -> Callable[[], Errors]:
+    """As `score_later`, for a q that is already computed, with scales as `quantizer.apply` returns them. absmax: as it
+    was given to it."""
     numel = x.numel()
     if not numel:
         empty = errors(x, q)
         return lambda: empty
-    absmax = _absmax(x, decided) if decided.scaling.saturates else torch.zeros(())
-    if x.device.type == "cpu":
-        found = cpu.measure(x, q, decided, dim, scales, float(absmax))
+    if x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
+        found = cpu.measure(x, q, spec, dim, scales, largest)
         if found is not None:
             result = _from_sums(found[:8], numel, found[8] / numel)
             return lambda: result
-    over = _saturated(x, decided, scales, absmax, dim)
+    over = _saturated(x, spec, scales, dim, absmax)
     sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
 
     def fetch() -> Errors:
@@ -309,20 +321,21 @@ class Usage:
         return float(self.scale_exponents.max()) if len(self.scale_exponents) else math.nan
 
 
-def usage(x: Tensor, fmt: str | Format, dim: int = -1, **options: Unpack[Options]) -> Usage:
-    """The codes and scale exponents that x takes in a format. Options as in `quantizer.plan`."""
-    stored = quantize(x, fmt, dim, **options)
-    element, block = stored.plan.format.element, stored.plan.block_size
-    codes = stored.unpacked_codes()
+def usage(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Usage:
+    """The codes and scale exponents that x takes in a format. Options as in `fake_quantize`."""
+    spec = Spec.of(fmt, **options)
+    stored = quantize(x, spec, dim, seed=seed)
+    element, codes = spec.format.element, stored.unpacked_codes()
     exponents = torch.zeros(0, dtype=torch.int64)
     if not x.numel():
         codes = codes.reshape(-1)[:0]
-    elif block is not None:
-        valid = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block)
-        absmax = nan_max(to_blocks(x.detach(), dim, block))
-        codes = codes[valid & absmax.isfinite()]
-        scales = stored.plan.scaling.decode(stored.scales)
-        exponents = floor_log2(scales[(absmax > 0) & absmax.isfinite() & (scales > 0)])
+    elif stored.scales is not None:
+        coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
+        valid = to_blocks(torch.ones_like(coded, dtype=torch.bool), dim, spec.block)
+        scales = SCALINGS[spec.scale].from_bytes(stored.scales)[:, :1]
+        codes = codes[valid & scales.isfinite()]
+        nonzero = (to_blocks(coded, dim, spec.block) != 0).any(-1, keepdim=True)
+        exponents = floor_log2(scales[nonzero & scales.isfinite() & (scales > 0)])
     used, counts = torch.unique(codes, return_counts=True)
     found, blocks = torch.unique(exponents, return_counts=True)
     return Usage(used.cpu().numpy(), counts.cpu().numpy(), 1 << element.bits, found.cpu().numpy(), blocks.cpu().numpy())
@@ -348,8 +361,9 @@ def channel_absmax(x: Tensor) -> Tensor:
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:
     """absmax / rms of each block along `dim`, [groups] float64 in the order of `reference.to_blocks`; NaN for an
     all-zero block. The padding of a short block is left out."""
-    blocks = to_blocks(x.detach(), dim, block_size).double()
-    count = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block_size).sum(-1)
+    block = Block(1, block_size)
+    blocks = to_blocks(x.detach(), dim, block).double()
+    count = to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block).sum(-1)
     return blocks.abs().amax(-1) / (blocks.square().sum(-1) / count).sqrt()
 
 

@@ -1,97 +1,126 @@
 """The definition of every format, in plain torch, written to be read: float32 in, float32 out, any device.
 
 Three steps make a quantizer: `scaling` finds what a block shares and divides by it, `rounding` puts a scaled value on
-the element's grid, and `scaling` multiplies back. What the formats are is in `formats`; the same bits, faster, come
-from `backends`. Tests compare all of them with libraries written by others.
+the element's grid, and `scaling` multiplies back. What the formats are is in `formats` and `specs`; the same bits,
+faster, come from `backends`. Tests compare all of them with libraries written by others.
 
-Layout: a tensor reaches `quantize_blocks` as [groups, block], blocks already along the last axis (see `to_blocks`).
+Layout: a tensor reaches `quantize_blocks` as [groups, block], each row the values that share a scale (see `to_blocks`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from binade.quant.elements import Overflow, Rounding
-from binade.quant.formats import Format
-from binade.quant.rounding import noise, round_to_element
-from binade.quant.scaling import Scaling
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A format with every option decided. Built and checked by `quantizer.plan`. seed: of stochastic rounding."""
-
-    format: Format
-    block_size: int | None
-    scaling: Scaling
-    rounding: Rounding
-    overflow: Overflow
-    seed: int = 0
+from binade.quant.elements import Rounding
+from binade.quant.formats import ScaleRule
+from binade.quant.rounding import noise
+from binade.quant.scaling import SCALINGS
+from binade.quant.specs import TENSOR, Block, Spec
 
 
-def quantize_blocks(x: Tensor, plan: Plan, absmax: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x [groups, block] float32 -> values on the element's grid, block scales, the dequantized values.
 
-    absmax is the whole tensor's largest magnitude (a scalar tensor, NaN if any element is NaN), used by formats with a
-    tensor scale. Block scales are [groups, 1], or a scalar 1 without them. u: see `noise_blocks`.
+    absmax is what `Scaling.outer` asks for, see `outer_absmax`. Block scales are [groups, 1]. u: see `noise_blocks`.
     A block that holds NaN or Inf gets the scale NaN and is NaN throughout.
     """
-    element, scaling = plan.format.element, plan.scaling
-    tensor_scale = scaling.tensor_scale(element, absmax)
-    scale = scaling.block_scale(x, element, tensor_scale)
-    scaled = scaling.to_element(x, scale, element, tensor_scale)
-    values = round_to_element(scaled, element, plan.rounding, plan.overflow, u)
-    return values, scale, scaling.from_element(values, scale, element, tensor_scale)
+    return SCALINGS[spec.scale].quantize(x, spec, absmax, u)
 
 
-def to_blocks(x: Tensor, dim: int, block_size: int | None) -> Tensor:
-    """x with `dim` moved last, padded with zeros to whole blocks: [groups, block]. Without a block size the axis is
-    one block."""
+def to_blocks(x: Tensor, dim: int, block: Block | None) -> Tensor:
+    """x cut into blocks, padded with zeros to whole ones: [groups, rows · columns]. The groups follow the axes before
+    `dim`, the axes behind it, then `dim`; a tile's rows are neighbours in that order of lines along `dim`, whatever
+    axes they are of: tokens are [sequence, batch]. Without a block the whole axis is one."""
     moved = x.movedim(dim, -1) if x.dim() else x.reshape(1)
-    block = block_size or max(moved.shape[-1], 1)
-    short = -moved.shape[-1] % block
-    if short:
-        moved = torch.nn.functional.pad(moved, (0, short))
-    return moved.reshape(-1, block)
+    if block == TENSOR:
+        return moved.reshape(1, -1)
+    rows, columns = (block.rows or 1, block.columns) if block else (1, None)
+    columns = columns or max(moved.shape[-1], 1)
+    moved = pad(moved, (0, -moved.shape[-1] % columns))
+    if rows == 1:
+        return moved.reshape(-1, columns)
+    moved = moved.reshape(-1, moved.shape[-1])
+    moved = pad(moved, (0, 0, 0, -moved.shape[0] % rows))
+    tiles = moved.reshape(len(moved) // rows, rows, moved.shape[-1] // columns, columns)
+    return tiles.transpose(1, 2).reshape(-1, rows * columns)
 
 
-def from_blocks(blocks: Tensor, like: Tensor, dim: int) -> Tensor:
+def from_blocks(blocks: Tensor, like: Tensor, dim: int, block: Block | None) -> Tensor:
     """The inverse of `to_blocks` for a tensor of `like`'s shape."""
     if not like.dim():
         return blocks.reshape(-1)[:1].reshape(())
-    shape = like.movedim(dim, -1).shape
     if not like.numel():
         return blocks.new_zeros(like.shape)
-    rows = blocks.reshape(*shape[:-1], -1)
-    return rows[..., : shape[-1]].movedim(-1, dim).contiguous()
+    shape = like.movedim(dim, -1).shape
+    rows = block.rows or 1 if block else 1
+    if rows == 1:
+        whole = blocks.reshape(*shape[:-1], -1)
+        return whole[..., : shape[-1]].movedim(-1, dim).contiguous()
+    assert block and block.columns
+    lines = shape[:-1].numel()
+    high, wide = -(-lines // rows), -(-shape[-1] // block.columns)
+    tiles = blocks.reshape(high, wide, rows, block.columns).transpose(1, 2)
+    whole = tiles.reshape(high * rows, wide * block.columns)[:lines, : shape[-1]]
+    return whole.reshape(shape).movedim(-1, dim).contiguous()
 
 
-def noise_blocks(x: Tensor, plan: Plan, dim: int, block_size: int | None) -> Tensor | None:
-    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None for other roundings."""
-    if plan.rounding != Rounding.STOCHASTIC:
+def per_group(outer: Tensor, x: Tensor, dim: int, block: Block | None) -> Tensor:
+    """One value for each element of x's shape, equal within a block -> [groups, 1], in the order of `to_blocks`."""
+    return to_blocks(outer.expand(x.shape), dim, block)[:, :1]
+
+
+def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
+    """The largest magnitude of each block, at every element of it: x's shape, or a scalar for the whole tensor.
+    float32; NaN if any element of the block is NaN, 0 for an empty tensor."""
+    if block == TENSOR or not x.dim():
+        if not x.numel():
+            return torch.zeros((), dtype=torch.float32, device=x.device)
+        low, high = torch.aminmax(x)
+        return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
+    blocks = to_blocks(x, dim, block).abs().amax(-1, keepdim=True).float()
+    return from_blocks(blocks.expand(-1, to_blocks(x, dim, block).shape[-1]), x, dim, block)
+
+
+def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
+    """What `Scaling` methods take as absmax, at each element (x's shape), or a scalar for the whole tensor."""
+    outer = TENSOR if spec.block == TENSOR else SCALINGS[spec.scale].outer
+    if spec.history:
+        return torch.ones((), device=x.device)  # the scale before any iteration
+    return absmax_over(x, dim, outer) if outer else torch.zeros((), device=x.device)
+
+
+def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int) -> Tensor | None:
+    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None where none is needed."""
+    if spec.rounding != Rounding.STOCHASTIC and spec.scale != ScaleRule.EDEN:
         return None
-    return to_blocks(noise(x.numel(), plan.seed, x.device).reshape(x.shape), dim, block_size)
+    return to_blocks(noise(x.numel(), seed, x.device).reshape(x.shape), dim, block)
 
 
-def scales_along(scales: Tensor, x: Tensor, dim: int, block_size: int) -> Tensor:
-    """Block scales [groups, 1] in the order of `to_blocks` -> [outer, blocks, inner] over x's axes before and after
-    `dim`."""
+def scales_along(scales: Tensor, x: Tensor, dim: int, block: Block) -> Tensor:
+    """Block scales [groups, n] in the order of `to_blocks` -> [outer, blocks, inner] over x's axes before and after
+    `dim`: the first number of each, a tile's at each of its rows."""
     dim = dim % x.dim() if x.dim() else 0
-    blocks = -(-(x.shape[dim] if x.dim() else 1) // block_size)
-    return scales.reshape(x.shape[:dim].numel(), x.shape[dim + 1 :].numel(), blocks).transpose(1, 2)
+    columns = block.columns or max(x.shape[dim] if x.dim() else 1, 1)
+    blocks = -(-(x.shape[dim] if x.dim() else 1) // columns)
+    shape = (*x.shape[:dim], blocks, *x.shape[dim + 1 :])
+    like = torch.empty(shape, device="meta")
+    whole = from_blocks(scales[:, :1].expand(-1, block.rows or 1), like, dim, Block(block.rows, 1))
+    return whole.reshape(x.shape[:dim].numel(), blocks, x.shape[dim + 1 :].numel())
 
 
-def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor | None]:
+def quantize_dequantize(x: Tensor, spec: Spec, dim: int, absmax: Tensor, seed: int = 0) -> tuple[Tensor, Tensor | None]:
     """x (any shape, not empty) -> (y of x's shape and dtype, block scales [outer, blocks, inner] or None).
 
-    absmax as in `quantize_blocks`.
+    absmax: of each element's outer block, as `absmax_over` gives it, or a scalar.
     """
-    if plan.block_size is None:  # nothing is shared along an axis
-        u = noise_blocks(x.reshape(-1), plan, 0, None)
-        return quantize_blocks(x.reshape(1, -1).float(), plan, absmax, u)[2].to(x.dtype).reshape(x.shape), None
-    u = noise_blocks(x, plan, dim, plan.block_size)
-    _, scales, y = quantize_blocks(to_blocks(x, dim, plan.block_size).float(), plan, absmax, u)
-    return from_blocks(y.to(x.dtype), x, dim), scales_along(scales, x, dim, plan.block_size)
+    block = spec.block or TENSOR  # nothing is shared: one row will do
+    flat = block == TENSOR
+    u = noise_blocks(x.reshape(-1) if flat else x, spec, 0 if flat else dim, block, seed)
+    if flat:
+        _, _, y = quantize_blocks(x.reshape(1, -1).float(), spec, absmax, u)
+        return y.to(x.dtype).reshape(x.shape), None
+    outer = per_group(absmax, x, dim, block) if absmax.dim() else absmax
+    _, scales, y = quantize_blocks(to_blocks(x, dim, block).float(), spec, outer, u)
+    return from_blocks(y.to(x.dtype), x, dim, block), scales_along(scales, x, dim, block)

@@ -16,21 +16,20 @@ from binade.app.questions.shared.selection import SelectedTensor, Selection, for
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 VIEWS = views_of("tensor")
 MAX_LISTED = 5000
 
 
 def params(opened: Catalog) -> dict[str, Param]:
-    formats = first_formats(opened)
     own: dict[str, Param] = {
         name: param for question in VIEWS.values() for name, param in question.params(opened).items()
     }
     return {
         "tensor": Known(lambda name: not opened.rows_of([name]).empty),
         "view": One(tuple(VIEWS)),
-        "format": One(formats_first(formats[0] if formats else "mxfp4")),
+        "format": One(formats_first(first_formats(opened))),
         **own,
     }
 
@@ -49,7 +48,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(f"The values of the tensor are not to be had: {error}.",))
     row = rows[rows["tensor_id"] == tensor_id].iloc[0]
     labels = full_labels(rows)
-    selected = SelectedTensor(opened, where, row=row, x=x, format=FORMATS[values["format"]], labels=labels)
+    selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(values["format"]), labels=labels)
     return VIEWS[values["view"]].draw(selected, values)
 
 

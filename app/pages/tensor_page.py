@@ -12,7 +12,7 @@ from binade.app.address import link, plain, write
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
-from binade.app.params import Params
+from binade.app.params import One, Params
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
@@ -21,7 +21,7 @@ from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import one_line
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec, known_specs
 
 LARGE = 1 << 24  # values that take more than a moment to read
 
@@ -40,17 +40,24 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     labels = full_labels(listed)
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
-    fmt = right.selectbox("Held against", list(FORMATS), key="format", help="The format that it is rounded to here")
+    fmt = right.selectbox("Held against", _allowed(params), key="format", help="The format that it is rounded to here")
     st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
     show_card(row)
     if (x := _load(opened, row)) is not None:
         values = {name: state[name] for name in params}
-        selected = SelectedTensor(opened, where, row=row, x=x, format=FORMATS[fmt], labels=labels)
+        selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(fmt), labels=labels)
         with st.spinner("Reading the values …", show_time=True) if x.numel() > LARGE else nullcontext():
             show_question(VIEWS[values["view"]], selected, values)
     write(where, params)
+
+
+def _allowed(params: Params) -> list[str]:
+    """The specs to choose from, in the order of FORMATS."""
+    param = params["format"]
+    assert isinstance(param, One)
+    return known_specs(param.allowed)
 
 
 def _load(opened: Catalog, row: pd.Series) -> Tensor | None:

@@ -16,6 +16,7 @@ from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 PACKAGES = ("torch", "triton", "numpy", "pandas", "duckdb", "altair", "vl-convert-python")
 COLUMNS = ("run_id", "state", "model", "size", "dataset", "recipe", "started", "iterations", "tensors", "loss_last")
@@ -74,7 +75,7 @@ def _without(words: list[str], option: str) -> list[str]:
 
 def definitions() -> Section:
     metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in MEASURES.values()])
-    formats = pd.DataFrame([{"Format": name, "What it is": about_format(fmt)} for name, fmt in FORMATS.items()])
+    formats = pd.DataFrame([{"Format": name, "What it is": about_format(Spec.of(name))} for name in FORMATS])
     tables = (Table("metrics", "Metrics", metrics), Table("formats_known", "Formats", formats))
     text = (
         "x is the tensor before, q the tensor after rounding. NaN and Inf are counted apart and left out of the sums."

@@ -18,7 +18,7 @@ from binade.app.questions.shared.selection import Board, SelectedTensor, Selecti
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
 from binade.data.store import TensorFileError
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 OF_VALUES = ("absmax", "std", "kurtosis", "crest_factor", "dynamic_range", "zero_share")
 
@@ -120,5 +120,5 @@ class ReportSelection(Selection):
             x = self.opened.load(tensor_id)
         except (CatalogError, TensorFileError) as error:
             return None, [f"{labels[tensor_id]}: its values are not to be had ({error})."]
-        row, format = rows.iloc[0], FORMATS[fmt]
-        return SelectedTensor(self.opened, self.where, row=row, x=x, format=format, labels=labels), []
+        row, spec = rows.iloc[0], Spec.of(fmt)
+        return SelectedTensor(self.opened, self.where, row=row, x=x, spec=spec, labels=labels), []

@@ -32,12 +32,12 @@ from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
 from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase, Product, kind_of, tensor_names
-from binade.data.text import describe
+from binade.data.text import describe, plain_name
 from binade.quant.backends.counts import counted
-from binade.quant.formats import FORMATS
 from binade.quant.gemm import Observed, Tap
 from binade.quant.metrics import errors_later, score_later
-from binade.quant.quantizer import DTYPES, plan
+from binade.quant.quantizer import DTYPES, unrotated
+from binade.quant.specs import Spec
 from binade.quant.summary import Summary, summarize_later
 
 WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
@@ -72,7 +72,7 @@ class Recorder:
     label       part of the run's id
     config      kept as run.json; its model, size, dataset and recipe describe each tensor
     tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
-    scores      formats that every operand is tried in
+    scores      formats or specs that every operand is tried in
     raw         keep values, not only statistics, sketch and scores, while this rank's files stay within max_bytes
     ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
                 torch.distributed and megatron.core, if they are initialized
@@ -362,14 +362,16 @@ class Recorder:
         codes = counted(x) if x.device.type == "cpu" else None
         summary = cache(summarize_later(x, codes=codes))  # the file has it too
         error = None
-        if seen.format and seen.quantized is not None:
-            error = errors_later(x, seen.quantized, plan(seen.format), seen.scales, seen.dim)
+        fmt = None if seen.spec is None else str(seen.spec)
+        if seen.spec and seen.coded is not None and seen.quantized is not None:
+            rounded = unrotated(seen.spec)
+            error = errors_later(seen.coded, seen.quantized, rounded, seen.scales, seen.dim, seen.absmax)
         tried = {
-            name: error if error and name == seen.format else score_later(x, plan(name), seen.dim, codes=codes)
+            name: error if error and name == fmt else score_later(x, Spec.of(name), seen.dim, codes=codes)
             for name in scores
         }
         captured = datetime.now(UTC)
-        path = self._save(shown, identity, summary, seen.format, captured)
+        path = self._save(shown, identity, summary, fmt, captured)
         self._count += 1
         tensor_id = f"r{self.rank:02d}-{self._count:06d}"
 
@@ -385,7 +387,7 @@ class Recorder:
                 path=str(path) if path else None,
                 contracted_axis=contracted_axis,
                 summary=summary(),
-                format=seen.format,
+                format=fmt,
                 error=error() if error else None,
                 scores={name: score() for name, score in tried.items()},
                 shard=replace(shard, replica=self.ranks.replica),
@@ -402,10 +404,10 @@ class Recorder:
         if not self.raw:
             return None
         i = identity
-        stamp = captured.astimezone()
+        stamp, quant_type = captured.astimezone(), plain_name(str(i.quant_type))
         name = (
             f"{stamp:%Y%m%d_%H%M%S}_{self._count + 1:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
-            f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{i.quant_type}_rank{i.rank:02d}"
+            f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{quant_type}_rank{i.rank:02d}"
             f"_sample{i.micro_batch:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
         )
         metadata = {
@@ -430,7 +432,7 @@ class Recorder:
         def description() -> tuple[dict[str, Any], dict[str, Any]]:
             return metadata, info | {key: getattr(summary(), key) for key in ("min", "max", "mean", "std")}
 
-        relative = Path("tensors", str(i.quant_type), name)
+        relative = Path("tensors", quant_type, name)
         return relative if self._writing.offer(relative, x, description) else None
 
     def _publish(self) -> None:
@@ -452,7 +454,7 @@ def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
 
 
 def _formats(scores: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(FORMATS[name].name for name in _names("scores", scores)))
+    return tuple(dict.fromkeys(str(Spec.of(name)) for name in _names("scores", scores)))
 
 
 def _dtype(x: Tensor) -> str:

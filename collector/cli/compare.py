@@ -16,7 +16,7 @@ experiment, seed included, so their figures are not averaged: the longest is sho
                other, so it is not turned into a standard error.
     rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients apart
                from forward operands and attention apart from linear layers, or the larger would hide the smaller.
-    storage    the recorded operands, each in its exact format with block scales (`Format.bits_per_value`), those not
+    storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
                quantized in their own dtype.
     seconds    the median of an iteration's optimizer step, with capture and without.
 """
@@ -37,7 +37,8 @@ from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE, STATES, RunInfo, is_loss, list_runs, read_losses
-from binade.quant.formats import FORMATS, UnknownFormatError
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import Spec, SpecError
 
 BF16_BITS = 16
 # What rounding is shown for: component and operation.
@@ -339,7 +340,7 @@ def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str
             found[rounding_figure(side, "operands")] = int(quantized[place])
     try:
         bits = sum(_bits(row) for row in operands.itertuples())
-    except UnknownFormatError as error:
+    except (UnknownFormatError, SpecError) as error:
         refused.append(f"{run_id}: {error}")
         return found
     if not operands.empty:
@@ -355,5 +356,5 @@ def _operands(catalog: Catalog, finished: Filter, run_id: str, refused: list[str
 
 
 def _bits(row: Any) -> float:
-    bits = FORMATS[row.format].bits_per_value * row.numel if isinstance(row.format, str) else row.nbytes * 8
+    bits = Spec.of(row.format).bits_per_value * row.numel if isinstance(row.format, str) else row.nbytes * 8
     return float(bits)

@@ -11,6 +11,7 @@ from binade.collector.cli.console import console
 from binade.collector.cli.options import scores_option
 from binade.collector.errors import ConfigError
 from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import SpecError
 from binade.terminal import Command, Option, fail, line_of, one_line, print_text, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
                 progress=shown.progress,
                 command=line_of(argv),
             )
-    except UnknownFormatError as error:
+    except (UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     if result.failed:
         where = result.directory / "refused.jsonl"

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import click
+
+from binade.collector.recipes.draft import INGREDIENTS
+from binade.collector.recipes.files import PUBLISHED
+from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import BYTE, DATASETS, MODELS
 from binade.data.tensor_kinds import tensor_names
-from binade.quant.formats import FORMATS
+from binade.quant.formats import FORMATS, Format
+from binade.quant.specs import OPTIONS, Spec
 from binade.terminal import Command, print_text
 
 
-def _list() -> None:
-    """List the models, datasets, recipes, formats, operands and modules."""
-    print_text(choices())
+def _list(kind: str | None) -> None:
+    """List the models, datasets, tokenizers, recipes, formats with their options, operands and tensors, or one of these
+    kinds."""
+    print_text("\n".join(f"{title}\n{lines()}" for title, lines in KINDS.items() if kind in (None, title)))
 
 
-def choices() -> str:
-    """Everything that can be chosen, by kind."""
-    lines = ["models"]
+def _models() -> str:
+    lines = []
     for name, sizes in MODELS.items():
         for size, shape in sizes.items():
             weights = f"{shape.parameters / 1e6:,.1f} M weights"
@@ -25,24 +33,80 @@ def choices() -> str:
             )
         modules = dict.fromkeys(site.module for site in sizes["full"].sites())
         lines.append(f"        modules {', '.join(modules)}")
-    lines += [
-        f"datasets\n    {', '.join(DATASETS)}",
-        '    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"',
-        "    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix",
-        f"tokenizers\n    {BYTE}: a token is a byte, 256 ends a document",
-        "    a path to a Hugging Face tokenizer.json, or to its directory",
-        "recipes\n    " + "\n    ".join(TEN_RECIPES),
-        "    and FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything",
-        "formats",
-        *(
-            f"    {fmt.name:<11} {fmt.title}, {fmt.bits_per_value:g} bits per value, largest {fmt.max:g}"
-            for fmt in FORMATS.values()
-        ),
-        *(f"    {alias:<11} the same as {name}" for alias, name in FORMATS.aliases.items()),
-        "operands, for --operand-quant\n    " + "\n    ".join(OPERANDS),
-        f"tensors\n    {', '.join(tensor_names())}",
-    ]
     return "\n".join(lines)
 
 
-list_ = Command("list", callback=_list, help=_list.__doc__)
+def _datasets() -> str:
+    return (
+        f"    {', '.join(DATASETS)}\n"
+        '    a path to .jsonl, .jsonl.gz or .parquet: documents under "text"\n'
+        "    a path to .bin/.idx, as Megatron's preprocess_data writes them: either file, or their prefix"
+    )
+
+
+def _tokenizers() -> str:
+    return (
+        f"    {BYTE}: a token is a byte, 256 ends a document\n"
+        "    a path to a Hugging Face tokenizer.json, or to its directory"
+    )
+
+
+def _recipes() -> str:
+    lines = [f"    {name}" for name in TEN_RECIPES]
+    for name in PUBLISHED:
+        about = parse_recipe(name).about
+        lines.append(f"    {name:<22}{about.title} ({about.read}{'; not all is certain' * bool(about.uncertain)})")
+    return "\n".join(
+        [
+            *lines,
+            "    FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything",
+            "    the path of a .toml file: see docs/recipes.md",
+            "    RECIPE(without=A+B) leaves ingredients out:",
+            *(f"        {name:<11} {meaning}" for name, meaning in INGREDIENTS.items()),
+        ]
+    )
+
+
+def _formats() -> str:
+    return "\n".join(
+        [
+            *(line for fmt in FORMATS.values() for line in _format(fmt)),
+            *(f"    {alias:<11} the same as {name}" for alias, name in FORMATS.aliases.items()),
+            "    options, as in nvfp4(block=16x16, rounding=stochastic):",
+            *(f"        {option.name:<11} {option.help}" for option in OPTIONS.values()),
+        ]
+    )
+
+
+KINDS: dict[str, Callable[[], str]] = {
+    "models": _models,
+    "datasets": _datasets,
+    "tokenizers": _tokenizers,
+    "recipes": _recipes,
+    "formats": _formats,
+    "operands": lambda: "\n".join(f"    {name}" for name in OPERANDS),
+    "tensors": lambda: f"    {', '.join(tensor_names())}",
+}
+
+
+def _format(fmt: Format) -> list[str]:
+    """A format, and the values of its options, the default first where it is one of several."""
+    spec = Spec.of(fmt)
+    lines = [f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}"]
+    chosen = {"format": fmt} | {name: getattr(spec, name) for name in OPTIONS}
+    for name, option in OPTIONS.items():
+        allowed = option.allowed(chosen)
+        if isinstance(allowed, str):
+            choices = f"{chosen[name]}; {allowed}" if allowed not in ("", str(chosen[name])) else ""
+        else:
+            choices = ", ".join(sorted(allowed, key=lambda value: value != chosen[name])) if len(allowed) > 1 else ""
+        lines += [f"        {name}: {choices}"] * bool(choices)
+    return lines
+
+
+list_ = Command(
+    "list",
+    params=[click.Argument(["kind"], required=False, type=click.Choice(list(KINDS)))],
+    callback=_list,
+    help=" ".join(str(_list.__doc__).split()),
+)

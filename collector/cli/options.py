@@ -89,7 +89,14 @@ def training_params(command: str) -> list[click.Parameter]:
     # Options that are no field of RunConfig stand before the one that they belong to.
     others = {
         "recipe": [
-            _option(FORMAT, "--quantization", help=f"{what}: see `binade list`{default}", **recipes),
+            _option(
+                FORMAT,
+                "--quantization",
+                "--recipe",
+                "quantization",
+                help=f"{what}: names of `binade list`, or files.toml{default}",
+                **recipes,
+            ),
             _option(FORMAT, "--quant-type", help="Old spelling of --quantization", **recipes),
         ],
         "train_iters": [

@@ -12,7 +12,7 @@ import click
 from binade.collector.cli.console import console
 from binade.collector.cli.options import job_arguments, request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
-from binade.collector.recipes.selection import by_layer
+from binade.collector.recipes.selection import Selection, by_layer
 from binade.collector.training.config import RunConfig
 from binade.terminal import Command, line_of, print_text, resolve_root
 
@@ -59,7 +59,10 @@ def describe(config: RunConfig, root: Path) -> str:
     shape, recipe = config.shape(), config.parsed_recipe()
     tokens = config.dp * config.micro_batches * config.micro_batch_size * config.sequence_length
     rows = [
-        f"recipe    {recipe.name}",
+        f"recipe    {recipe.name}{f': {recipe.about.title}' * bool(recipe.about.title)}",
+        *(f"{'source' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.source)),
+        *(f"{'omits' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.leaves_out)),
+        *(f"{'uncertain' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.uncertain)),
         f"model     {config.model} {config.size}: {shape.describe()}, "
         f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
         f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
@@ -69,9 +72,9 @@ def describe(config: RunConfig, root: Path) -> str:
         f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",
         f"root      {root}",
     ]
-    if skip := config.skip():
+    if kept := config.kept_layers:
         model = shape.sites()
-        rows.append(f"skip      {'; '.join(by_layer(model, skip.of(model), 'bf16', 'as below'))}")
+        rows.append(f"skip      {'; '.join(by_layer(model, Selection.parse(kept).of(model), 'bf16', 'as below'))}")
     rows.append("operand by operand (part.GEMM.operand, contracted axis, format):")
     return "\n".join([*rows, *(f"    {line}" for line in recipe.lines())])
 

@@ -38,8 +38,8 @@ from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError,
 from binade.data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
 from binade.data.text import describe
-from binade.quant.formats import FORMATS
 from binade.quant.metrics import score
+from binade.quant.specs import Spec
 from binade.quant.summary import summarize
 
 Say = Callable[[str], None]
@@ -199,15 +199,17 @@ def import_logs(
 ) -> Imported:
     """Index every tensor file under source in a run of root.
 
-    scores   formats to try on every tensor: along the axis that its GEMM contracts, the last where that is not known
+    scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last where that is
+             not known
     workers  processes; None for one a core
 
-    Raises ConfigError if source is no directory, UnknownFormatError, RunError if root cannot be written or the same
-    import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was imported kept.
+    Raises ConfigError if source is no directory, UnknownFormatError or SpecError, RunError if root cannot be written or
+    the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
+    imported kept.
     """
     start = time.monotonic()
     source = _checked(source, root)
-    scores = tuple(dict.fromkeys(FORMATS[name].name for name in scores))
+    scores = tuple(dict.fromkeys(str(Spec.of(name)) for name in scores))
     if workers is not None and workers < 1:
         raise ConfigError(f"--workers is {workers}: it must be 1 or more")
     found, refused = walk(source, root)

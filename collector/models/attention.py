@@ -69,7 +69,7 @@ class CoreAttention(nn.Module):
             return batch, heads, length, seen.shape[-1]
 
         shown = reshaped(tap, by_head, STACKED)
-        scores = matmul(stacked, key, qk.formats, transpose_b=True, backend=qk.backend, tap=shown)
+        scores = matmul(stacked, key, qk.rounding(), transpose_b=True, tap=shown)
         scores = scores * self.scale
         scores = scores.view(batch, heads, length, length)
         if tap:
@@ -78,7 +78,7 @@ class CoreAttention(nn.Module):
         probs = scores.float().masked_fill(future, -torch.inf).softmax(-1).to(query.dtype)
         probs = probs.view(batch, groups, heads // groups * length, length)
         shown = reshaped(pv.tap(), by_head, STACKED)
-        output = matmul(probs, value, pv.formats, backend=pv.backend, tap=shown)
+        output = matmul(probs, value, pv.rounding(), tap=shown)
         return output.view(batch, heads, length, -1)
 
 

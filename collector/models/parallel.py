@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from binade.collector.models.shape import LinearSpec, Split
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
-from binade.quant.formats import GemmFormats
-from binade.quant.gemm import Tap, linear
+from binade.quant.delayed import ScaleHistory
+from binade.quant.gemm import Rounding, Tap, linear
+from binade.quant.specs import GemmFormats
 
 
 class PeerLostError(RuntimeError):
@@ -95,13 +96,33 @@ def _collective(operation: Callable[..., object], *tensors: Tensor, **options: A
         raise PeerLostError.after(error) from error
 
 
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass of one product: the seed of its rounding, and whether it is recomputed."""
+
+    seed: int = 0
+    again: bool = False
+
+
 @dataclass
 class Quantization:
-    """How a layer's GEMMs run. tap gives the observer of the next call, or None when nothing is recorded."""
+    """How a layer's GEMMs run.
+
+    tap         begins a call: gives its observer, or None when nothing is recorded
+    running     the pass of the call that `tap` began last
+    histories   of the operands with delayed scaling, see `quant.gemm.Rounding`
+    """
 
     formats: GemmFormats = field(default_factory=GemmFormats)
     backend: str = "auto"
     tap: Callable[[], Tap | None] = lambda: None
+    running: Callable[[], Pass] = Pass
+    histories: dict[str, ScaleHistory] = field(default_factory=dict)
+
+    def rounding(self) -> Rounding:
+        """How the operands of the call that `tap` began are rounded."""
+        running = self.running()
+        return Rounding(self.formats, self.backend, running.seed, self.histories, running.again)
 
 
 # What a tap sees of a product whose first operand is stacked or reshaped.
@@ -212,8 +233,8 @@ class ParallelLinear(nn.Module):
         return linear_shard(self.shards, name, self.group, self.stride)
 
     def _multiply(self, x: Tensor) -> Tensor:
-        how = self.quantization
-        return linear(x, self.weight.to(x.dtype), how.formats, backend=how.backend, tap=how.tap())
+        tap = self.quantization.tap()
+        return linear(x, self.weight.to(x.dtype), self.quantization.rounding(), tap=tap)
 
 
 class ColumnParallelLinear(ParallelLinear):

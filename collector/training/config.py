@@ -12,11 +12,13 @@ from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
-from binade.collector.recipes.recipe import Part, Recipe, RecipeError, parse_recipe
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.option import Group, check_options, declared, option
 from binade.data.tensor_kinds import tensor_names
-from binade.quant.formats import FORMATS, UnknownFormatError
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import Spec, SpecError
 
 __all__ = [
     "BYTE",
@@ -34,7 +36,7 @@ __all__ = [
     "fast",
 ]
 
-DEFAULT_SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
+DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 LAYERS = (
     "LAYERS is first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
     "layer2.expert3.fc1. Separate several with commas; a comma inside braces does not separate."
@@ -42,7 +44,8 @@ LAYERS = (
 MODEL = Group("Model and data")
 FORMAT = Group(
     "What is quantized",
-    "FORMAT replaces the recipe's. The more specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
+    "FORMAT replaces the recipe's; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. The more "
+    "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
     f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
 LENGTH = Group("How long")
@@ -92,7 +95,7 @@ class RunConfig:
     load_hf: str | None = option(None, group=MODEL, metavar="DIR",
         help="Start from the weights of a Hugging Face safetensors checkpoint")
 
-    recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", help="Recipe: a name of `binade list`",
+    recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", help="Recipe: a name of `binade list`, or a file.toml",
         flag="--quantization")
     linear_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the linear layers")
     qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
@@ -183,6 +186,11 @@ class RunConfig:
         """The layers that stay in bf16, None for none. Raises SelectionError, as `capture` does."""
         return Selection.parse(self.skip_layers) if self.skip_layers else None
 
+    @property
+    def kept_layers(self) -> str:
+        """The layers that stay in bf16, those that the recipe keeps included."""
+        return ", ".join(filter(None, (self.parsed_recipe().keep, self.skip_layers)))
+
     def capture(self) -> Selection:
         """The layers that are recorded."""
         return Selection.parse(self.capture_layers, self.modules)
@@ -241,7 +249,7 @@ def check(config: RunConfig) -> None:
     check_inputs(config.dataset, config.tokenizer)
     try:
         config.parsed_recipe()
-    except (RecipeError, UnknownFormatError) as error:
+    except (RecipeError, UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
     published = MODELS[config.model][config.size]
     if config.layers is not None and config.layers > published.layers:
@@ -261,8 +269,10 @@ def check(config: RunConfig) -> None:
     _check_ranks(config)
     _check_sites(config)
     for name in config.scores:
-        if name not in FORMATS:
-            raise ConfigError(f"--scores {name!r} is unknown: {', '.join([*FORMATS, *FORMATS.aliases])}")
+        try:
+            Spec.of(name)
+        except (UnknownFormatError, SpecError) as error:
+            raise ConfigError(f"--scores: {error}") from None
 
 
 def _check_ranks(config: RunConfig) -> None:
@@ -299,8 +309,17 @@ def _check_sites(config: RunConfig) -> None:
         raise ConfigError(
             f"the router is given a format, but {config.model} of {config.shape().layers} layers has none"
         )
-    option = "--skip-layers"
+    recipe = config.parsed_recipe()
+    modules = {site.module for site in model}
+    if missing := [module for module, _ in recipe.modules if module not in modules]:
+        raise ConfigError(
+            f"recipe {recipe.name} is for module {missing[0]}: the model has {', '.join(sorted(modules))}"
+        )
+    option = "the recipe's layers to keep"
     try:
+        if recipe.keep:
+            Selection.parse(recipe.keep).of(model)
+        option = "--skip-layers"
         if skip := config.skip():
             skip.of(model)
         option = "--capture-layers and --modules"

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.models.model import GPTModel
+from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import Backend, ConfigError, Device, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory
@@ -121,7 +123,9 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "data": dataset.identity,
+        "recipe": recipe.name,
         "operands": recipe.lines(),
+        "recipe_toml": to_toml(recipe),
         "parameters": shape.parameters,
         "command": command or " ".join(sys.argv),
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
@@ -130,7 +134,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
     start = time.monotonic()
     recorder = Recorder(
         root,
-        label=f"{config.model}_{config.recipe}",
+        label=f"{config.model}_{recipe.name}",
         config=description,
         tensors=config.tensors,
         scores=config.scores,
@@ -199,8 +203,8 @@ def _train(
     if checkpoint:
         report(f"weights from {checkpoint.directory}")
     report(f"recipe {recipe.name}: {recipe.describe()}")
-    if config.skip_layers:
-        report(f"in bf16 whatever the recipe: {config.skip_layers}")
+    if kept := config.kept_layers:
+        report(f"in bf16 whatever the recipe: {kept}")
     total = config.warmup_iterations + config.iterations
     recorder.recording = False
     for done in range(config.warmup_iterations):
@@ -209,7 +213,9 @@ def _train(
         _finish_iteration(recorder, number, step, stream.digest(), report, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
-    with instrument(model, recipe, recorder, backend=config.backend, skip=config.skip(), capture=config.capture()):
+    skip, capture = config.skip(), config.capture()
+    chosen: dict[str, Any] = {"backend": config.backend, "skip": skip, "capture": capture, "seed": config.seed}
+    with instrument(model, recipe, recorder, **chosen, iterations=config.iterations):
         for iteration in range(config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             recorded = config.records(iteration)

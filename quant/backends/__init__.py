@@ -8,7 +8,9 @@ from torch import Tensor
 
 from binade.quant import reference
 from binade.quant.backends import cpu
-from binade.quant.reference import Plan
+from binade.quant.reference import outer_absmax
+from binade.quant.scaling import has_kernel
+from binade.quant.specs import Spec
 
 
 class Backend(StrEnum):
@@ -34,25 +36,26 @@ def resolve_backend(backend: str, x: Tensor) -> Backend:
 
 
 def quantize_dequantize(
-    x: Tensor, plan: Plan, dim: int, absmax: Tensor, backend: Backend, want_scales: bool
+    x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, backend: Backend, want_scales: bool, seed: int
 ) -> tuple[Tensor, Tensor | None]:
     """x (any shape and strides, not empty) -> (y of x's shape and dtype, scales).
 
-    scales is None unless wanted and the format has a block scale: then [outer, blocks along dim, inner] float32. absmax
-    as in `reference.quantize_blocks`. A scale scheme without a kernel runs by `reference` on every backend.
+    scales is None unless wanted and blocks have scales: then [outer, blocks along dim, inner] float32. absmax as in
+    `reference.outer_absmax`, computed if None. A scheme without a kernel runs by `reference` on every backend.
     """
+    y: Tensor
     scales: Tensor | None
-    if plan.scaling.kernel is None:
-        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
-    elif backend == Backend.TRITON:
+    if backend == Backend.TRITON and has_kernel(spec):
         from binade.quant.backends import triton_kernels  # imported at its first use, as only this needs triton
 
-        y, scales = triton_kernels.quantize_dequantize(x.contiguous(), plan, dim, absmax, want_scales)
+        y, scales = triton_kernels.quantize_dequantize(x.contiguous(), spec, dim, absmax, want_scales, seed)
     elif x.device.type == "cpu":
-        y, scales = cpu.quantize_dequantize(x, plan, dim, absmax, want_scales)
+        y, scales = cpu.quantize_dequantize(x, spec, dim, absmax, want_scales, seed)
     else:
-        y, scales = reference.quantize_dequantize(x, plan, dim, absmax)
-    if scales is None or not want_scales or plan.block_size is None:
+        absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+        y, scales = reference.quantize_dequantize(x, spec, dim, absmax, seed)
+    run = spec.run(x.shape[dim] if x.dim() else 1)
+    if scales is None or not want_scales or run is None:
         return y, None
     at = dim % x.dim() if x.dim() else 0
     return y, scales.reshape(x.shape[:at].numel(), -1, x.shape[at + 1 :].numel())

@@ -1,11 +1,14 @@
-// The compiled CPU twin of reference.py: the same bits, one pass over memory; the error that it made, in another; or both
-// at once, keeping nothing but the error. See cpu.py for how it is called.
+// The compiled CPU twin of reference.py, with the same bits. `quantize` rounds with scales that it finds itself (the rules
+// below) or with factors that it is given (GIVEN); `largest` and `run_errors` give what such factors follow from; `measure`
+// adds up the error of a rounded tensor; `score` does both at once and keeps the error alone. See cpu.py for the calls.
 //
 // A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
-// along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways.
+// along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways. A tensor that shares
+// one set of factors is a single run, cut anywhere.
 //
-// Compiled once for each VALUE (float, or uint16_t for bfloat16), number of TIERS, ROUNDING (0 nearest, 1 half away) and
-// WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes a second, of all ten.
+// Compiled once for each VALUE (float, or uint16_t for bfloat16), number of TIERS, ROUNDING (0 nearest, 1 half away,
+// 2 stochastic) and WIDE (1 for elements with float32's exponents), which are macros: a build of one combination takes
+// seconds, of all a minute.
 // Needs strict IEEE float32: no contraction, no reassociation, subnormals and signed zeros kept.
 
 #include <algorithm>
@@ -20,16 +23,25 @@ constexpr int MAX_TIERS = 8;
 constexpr int64_t STRIP = 256;
 constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
 
-enum Rule { NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 };
-constexpr int NEAREST = 0, HALF_AWAY = 1;
+enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4 };
+constexpr int NEAREST = 0, HALF_AWAY = 1, STOCHASTIC = 2;
 
 }  // namespace
 
 extern "C" struct Format {
     int32_t rule, signed_zero, emax, mantissa_bits;
-    float max, limit;
-    float lowest[MAX_TIERS];  // 2^(lowest exponent) of each tier
-    float step[MAX_TIERS];    // 2^-(mantissa bits) of each tier
+    float max, limit, inverse;  // inverse: 1 / max
+    float lowest[MAX_TIERS];    // 2^(lowest exponent) of each tier
+    float step[MAX_TIERS];      // 2^-(mantissa bits) of each tier
+};
+
+// What the values of a run are multiplied by before rounding, and multiplied by, multiplied by and divided by after it. Run
+// i finds each at from[...][i * step[...]]; a step of 0 is one for all, null is 1.
+extern "C" struct Factors {
+    const float* from[4];
+    int64_t step[4];
+
+    float one(int which) const { return from[which] ? *from[which] : 1.0f; }  // that of all runs
 };
 
 namespace {
@@ -63,9 +75,26 @@ inline float pow2(int32_t exponent) {
     return from_bits(1 << (exponent + 149));
 }
 
+inline float to_bfloat16(float x) {  // ties to even; x is finite
+    uint32_t bits = static_cast<uint32_t>(to_bits(x));
+    return from_bits(static_cast<int32_t>((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000));
+}
+
+inline uint32_t mix(uint32_t h) {  // lowbias32
+    h = (h ^ (h >> 16)) * 0x7FEB352Du;
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    return h ^ (h >> 16);
+}
+
+// Uniform in [0, 1), of an element's flat index; 0 where rounding needs none. See rounding.noise.
+inline float noise(int64_t index, uint32_t key) {
+    if (ROUNDING != STOCHASTIC) return 0.0f;
+    return static_cast<float>(static_cast<int32_t>(mix(static_cast<uint32_t>(index) ^ key) >> 8)) * 0x1p-24f;
+}
+
 // x on the element's grid. (v + c) - c with c = 1.5 * 2^23 ulp rounds v to a multiple of ulp, ties to even.
 template <int Tiers, int Rounding, bool Wide>
-inline float round_to_element(float x, const Format& f, float top) {
+inline float round_to_element(float x, const Format& f, float top, float u = 0.0f) {
     int32_t bits = to_bits(x);
     float v = from_bits(bits & 0x7FFFFFFF);
     float binade = from_bits(bits & 0x7F800000);
@@ -83,6 +112,10 @@ inline float round_to_element(float x, const Format& f, float top) {
     float c = ulp * 0x1.8p23f;
     float y = (v + c) - c;
     if (Rounding == HALF_AWAY) y = v - y == 0.5f * ulp ? y + ulp : y;
+    if (Rounding == STOCHASTIC) {
+        y = y > v ? y - ulp : y;
+        y = v - y > u * ulp ? y + ulp : y;
+    }
     if (Wide) y *= back;
     y = y > f.max ? f.limit : y;
     y = from_bits(to_bits(y) | (bits & static_cast<int32_t>(0x80000000)));
@@ -101,36 +134,72 @@ inline int32_t scale_exponent(float absmax, const Format& f) {
     return exponent < -127 ? -127 : exponent > 127 ? 127 : exponent;
 }
 
-// What a block multiplies by on the way in and, in two steps, on the way out, and the scale that is reported.
+// What a run multiplies by on the way in, and on the way out in two steps, and what it then divides by.
 struct Scale {
-    float in, out, last, reported;
+    float in, out, last, divisor;
+};
+
+template <int64_t Runs>
+struct Scales {
+    float in[Runs], out[Runs], last[Runs], divisor[Runs];
+
+    Scale at(int64_t n) const { return {in[n], out[n], last[n], divisor[n]}; }
+
+    void take(const Factors& given, int64_t run, int64_t count) {
+        float* into[4] = {in, out, last, divisor};
+        for (int which = 0; which < 4; which++) {
+            const int64_t step = given.step[which];
+            const float* from = given.from[which] + run * step;
+            if (step)
+                std::copy(from, from + count, into[which]);
+            else
+                std::fill(into[which], into[which] + count, given.one(which));
+        }
+    }
 };
 
 inline Scale block_scale(int32_t magnitude, const Format& f, float encode, float decode) {
     float absmax = from_bits(magnitude);
     if (f.rule == NVFP4) {
-        static const Format e4m3 = {NONE, 1, 8, 3, 448.0f, 448.0f, {0x1p-6f}, {0x1p-3f}};
-        float sixth = 1.0f / 6.0f;
-        float wanted = absmax * (encode * sixth);
+        static const Format e4m3 = {GIVEN, 1, 8, 3, 448.0f, 448.0f, 0.0f, {0x1p-6f}, {0x1p-3f}};
+        float wanted = absmax * (encode * f.inverse);
         float scale = round_to_element<1, NEAREST, false>(wanted, e4m3, 512.0f);
         float inverse = 1.0f / (scale * (1.0f / encode));
         inverse = inverse > FLOAT32_MAX ? FLOAT32_MAX : inverse;
-        return {inverse, scale, decode, scale};
+        return {inverse, scale, decode, 1.0f};
     }
     int32_t exponent = scale_exponent(absmax, f);
     float scale = absmax <= FLOAT32_MAX ? pow2(exponent) : from_bits(0x7FC00000);
-    return {pow2(-exponent), scale, 1.0f, scale};
+    return {pow2(-exponent), scale, 1.0f, 1.0f};
 }
 
-inline float quantized(float x, const Scale& s, const Format& f, float top, bool nvfp4) {
-    float scaled = x * s.in;
-    if (nvfp4) {
-        scaled = scaled > f.max ? f.max : scaled;
-        scaled = scaled < -f.max ? -f.max : scaled;
-    }
-    float value = round_to_element<TIERS, ROUNDING, WIDE>(scaled, f, top);
-    return nvfp4 ? value * s.out * s.last : value * s.out;
+// HiF4's scale of 64 values, E6M2, and its inverse as bfloat16. The scale of a block that is not finite is NaN.
+inline void hif4_scale(int32_t magnitude, float& scale, float& inverse) {
+    static const Format e6m2 = {GIVEN, 0, 15, 2, 49152.0f, 49152.0f, 0.0f, {0x1p-48f}, {0x1p-2f}};
+    float wanted = from_bits(magnitude) * 0.142578125f;
+    wanted = wanted < 49152.0f ? wanted : 49152.0f;
+    wanted = wanted > 0x1p-48f ? wanted : 0x1p-48f;
+    float found = round_to_element<1, NEAREST, false>(to_bfloat16(wanted), e6m2, 65536.0f);
+    inverse = to_bfloat16(1.0f / found);
+    scale = magnitude < 0x7F800000 ? found : from_bits(0x7FC00000);
 }
+
+// The factor of 4 values: 2^(e8 + e4). eight and four: the largest magnitudes of the 8 and of the 4.
+inline float hif4_factor(int32_t eight, int32_t four, float inverse) {
+    float e8 = from_bits(eight) * inverse >= 4.0f ? 2.0f : 1.0f;
+    float e4 = from_bits(four) * inverse >= 2.0f * e8 ? 2.0f : 1.0f;
+    return e8 * e4;
+}
+
+template <bool Divide>
+inline float quantized(float x, const Scale& s, const Format& f, float top, float u) {
+    float y = round_to_element<TIERS, ROUNDING, WIDE>(x * s.in, f, top, u) * s.out * s.last;
+    return Divide ? y / s.divisor : y;
+}
+
+inline int32_t magnitude_of(float x) { return to_bits(x) & 0x7FFFFFFF; }
+
+inline float top_of(const Format& f) { return pow2(f.emax) * (WIDE ? 1.0f : 2.0f); }
 
 // Up to STRIP neighbouring blocks of one row of blocks, inner > 1: `length` rows of `width` values from `base` on. The
 // scales start at `scale`.
@@ -156,93 +225,268 @@ struct Grid {
     }
 };
 
+constexpr int64_t BATCH = 64;
+
+// How many blocks of rows are worked on together: few enough for the first cache.
+inline int64_t batch(const Grid& grid) {
+    return std::max<int64_t>(1, std::min(BATCH, 4096 / std::min(grid.block, grid.axis)));
+}
+
+// body(i) for i < length, without a remainder for the usual lengths.
+template <typename Body>
+inline void each(int64_t length, Body body) {
+    if (length % 16 == 0)
+        for (int64_t i = 0; i < (length & ~int64_t{15}); i++) body(i);
+    else
+        for (int64_t i = 0; i < length; i++) body(i);
+}
+
+inline void largest_of_rows(const VALUE* x, int32_t* out, const Grid& grid, int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; b++) {
+        const VALUE* from = x + grid.at(b);
+        int32_t magnitude = 0;
+        each(grid.length(b), [&](int64_t i) { magnitude = std::max(magnitude, magnitude_of(load(from + i))); });
+        out[b - first] = magnitude;
+    }
+}
+
+inline void largest_of_strip(const VALUE* x, int32_t* out, const Grid& grid, const Strip& strip) {
+    std::fill(out, out + strip.width, 0);
+    for (int64_t i = 0; i < strip.length; i++) {
+        const VALUE* from = x + strip.base + i * grid.inner;
+        for (int64_t j = 0; j < strip.width; j++) out[j] = std::max(out[j], magnitude_of(load(from + j)));
+    }
+}
+
 struct Quantizer {
     const Format f;  // a copy: stores through y cannot alias it
+    const Factors* given;
     const VALUE* x;
     VALUE* y;
-    float* scales;
+    float* scales;  // written by the rules that find them
     Grid grid;
     bool packed;  // y has room for one strip only, its rows STRIP apart
+    bool divide;
+    uint32_t key;
     float top, encode, decode;
 
-    Quantizer(const Format& format, const VALUE* x, VALUE* y, float* scales, const Grid& grid, float absmax, bool packed)
-        : f(format), x(x), y(y), scales(scales), grid(grid), packed(packed) {
-        top = pow2(f.emax) * (WIDE ? 1.0f : 2.0f);
-        encode = decode = 1.0f;
-        if (f.rule == AMAX) encode = f.max / (absmax < 1e-12f ? 1e-12f : absmax);
-        if (f.rule == NVFP4) {
-            encode = absmax == 0.0f ? 1.0f : 2688.0f / absmax;
-            encode = encode > FLOAT32_MAX ? FLOAT32_MAX : encode;
-            decode = absmax / 2688.0f;
-        }
+    Quantizer(const Format& format, const Factors* given, const VALUE* x, VALUE* y, float* scales, const Grid& grid,
+              float absmax, uint32_t seed, bool packed)
+        : f(format), given(given), x(x), y(y), scales(given ? nullptr : scales), grid(grid), packed(packed),
+          divide(given && given->from[3]), key(mix(seed)), top(top_of(format)) {
+        const float limit = 448.0f * f.max;
+        encode = absmax == 0.0f ? 1.0f : limit / absmax;
+        encode = encode > FLOAT32_MAX ? FLOAT32_MAX : encode;
+        decode = absmax / limit;
     }
 
-    // Values [first, last) of a flat tensor that shares nothing but, perhaps, a tensor scale.
+    // Values [first, last) of a flat tensor that shares its factors.
     void flat(int64_t first, int64_t last) const {
-        const Format g = f;
-        const float t = top, e = encode;
-        if (g.rule == AMAX) {
-            for (int64_t i = first; i < last; i++)
-                store(y + i, round_to_element<TIERS, ROUNDING, WIDE>(load(x + i) * e, g, t) / e);
-        } else {
-            for (int64_t i = first; i < last; i++)
-                store(y + i, round_to_element<TIERS, ROUNDING, WIDE>(load(x + i), g, t));
-        }
+        divide ? flat_of<true>(first, last) : flat_of<false>(first, last);
     }
 
     // Blocks [first, last) of rows, inner = 1.
     void rows(int64_t first, int64_t last) const {
-        const Format g = f;
-        const float t = top;
-        const bool nvfp4 = g.rule == NVFP4;
-        for (int64_t b = first; b < last; b++) {
-            const int64_t at = grid.at(b), length = grid.length(b);
-            const VALUE* from = x + at;
-            VALUE* to = y + at;
-            int32_t magnitude = 0;
-            for (int64_t i = 0; i < length; i++) {
-                int32_t m = to_bits(load(from + i)) & 0x7FFFFFFF;
-                magnitude = m > magnitude ? m : magnitude;
-            }
-            const Scale s = block_scale(magnitude, g, encode, decode);
-            if (scales) scales[b] = s.reported;
-            for (int64_t i = 0; i < length; i++) store(to + i, quantized(load(from + i), s, g, t, nvfp4));
-        }
+        if (f.rule == HIF4)
+            hif4_rows(first, last);
+        else
+            divide ? rows_of<true>(first, last) : rows_of<false>(first, last);
     }
 
     // Strips [first, last).
     void strips(int64_t first, int64_t last) const {
+        if (f.rule == HIF4)
+            hif4_strips(first, last);
+        else
+            divide ? strips_of<true>(first, last) : strips_of<false>(first, last);
+    }
+
+  private:
+    template <bool Divide>
+    void flat_of(int64_t first, int64_t last) const {
+        const Format g = f;
+        const Scale s{given->one(0), given->one(1), given->one(2), given->one(3)};
+        const float t = top;
+        const uint32_t k = key;
+        for (int64_t i = first; i < last; i++) store(y + i, quantized<Divide>(load(x + i), s, g, t, noise(i, k)));
+    }
+
+    template <bool Divide>
+    void rows_of(int64_t first, int64_t last) const {
         const Format g = f;
         const float t = top;
-        const bool nvfp4 = g.rule == NVFP4;
+        const uint32_t k = key;
+        const int64_t together = batch(grid);
+        int32_t magnitude[BATCH];
+        Scales<BATCH> found;
+        for (int64_t b = first; b < last; b += together) {
+            const int64_t count = std::min(last - b, together);
+            if (!given) largest_of_rows(x, magnitude, grid, b, b + count);
+            fill(found, magnitude, b, count);
+            for (int64_t n = 0; n < count; n++) {
+                const int64_t at = grid.at(b + n);
+                const VALUE* from = x + at;
+                VALUE* to = y + at;
+                const Scale s = found.at(n);
+                each(grid.length(b + n), [=, &g](int64_t i) {
+                    store(to + i, quantized<Divide>(load(from + i), s, g, t, noise(at + i, k)));
+                });
+            }
+        }
+    }
+
+    template <bool Divide>
+    void strips_of(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top;
+        const uint32_t k = key;
         int32_t magnitude[STRIP];
-        float in[STRIP], out[STRIP];
+        Scales<STRIP> found;
         for (int64_t s = first; s < last; s++) {
             const Strip strip = grid.strip(s);
             const int64_t width = strip.width;
-            std::memset(magnitude, 0, sizeof magnitude);
+            if (!given) largest_of_strip(x, magnitude, grid, strip);
+            fill(found, magnitude, strip.scale, width);
+            for (int64_t i = 0; i < strip.length; i++) {
+                const int64_t at = strip.base + i * grid.inner;
+                const VALUE* from = x + at;
+                VALUE* to = packed ? y + i * STRIP : y + at;
+                for (int64_t j = 0; j < width; j++)
+                    store(to + j, quantized<Divide>(load(from + j), found.at(j), g, t, noise(at + j, k)));
+            }
+        }
+    }
+
+    // The factors of `count` runs from `run` on: those given, or by the rule from their largest magnitudes.
+    template <typename Scales>
+    void fill(Scales& into, const int32_t* magnitude, int64_t run, int64_t count) const {
+        if (given) {
+            into.take(*given, run, count);
+            return;
+        }
+        const Format g = f;
+        for (int64_t n = 0; n < count; n++) {
+            const Scale scale = block_scale(magnitude[n], g, encode, decode);
+            into.in[n] = scale.in;
+            into.out[n] = scale.out;
+            into.last[n] = scale.last;
+            into.divisor[n] = 1.0f;
+            if (scales) scales[run + n] = scale.out;
+        }
+    }
+
+    void hif4_rows(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top;
+        for (int64_t b = first; b < last; b++) {
+            const int64_t at = grid.at(b), length = grid.length(b);
+            float values[64] = {}, finer[64];
+            int32_t fours[16], eights[8], most = 0;
+            for (int64_t i = 0; i < length; i++) values[i] = load(x + at + i);
+            for (int n = 0; n < 16; n++) {
+                const float* four = values + 4 * n;
+                fours[n] = std::max(std::max(magnitude_of(four[0]), magnitude_of(four[1])),
+                                    std::max(magnitude_of(four[2]), magnitude_of(four[3])));
+            }
+            for (int n = 0; n < 8; n++) eights[n] = std::max(fours[2 * n], fours[2 * n + 1]);
+            for (int n = 0; n < 8; n++) most = std::max(most, eights[n]);
+            float scale, inverse;
+            hif4_scale(most, scale, inverse);
+            if (scales) scales[b] = scale;
+            for (int n = 0; n < 16; n++) {
+                const float factor = hif4_factor(eights[n / 2], fours[n], inverse);
+                for (int i = 0; i < 4; i++) finer[4 * n + i] = factor;
+            }
+            for (int i = 0; i < 64; i++)
+                values[i] = quantized<false>(values[i], Scale{inverse / finer[i], finer[i], scale, 1.0f}, g, t, 0.0f);
+            for (int64_t i = 0; i < length; i++) store(y + at + i, values[i]);
+        }
+    }
+
+    void hif4_strips(int64_t first, int64_t last) const {
+        const Format g = f;
+        const float t = top;
+        int32_t fours[16][STRIP], most[STRIP];
+        float finer[16][STRIP], scale[STRIP], inverse[STRIP];
+        for (int64_t s = first; s < last; s++) {
+            const Strip strip = grid.strip(s);
+            const int64_t width = strip.width;
+            std::memset(fours, 0, sizeof fours);
+            std::memset(most, 0, sizeof most);
             for (int64_t i = 0; i < strip.length; i++) {
                 const VALUE* from = x + strip.base + i * grid.inner;
-                for (int64_t j = 0; j < width; j++) {
-                    int32_t m = to_bits(load(from + j)) & 0x7FFFFFFF;
-                    magnitude[j] = m > magnitude[j] ? m : magnitude[j];
-                }
+                int32_t* four = fours[i / 4];
+                for (int64_t j = 0; j < width; j++) four[j] = std::max(four[j], magnitude_of(load(from + j)));
             }
-            for (int64_t j = 0; j < width; j++) {
-                const Scale found = block_scale(magnitude[j], g, encode, decode);
-                in[j] = found.in;
-                out[j] = found.out;
-                if (scales) scales[strip.scale + j] = found.reported;
-            }
+            for (int n = 0; n < 16; n++)
+                for (int64_t j = 0; j < width; j++) most[j] = std::max(most[j], fours[n][j]);
+            for (int64_t j = 0; j < width; j++) hif4_scale(most[j], scale[j], inverse[j]);
+            if (scales) std::memcpy(scales + strip.scale, scale, width * sizeof(float));
+            for (int n = 0; n < 16; n++)
+                for (int64_t j = 0; j < width; j++)
+                    finer[n][j] = hif4_factor(std::max(fours[n][j], fours[n ^ 1][j]), fours[n][j], inverse[j]);
             for (int64_t i = 0; i < strip.length; i++) {
                 const VALUE* from = x + strip.base + i * grid.inner;
                 VALUE* to = packed ? y + i * STRIP : y + strip.base + i * grid.inner;
-                for (int64_t j = 0; j < width; j++)
-                    store(to + j, quantized(load(from + j), Scale{in[j], out[j], decode, 0.0f}, g, t, nvfp4));
+                const float* factor = finer[i / 4];
+                for (int64_t j = 0; j < width; j++) {
+                    const Scale found{inverse[j] / factor[j], factor[j], scale[j], 1.0f};
+                    store(to + j, quantized<false>(load(from + j), found, g, t, 0.0f));
+                }
             }
         }
     }
 };
+
+// |what x became - x|, or its square, when x is rounded to nearest.
+inline float error_of(float x, const Scale& s, const Format& f, float top, bool square) {
+    float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, f, top) * s.out * s.last;
+    float error = from_bits(magnitude_of(y / s.divisor - x));
+    return square ? error * error : error;
+}
+
+// Sums of errors of blocks [first, last) of rows, inner = 1, each from left to right; many run side by side.
+void error_rows(const Format& format, const Factors& given, const VALUE* x, float* out, const Grid& grid, bool square,
+                int64_t first, int64_t last) {
+    const Format f = format;
+    const float top = top_of(f);
+    const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
+    std::vector<float> room(together * length);
+    float* errors = room.data();
+    Scales<BATCH> found;
+    for (int64_t b = first; b < last; b += together) {
+        const int64_t count = std::min(together, last - b);
+        found.take(given, b, count);
+        for (int64_t n = 0; n < count; n++) {
+            const VALUE* from = x + grid.at(b + n);
+            float* to = errors + n * length;
+            const Scale s = found.at(n);
+            const int64_t here = grid.length(b + n);
+            each(here, [=, &f](int64_t i) { to[i] = error_of(load(from + i), s, f, top, square); });
+            std::fill(to + here, to + length, 0.0f);
+        }
+        std::fill(out + b, out + b + count, 0.0f);
+        for (int64_t i = 0; i < length; i++)
+            for (int64_t n = 0; n < count; n++) out[b + n] += errors[n * length + i];
+    }
+}
+
+void error_strips(const Format& format, const Factors& given, const VALUE* x, float* out, const Grid& grid, bool square,
+                  int64_t first, int64_t last) {
+    const Format f = format;
+    const float top = top_of(f);
+    Scales<STRIP> found;
+    for (int64_t s = first; s < last; s++) {
+        const Strip strip = grid.strip(s);
+        found.take(given, strip.scale, strip.width);
+        float total[STRIP] = {};
+        for (int64_t i = 0; i < strip.length; i++) {
+            const VALUE* from = x + strip.base + i * grid.inner;
+            for (int64_t j = 0; j < strip.width; j++) total[j] += error_of(load(from + j), found.at(j), f, top, square);
+        }
+        std::copy(total, total + strip.width, out + strip.scale);
+    }
+}
 
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
 struct Sums {
@@ -328,11 +572,12 @@ void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y,
 
 }  // namespace
 
-// Work items [first, last): values where no block shares a scale, blocks where inner = 1, strips otherwise.
-extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* scales, int64_t axis, int64_t inner,
-                         int64_t block, float absmax, int64_t first, int64_t last) {
-    const Quantizer q(*format, x, y, scales, {axis, inner, block}, absmax, false);
-    if (format->rule == NONE || format->rule == AMAX)
+// Work items [first, last): values where a tensor shares its factors (block = 0), blocks where inner = 1, strips otherwise.
+// `given` is null for the rules that find the scale, which then need absmax, the tensor's largest magnitude (NVFP4).
+extern "C" void quantize(const Format* format, const Factors* given, const VALUE* x, VALUE* y, float* scales, int64_t axis,
+                         int64_t inner, int64_t block, float absmax, uint32_t seed, int64_t first, int64_t last) {
+    const Quantizer q(*format, given, x, y, scales, {axis, inner, block}, absmax, seed, false);
+    if (!block)
         q.flat(first, last);
     else if (inner == 1)
         q.rows(first, last);
@@ -340,8 +585,32 @@ extern "C" void quantize(const Format* format, const VALUE* x, VALUE* y, float* 
         q.strips(first, last);
 }
 
+// The bits of the largest magnitude of each run of the items, those of NaN if any is NaN.
+extern "C" void largest(const VALUE* x, int32_t* out, int64_t axis, int64_t inner, int64_t block, int64_t first,
+                        int64_t last) {
+    const Grid grid{axis, inner, block};
+    if (inner == 1) {
+        largest_of_rows(x, out + first, grid, first, last);
+        return;
+    }
+    for (int64_t s = first; s < last; s++) {
+        const Strip strip = grid.strip(s);
+        largest_of_strip(x, out + strip.scale, grid, strip);
+    }
+}
+
+// For each run of the items, the float32 sum from left to right of its errors, or their squares, when rounded to nearest.
+extern "C" void run_errors(const Format* format, const Factors* given, const VALUE* x, float* out, int64_t axis,
+                           int64_t inner, int64_t block, int32_t square, int64_t first, int64_t last) {
+    const Grid grid{axis, inner, block};
+    if (inner == 1)
+        error_rows(*format, *given, x, out, grid, square, first, last);
+    else
+        error_strips(*format, *given, x, out, grid, square, first, last);
+}
+
 // The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,
-// not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales may be null (all 1).
+// not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales are null without blocks.
 extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int64_t axis, int64_t inner, int64_t block,
                         double left, double right, int64_t first, int64_t last, double* out) {
     const Grid grid{axis, inner, block};
@@ -358,23 +627,23 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int
     std::memcpy(out, sums.total, sizeof sums.total);
 }
 
-// quantize and measure together, a cacheful at a time. `scales` has room for those of all blocks, or is null for formats
-// without block scales.
-extern "C" void score(const Format* format, const VALUE* x, float* scales, int64_t axis, int64_t inner, int64_t block,
-                      float absmax, double left, double right, int64_t first, int64_t last, double* out) {
+// quantize and measure together, a cacheful at a time. `scales` holds those of all blocks if factors are given, else has
+// room for them; null without blocks.
+extern "C" void score(const Format* format, const Factors* given, const VALUE* x, float* scales, int64_t axis,
+                      int64_t inner, int64_t block, float absmax, uint32_t seed, double left, double right, int64_t first,
+                      int64_t last, double* out) {
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
     Sums sums;
     sums.left = left;
     std::vector<VALUE> kept;
-    Quantizer q(*format, x, nullptr, scales, grid, absmax, true);
+    Quantizer q(*format, given, x, nullptr, scales, grid, absmax, seed, true);
     if (!scales) {
         kept.resize(VALUES);
         for (int64_t at = first; at < last; at += VALUES) {
             const int64_t n = std::min(last - at, VALUES);
-            q.x = x + at;
-            q.y = kept.data();
-            q.flat(0, n);
+            q.y = kept.data() - at;
+            q.flat(at, at + n);
             sums.add(x + at, kept.data(), n, [=](int64_t) { return right; });
         }
     } else if (inner == 1) {

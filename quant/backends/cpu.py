@@ -1,5 +1,8 @@
 """Quantize-dequantize on a CPU: a compiled kernel where it pays, else `reference` in pieces; the same bits from both.
 
+The kernel finds the scales of a few schemes itself. Of the others `runs` finds them, from what the kernel tells of each
+run of values, and the kernel rounds with the factors that follow.
+
 cpu.cpp is built (see `native`) once for each kind of kernel: input dtype, number of tiers, rounding, float32-wide
 exponents. A new format of a known family needs no new source. torch.compile of the reference was rejected: its first
 call takes far longer than a build here, and it gives no control over the loops along the first axis.
@@ -10,19 +13,25 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from binade.quant import reference
 from binade.quant.backends import native
-from binade.quant.elements import Overflow, Rounding
-from binade.quant.reference import Plan
+from binade.quant.backends.runs import Runs
+from binade.quant.elements import Element, Overflow, Rounding
+from binade.quant.formats import ScaleRule
+from binade.quant.reference import absmax_over, outer_absmax
+from binade.quant.rounding import round_to_element
+from binade.quant.scaling import SCALINGS, Factors, has_kernel, kernel_of
+from binade.quant.specs import TENSOR, Spec
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
-ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1}
+ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
+GIVEN = 0
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
@@ -36,23 +45,38 @@ class _Format(ctypes.Structure):
         ("mantissa_bits", ctypes.c_int32),
         ("max", ctypes.c_float),
         ("limit", ctypes.c_float),
+        ("inverse", ctypes.c_float),
         ("lowest", ctypes.c_float * MAX_TIERS),
         ("step", ctypes.c_float * MAX_TIERS),
     ]
 
 
-def unit_of(plan: Plan, dtype: torch.dtype) -> native.Unit | None:
-    """The build of cpu.cpp for a plan; None for stochastic rounding and for a scale scheme without a kernel. float16
-    goes through float32."""
-    element = plan.format.element
-    if plan.scaling.kernel is None or plan.rounding not in ROUNDINGS or len(element.tiers) > MAX_TIERS:
+class _Factors(ctypes.Structure):
+    _fields_ = [("from", ctypes.c_void_p * 4), ("step", ctypes.c_int64 * 4)]
+
+    @classmethod
+    def of(cls, factors: Factors) -> _Factors:
+        """Points into the factors, which must live as long."""
+        return cls(
+            (ctypes.c_void_p * 4)(*(None if factor is None else factor.data_ptr() for factor in factors)),
+            (ctypes.c_int64 * 4)(*(int(factor is not None and factor.dim() > 0) for factor in factors)),
+        )
+
+
+def unit_of(spec: Spec, dtype: torch.dtype) -> native.Unit | None:
+    """The build of cpu.cpp for a spec; None for a scale scheme without a kernel. float16 goes through float32."""
+    return _unit(spec.format.element, spec.rounding, dtype) if has_kernel(spec) else None
+
+
+def _unit(element: Element, rounding: Rounding, dtype: torch.dtype) -> native.Unit | None:
+    if len(element.tiers) > MAX_TIERS:
         return None
     return native.Unit(
         "cpu.cpp",
         (
             f"VALUE={VALUES.get(dtype, 'float')}",
             f"TIERS={len(element.tiers)}",
-            f"ROUNDING={ROUNDINGS[plan.rounding]}",
+            f"ROUNDING={ROUNDINGS[rounding]}",
             f"WIDE={int(element.emax > 64)}",
         ),
     )
@@ -68,32 +92,38 @@ def kernel(unit: native.Unit, values: int | None = None) -> ctypes.CDLL | None:
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library, its functions' arguments declared."""
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-    library.quantize.argtypes = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, size, size]
-    library.measure.argtypes = [pointer, pointer, pointer, size, size, size, real, real, size, size, pointer]
-    library.score.argtypes = [
-        *(pointer, pointer, pointer, size, size, size),
-        *(ctypes.c_float, real, real, size, size, pointer),
-    ]
-    library.quantize.restype = library.measure.restype = library.score.restype = None
+    layout, items = (size, size, size), (size, size)
+    own = (ctypes.c_float, ctypes.c_uint32)
+    library.quantize.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *items]
+    library.largest.argtypes = [pointer, pointer, *layout, *items]
+    library.run_errors.argtypes = [pointer, pointer, pointer, pointer, *layout, ctypes.c_int32, *items]
+    library.measure.argtypes = [pointer, pointer, pointer, *layout, real, real, *items, pointer]
+    library.score.argtypes = [pointer, pointer, pointer, pointer, *layout, *own, real, real, *items, pointer]
+    for function in (library.quantize, library.largest, library.run_errors, library.measure, library.score):
+        function.restype = None
     return library
 
 
 @lru_cache(maxsize=64)
-def _describe(plan: Plan) -> _Format:
-    element = plan.format.element
+def _describe(element: Element, overflow: Overflow, rule: int) -> _Format:
     lowest, step = [0.0] * MAX_TIERS, [0.0] * MAX_TIERS
     for i, (exponent, bits) in enumerate(element.tiers):
         lowest[i], step[i] = 2.0**exponent, 2.0**-bits
     return _Format(
-        plan.scaling.kernel,
+        rule,
         element.signed_zero,
         element.emax,
         element.mantissa_bits,
         element.max,
-        element.max if plan.overflow == Overflow.SATURATE else float("inf"),
+        element.max if overflow == Overflow.SATURATE else float("inf"),
+        1.0 / element.max,
         (ctypes.c_float * MAX_TIERS)(*lowest),
         (ctypes.c_float * MAX_TIERS)(*step),
     )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None and tensor.numel() else None
 
 
 @dataclass(frozen=True)
@@ -102,94 +132,166 @@ class Layout:
 
     axis: int
     inner: int
-    block: int
+    block: int  # 0 where the whole tensor shares its factors
     rows: int  # of blocks, each `inner` wide
     items: int
     per_item: int
 
     @classmethod
-    def of(cls, x: Tensor, plan: Plan, dim: int) -> Layout:
+    def of(cls, x: Tensor, spec: Spec, dim: int) -> Layout:
         dim = dim % x.dim() if x.dim() else 0
         axis = x.shape[dim] if x.dim() else 1
         inner = x.shape[dim + 1 :].numel()
-        if plan.block_size is None:
-            return cls(axis, inner, 1, 0, x.numel(), 1)
-        block = plan.block_size
+        block = spec.run(axis)
+        if block is None:
+            return cls(axis, inner, 0, 0, x.numel(), 1)
         rows = x.numel() // (axis * inner) * -(-axis // block)
+        block = min(block, axis)
         items = rows if inner == 1 else rows * -(-inner // STRIP)
-        return cls(axis, inner, block, rows, items, min(block, axis) * min(inner, STRIP))
+        return cls(axis, inner, block, rows, items, block * min(inner, STRIP))
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.axis, self.inner, self.block
+
+
+@dataclass(frozen=True)
+class CpuRuns(Runs):
+    """By the functions of kernel(unit_of(spec, x.dtype))."""
+
+    run: ctypes.CDLL
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.x, self.spec, self.dim)
+
+    def largest(self) -> Tensor:
+        out = torch.empty(self.layout.rows * self.layout.inner)
+        pointers = self.x.data_ptr(), out.data_ptr()
+        self._share_out(lambda *items: self.run.largest(*pointers, *self.layout.sizes, *items))
+        return out
+
+    def errors(self, factors: Factors, square: bool) -> Tensor:
+        out = torch.empty(self.layout.rows * self.layout.inner)
+        described, given = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN), _Factors.of(factors)
+        pointers = ctypes.addressof(described), ctypes.addressof(given), self.x.data_ptr(), out.data_ptr()
+        self._share_out(lambda *items: self.run.run_errors(*pointers, *self.layout.sizes, square, *items))
+        return out
+
+    def stored(self, scale: Tensor, element: Element) -> Tensor:
+        unit = _unit(element, Rounding.NEAREST, torch.float32)
+        run = kernel(unit, self.x.numel()) if unit else None
+        if run is None:
+            return round_to_element(scale, element, Rounding.NEAREST, Overflow.SATURATE)
+        scale, out = scale.contiguous(), torch.empty(scale.shape)
+        described, given = _describe(element, Overflow.SATURATE, GIVEN), _Factors.of(Factors())
+        pointers = ctypes.addressof(described), ctypes.addressof(given), scale.data_ptr(), out.data_ptr()
+        native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, 0.0, 0, *items))
+        return out
+
+    def _share_out(self, part: Callable[[int, int], None]) -> None:
+        native.share_out(self.layout.items, self.layout.per_item, part)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What quantize and score need: the spec as the kernels see it, the factors, and room for the scales."""
+
+    layout: Layout
+    described: _Format
+    given: _Factors | None
+    factors: Factors | None  # what `given` points into
+    scales: Tensor | None
+    largest: float  # the tensor's largest magnitude, where a kernel needs it
+    seed: int
+
+    @classmethod
+    def of(
+        cls, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int, run: ctypes.CDLL
+    ) -> _Call:
+        layout, rule = Layout.of(x, spec, dim), kernel_of(spec)
+        element, overflow = spec.format.element, spec.overflow
+        if rule is not None:
+            absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+            scales = torch.empty(layout.rows * layout.inner) if want_scales else None
+            return cls(layout, _describe(element, overflow, rule), None, None, scales, float(absmax), seed)
+        lines = x if x.dim() else x.reshape(1)
+        factors, scales = CpuRuns(lines, spec, dim % lines.dim(), run).factors(absmax)
+        described = _describe(element, overflow, GIVEN)
+        return cls(layout, described, _Factors.of(factors), factors, scales, 0.0, seed)
+
+    @property
+    def head(self) -> tuple[int, int | None]:
+        return ctypes.addressof(self.described), ctypes.addressof(self.given) if self.given else None
+
+    @property
+    def tail(self) -> tuple[int, int, int, float, int]:
+        return *self.layout.sizes, self.largest, self.seed & 0xFFFFFFFF
 
 
 def compiled(
-    x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool, run: ctypes.CDLL
-) -> tuple[Tensor, Tensor]:
-    """As `quantize_dequantize`, by kernel(unit_of(plan, x.dtype))."""
+    x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, run: ctypes.CDLL, seed: int = 0
+) -> tuple[Tensor, Tensor | None]:
+    """As `quantize_dequantize`, by kernel(unit_of(spec, x.dtype))."""
     dtype = x.dtype
     x = x.contiguous() if dtype in VALUES else x.float().contiguous()
-    layout = Layout.of(x, plan, dim)
+    call = _Call.of(x, spec, dim, absmax, want_scales, seed, run)
     y = torch.empty_like(x)
-    scales = torch.empty(layout.rows * layout.inner if want_scales else 0)
-    described = _describe(plan)
-    scales_at = scales.data_ptr() if scales.numel() else None
-    shape = layout.axis, layout.inner, layout.block
-    largest = float(absmax)
-
-    def part(first: int, last: int) -> None:
-        run.quantize(ctypes.addressof(described), x.data_ptr(), y.data_ptr(), scales_at, *shape, largest, first, last)
-
-    native.share_out(layout.items, layout.per_item, part)
-    return y.to(dtype), scales
+    pointers = *call.head, x.data_ptr(), y.data_ptr(), _address(call.scales)
+    native.share_out(
+        call.layout.items, call.layout.per_item, lambda *items: run.quantize(*pointers, *call.tail, *items)
+    )
+    return y.to(dtype), call.scales
 
 
-def measure(x: Tensor, y: Tensor, plan: Plan, dim: int, scales: Tensor | None, absmax: float) -> list[float] | None:
+def measure(x: Tensor, y: Tensor, spec: Spec, dim: int, scales: Tensor | None, absmax: float) -> list[float] | None:
     """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
-    elements of x are finite, not zero, not zero but zero in y, and saturated. None if there is no kernel for this plan
-    and dtype, or a build is not worth it.
+    elements of x are finite, not zero, not zero but zero in y, and saturated. None if there is no kernel for this spec
+    and dtype, a build is not worth it, or saturation depends on more than a block's scale.
 
     x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them. absmax is used
     by schemes that saturate and have a tensor scale.
     """
-    run = _worth_building(x, plan) if x.dtype == y.dtype and x.dtype in VALUES else None
+    run = _worth_building(x, spec) if x.dtype == y.dtype and x.dtype in VALUES and _one_limit(spec) else None
     if run is None:
         return None
     x, y = x.contiguous(), y.contiguous()
-    layout = Layout.of(x, plan, dim)
-    scales = scales.contiguous() if scales is not None and plan.block_size is not None else None
-    scales_at = None if scales is None else scales.data_ptr()
-    shape = layout.axis, layout.inner, layout.block
-    limits = plan.scaling.saturation(plan.format.element, absmax)
-    return _added_up(
-        layout,
-        lambda first, last, sums: run.measure(
-            x.data_ptr(), y.data_ptr(), scales_at, *shape, *limits, first, last, sums
-        ),
-    )
+    layout = Layout.of(x, spec, dim)
+    scales = scales.contiguous() if scales is not None and layout.rows else None
+    fixed = x.data_ptr(), y.data_ptr(), _address(scales), *layout.sizes, *_limits(spec, absmax)
+    return _added_up(layout, lambda first, last, sums: run.measure(*fixed, first, last, sums))
 
 
-def score(x: Tensor, plan: Plan, dim: int, absmax: float) -> list[float] | None:
-    """As `measure` for y = x rounded by the plan, without keeping y. absmax is used by formats with a tensor scale."""
-    run = _worth_building(x, plan) if x.dtype in VALUES else None
+def score(x: Tensor, spec: Spec, dim: int, seed: int = 0) -> list[float] | None:
+    """As `measure` for y = x rounded by the spec, without keeping y."""
+    run = _worth_building(x, spec) if x.dtype in VALUES and _one_limit(spec) else None
     if run is None:
         return None
     x = x.contiguous()
-    layout = Layout.of(x, plan, dim)
-    scales = None if plan.block_size is None else torch.empty(layout.rows * layout.inner)
-    scales_at = None if scales is None else scales.data_ptr()
-    described = _describe(plan)
-    shape = layout.axis, layout.inner, layout.block
-    limits = plan.scaling.saturation(plan.format.element, absmax)
+    absmax = absmax_over(x, -1, TENSOR) if SCALINGS[spec.scale].outer or spec.block == TENSOR else torch.zeros(())
+    call = _Call.of(x, spec, dim, absmax, True, seed, run)
+    limits = _limits(spec, float(absmax))
+    pointers = *call.head, x.data_ptr(), _address(call.scales)
     return _added_up(
-        layout,
-        lambda first, last, sums: run.score(
-            ctypes.addressof(described), x.data_ptr(), scales_at, *shape, absmax, *limits, first, last, sums
-        ),
+        call.layout, lambda first, last, sums: run.score(*pointers, *call.tail, *limits, first, last, sums)
     )
 
 
-def _worth_building(x: Tensor, plan: Plan) -> ctypes.CDLL | None:
-    """The kernel for a plan and a tensor; None if there is none, or a build is not worth it."""
-    unit = unit_of(plan, x.dtype)
+def _worth_building(x: Tensor, spec: Spec) -> ctypes.CDLL | None:
+    """The kernel for a spec and a tensor; None if there is none, or a build is not worth it."""
+    unit = unit_of(spec, x.dtype)
     return kernel(unit, x.numel()) if unit else None
+
+
+def _one_limit(spec: Spec) -> bool:
+    """Whether values saturate beyond one number times their block's scale, or nowhere."""
+    scaling = SCALINGS[spec.scale]
+    return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
+
+
+def _limits(spec: Spec, absmax: float) -> tuple[float, float]:
+    left, right = SCALINGS[spec.scale].saturation(spec, torch.tensor(absmax, dtype=torch.float64))
+    return float(left), float(right)
 
 
 def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
@@ -207,33 +309,38 @@ def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[flo
     return total
 
 
-def in_pieces(x: Tensor, plan: Plan, dim: int, absmax: Tensor) -> tuple[Tensor, Tensor | None]:
+def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:
     """As `reference.quantize_dequantize`, one piece of the tensor after another."""
-    if plan.rounding == Rounding.STOCHASTIC or x.numel() <= PIECE:
-        return reference.quantize_dequantize(x, plan, dim, absmax)
-    if plan.block_size is None:
+    absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+    together = spec.rounding == Rounding.STOCHASTIC or spec.scale == ScaleRule.EDEN or absmax.dim() > 0
+    if together or x.numel() <= PIECE:
+        return reference.quantize_dequantize(x, spec, dim, absmax, seed)
+    shared = spec.block in (None, TENSOR)
+    if shared:
         blocks = x.reshape(-1, 1024) if x.numel() % 1024 == 0 else x.reshape(-1, 1)
     else:
-        blocks = reference.to_blocks(x, dim, plan.block_size)
+        blocks = reference.to_blocks(x, dim, spec.block)
     y = torch.empty(blocks.shape, dtype=x.dtype)
     scales = torch.empty(blocks.shape[0], 1)
     rows = max(1, PIECE // blocks.shape[1])
     for start in range(0, blocks.shape[0], rows):
         part = slice(start, start + rows)
-        _, scales[part], y[part] = reference.quantize_blocks(blocks[part].float(), plan, absmax)
-    if plan.block_size is None:
+        _, found, y[part] = reference.quantize_blocks(blocks[part].float(), spec, absmax)
+        scales[part] = found[:, :1]
+    if shared or spec.block is None:
         return y.reshape(x.shape), None
-    return reference.from_blocks(y, x, dim), reference.scales_along(scales, x, dim, plan.block_size)
+    return reference.from_blocks(y, x, dim, spec.block), reference.scales_along(scales, x, dim, spec.block)
 
 
 def quantize_dequantize(
-    x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool
+    x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int
 ) -> tuple[Tensor, Tensor | None]:
     """x (any shape and strides, on the CPU, not empty) -> (y of x's shape and dtype, contiguous; scales).
 
-    Scales are float32, as many as [outer, blocks along dim, inner]; None or undefined unless wanted.
+    Scales are float32, as many as [outer, blocks along dim, inner]; None or undefined unless wanted. absmax as in
+    `reference.outer_absmax`, computed here if None.
     """
-    run = _worth_building(x, plan)
+    run = _worth_building(x, spec)
     if run is None:
-        return in_pieces(x, plan, dim, absmax)
-    return compiled(x, plan, dim, absmax, want_scales, run)
+        return in_pieces(x, spec, dim, absmax, seed)
+    return compiled(x, spec, dim, absmax, want_scales, run, seed)

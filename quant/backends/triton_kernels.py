@@ -1,8 +1,12 @@
-"""The Triton twins of `reference`: the same bits, in one pass over memory.
+"""The Triton twins of `reference`, with the same bits.
 
-One kernel serves every format and either axis. A tensor is [outer, axis, inner], row-major; a *block* is `block_size`
-neighbours along the axis, and a program takes `groups` blocks. With inner = 1 the tile is [groups, block] (a block's
-values are adjacent), else [block, groups] (adjacent blocks are), so that memory is read in order both ways.
+One kernel rounds in every format along either axis: by scales that it finds itself, in one pass over memory, or with
+factors that it is given. `runs` finds these from what the same kernel (LARGEST) and `run_errors_kernel` say of each
+run of values.
+
+A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbours along the axis, and a program takes
+`groups` blocks. With inner = 1 the tile is [groups, block] (a block's values are adjacent), else [block, groups]
+(adjacent blocks are), so that memory is read in order both ways.
 
 Rounding uses the float adder: (v + c) - c with c = 1.5 · 2^(23 + s) rounds v to a multiple of 2^s, ties to even.
 Ties away from zero and stochastic rounding correct that result by one step where the exact difference asks for it.
@@ -15,14 +19,17 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from binade.quant.elements import E4M3, Overflow, Rounding
-from binade.quant.reference import Plan
-from binade.quant.scaling import NVFP4_TENSOR_MAX
+from binade.quant.backends.runs import Runs
+from binade.quant.elements import E4M3, Element, Overflow, Rounding
+from binade.quant.reference import outer_absmax
+from binade.quant.scaling import SCALINGS, Factors, kernel_of
+from binade.quant.specs import Spec
 
 INTERPRETED = {"1": True, "0": False}.get(os.environ.get("TRITON_INTERPRET", ""), not torch.cuda.is_available())
 if INTERPRETED:
@@ -54,9 +61,8 @@ TILE = 1 << 17 if INTERPRETED else 1 << 12
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-NONE, FLOOR, CEIL, EVEN, RCEIL, AMAX, NVFP4 = (tl.constexpr(i) for i in range(7))  # see scaling.SCALINGS
-NVFP4_LIMIT = tl.constexpr(NVFP4_TENSOR_MAX)
-SIXTH = tl.constexpr(0.1666666716337204)  # 1/6 in float32
+GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, LARGEST = (tl.constexpr(i) for i in range(8))  # see scaling.SCALINGS
+ALL, EACH = tl.constexpr(1), tl.constexpr(2)  # a factor of all blocks, or one for each; 0: there is none
 
 # Kernel launches in this process so far.
 launches = 0
@@ -148,12 +154,57 @@ def block_scale_exponent(absmax, RULE: tl.constexpr, EMAX: tl.constexpr, MANTISS
     return tl.minimum(tl.maximum(exponent, -127), 127)
 
 
+@triton.jit
+def to_bfloat16(x):
+    """Finite float32 x rounded to bfloat16, ties to even, as float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def factor(ptr, block, blocks, KIND: tl.constexpr, ADJACENT: tl.constexpr):
+    """A factor of the blocks, to be multiplied with a tile."""
+    if KIND == ALL:
+        return tl.load(ptr)
+    else:
+        found = tl.load(ptr + block, mask=block < blocks, other=1.0)
+        return found[:, None] if ADJACENT else found[None, :]
+
+
+@triton.jit
+def read_back(values, block, blocks, scale_ptr, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
+    """What values on the element's grid stand for by given factors."""
+    if FACTORS[1]:
+        values = values * factor(scale_ptr, block, blocks, FACTORS[1], ADJACENT)
+    if FACTORS[2]:
+        values = values * factor(outer_ptr, block, blocks, FACTORS[2], ADJACENT)
+    if FACTORS[3]:
+        divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
+        values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+    return values
+
+
+@triton.jit
+def hif4_scale(most, TIERS: tl.constexpr):
+    """HiF4's E6M2 scale of blocks whose largest magnitudes have these bits, and its inverse as bfloat16."""
+    wanted = most.to(tl.float32, bitcast=True) * 0.142578125
+    wanted = tl.where(wanted < 49152.0, wanted, 49152.0)
+    wanted = tl.where(wanted > 3.552713678800501e-15, wanted, 3.552713678800501e-15)
+    scale = round_to_element(to_bfloat16(wanted), 0.0, TIERS, 15, 49152.0, 49152.0, NEAREST, False, True)
+    inverse = to_bfloat16(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    return tl.where(most < 0x7F800000, scale, float("nan")), inverse
+
+
 @triton.jit(do_not_specialize=["seed"])
 def quantize_dequantize_kernel(
     x_ptr,
     y_ptr,
-    scale_ptr,
-    absmax_ptr,  # float32 scalar: the whole tensor's largest magnitude
+    scale_ptr,  # the block scales; for LARGEST the bits of the largest magnitudes, int32
+    absmax_ptr,  # float32 scalar: the whole tensor's largest magnitude, for NVFP4
+    encode_ptr,  # given factors, see scaling.Factors
+    given_ptr,
+    outer_ptr,
+    divisor_ptr,
     blocks,  # number of blocks: outer · blocks_per_row · inner
     axis,
     inner,
@@ -165,15 +216,17 @@ def quantize_dequantize_kernel(
     ADJACENT: tl.constexpr,  # inner == 1
     WHOLE: tl.constexpr,  # see `_tiling`
     TIERS: tl.constexpr,
-    SCALE_TIERS: tl.constexpr,  # E4M3's, for NVFP4
+    SCALE_TIERS: tl.constexpr,  # of the block scale's element, for NVFP4 and HIF4
     EMAX: tl.constexpr,
     MANTISSA: tl.constexpr,
     MAX: tl.constexpr,
     LIMIT: tl.constexpr,
+    INVERSE: tl.constexpr,  # 1 / MAX in float32
     RULE: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
     WRITE_SCALES: tl.constexpr,
+    FACTORS: tl.constexpr,  # of each given factor: 0, ALL or EACH
 ):
     program = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -209,26 +262,50 @@ def quantize_dequantize_kernel(
         u = (hashed >> 8).to(tl.float32) * 5.9604644775390625e-08
     else:
         u = 0.0
-    if RULE == NONE:
-        scale = 1.0
-        y = round_to_element(x, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
-    elif RULE == AMAX:
-        absmax = tl.load(absmax_ptr)
-        encode = tl.div_rn(tl.full([], MAX, tl.float32), tl.where(absmax < 1e-12, 1e-12, absmax))
-        values = round_to_element(x * encode, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
-        scale = 1.0
-        y = tl.div_rn(values, encode)
+    if RULE == GIVEN:
+        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], ADJACENT) if FACTORS[0] else x
+        values = round_to_element(encoded, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
+        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT)
     else:
         # NaN must win: the largest bit pattern of |x| is a NaN's if there is one, then infinity's.
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        block_absmax = tl.max(magnitude, axis=REDUCED, keep_dims=True).to(tl.float32, bitcast=True)
-        if RULE == NVFP4:
+        most = tl.max(magnitude, axis=REDUCED, keep_dims=True)
+        block_absmax = most.to(tl.float32, bitcast=True)
+        if RULE == LARGEST:
+            scale = most
+            y = x
+        elif RULE == HIF4:
+            # The magnitudes and the factors of 4 neighbours, along an axis of 16.
+            scale, inverse = hif4_scale(most, SCALE_TIERS)
+            if ADJACENT:
+                fours = tl.max(tl.reshape(magnitude, (GROUPS, 16, 4)), axis=2)
+                eights = tl.max(tl.reshape(fours, (GROUPS, 8, 2)), axis=2)
+                eights = tl.broadcast_to(tl.reshape(eights, (GROUPS, 8, 1)), (GROUPS, 8, 2))
+                eights = tl.reshape(eights, (GROUPS, 16))
+            else:
+                fours = tl.max(tl.reshape(magnitude, (16, 4, GROUPS)), axis=1)
+                eights = tl.max(tl.reshape(fours, (8, 2, GROUPS)), axis=1)
+                eights = tl.broadcast_to(tl.reshape(eights, (8, 1, GROUPS)), (8, 2, GROUPS))
+                eights = tl.reshape(eights, (16, GROUPS))
+            e8 = tl.where(eights.to(tl.float32, bitcast=True) * inverse >= 4.0, 2.0, 1.0)
+            e4 = tl.where(fours.to(tl.float32, bitcast=True) * inverse >= 2.0 * e8, 2.0, 1.0)
+            if ADJACENT:
+                finer = tl.broadcast_to(tl.reshape(e8 * e4, (GROUPS, 16, 1)), (GROUPS, 16, 4))
+                finer = tl.reshape(finer, (GROUPS, 64))
+            else:
+                finer = tl.broadcast_to(tl.reshape(e8 * e4, (16, 1, GROUPS)), (16, 4, GROUPS))
+                finer = tl.reshape(finer, (64, GROUPS))
+            coarser = tl.where(finer == 1.0, 1.0, tl.where(finer == 2.0, 0.5, 0.25))
+            encoded = x * (inverse * coarser)
+            values = round_to_element(encoded, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
+            y = values * finer * scale
+        elif RULE == NVFP4:
             absmax = tl.load(absmax_ptr)
-            limit = tl.full([], NVFP4_LIMIT, tl.float32)
+            limit = tl.full([], 448.0 * MAX, tl.float32)
             one = tl.full([], 1.0, tl.float32)
             encode = tl.where(absmax == 0.0, 1.0, tl.div_rn(limit, absmax))
             encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
-            wanted = block_absmax * (encode * SIXTH)
+            wanted = block_absmax * (encode * INVERSE)
             scale = round_to_element(wanted, 0.0, SCALE_TIERS, 8, 448.0, 448.0, NEAREST, True, False)
             decode = scale * tl.div_rn(one, encode)
             inverse = tl.div_rn(one, decode)
@@ -246,10 +323,50 @@ def quantize_dequantize_kernel(
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
             tl.store(scale_ptr + block_offsets, scale, mask=block_offsets < blocks)
-    if WHOLE:
+    if RULE == LARGEST:
+        pass
+    elif WHOLE:
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
     else:
         tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def run_errors_kernel(
+    x_ptr,
+    out_ptr,
+    encode_ptr,
+    given_ptr,
+    outer_ptr,
+    divisor_ptr,
+    blocks,
+    axis,
+    inner,
+    blocks_per_row,
+    length,  # of a whole block
+    GROUPS: tl.constexpr,
+    TIERS: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    SQUARE: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """Of each block the float32 sum, from left to right, of |error| or of its square, rounded to nearest."""
+    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    row_block = block // inner
+    first = (row_block % blocks_per_row) * length
+    base = (row_block // blocks_per_row) * axis * inner + first * inner + block % inner
+    here = tl.where(block < blocks, tl.minimum(axis - first, length), 0)
+    total = tl.zeros([1, GROUPS], tl.float32)
+    for i in range(length):
+        x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float32)[None, :]
+        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
+        values = round_to_element(encoded, 0.0, TIERS, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO, False)
+        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False)
+        error = tl.abs(y - x)
+        total += error * error if SQUARE else error
+    tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
 
 
 def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
@@ -264,6 +381,151 @@ def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, b
     return (fit, True) if whole else (groups, False)
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A tensor as the kernels see it: [outer, axis, inner] in blocks along the axis."""
+
+    axis: int
+    inner: int
+    block: int
+    per_row: int
+    blocks: int
+
+    @classmethod
+    def of(cls, x: Tensor, dim: int, block: int | None) -> Grid:
+        """Without a block: one flat row, cut anywhere."""
+        axis = x.shape[dim] if x.dim() and block else x.numel()
+        inner = x.shape[dim + 1 :].numel() if x.dim() and block else 1
+        block = min(block, max(axis, 64)) if block else min(TILE, 1024)  # HiF4 takes whole blocks of 64 only
+        per_row = -(-axis // block)
+        return cls(axis, inner, block, per_row, x.numel() // (axis * inner) * per_row * inner)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.blocks, self.axis, self.inner, self.per_row
+
+
+NO_FACTORS = Factors()
+
+
+def _launch(
+    x: Tensor,
+    grid: Grid,
+    element: Element,
+    rule: int,
+    rounding: Rounding = Rounding.NEAREST,
+    overflow: Overflow = Overflow.SATURATE,
+    factors: Factors = NO_FACTORS,
+    absmax: Tensor | None = None,
+    scales: Tensor | None = None,
+    scale_element: Element = E4M3,
+    seed: int = 0,
+) -> Tensor:
+    """y of x's dtype; x itself for LARGEST. If interpreted, x is float32: the interpreter's own conversions flush
+    bfloat16's subnormals to zero."""
+    global launches
+    launches += 1
+    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks)
+    y = x if rule == LARGEST.value else torch.empty_like(x)
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
+        quantize_dequantize_kernel[(triton.cdiv(grid.blocks, groups),)](
+            x,
+            y,
+            x if scales is None else scales,
+            x if absmax is None else absmax,
+            *(x if factor is None else factor for factor in factors),
+            *grid.sizes,
+            seed,
+            BLOCK=grid.block,
+            BLOCK_POW2=triton.next_power_of_2(grid.block),
+            GROUPS=groups,
+            ADJACENT=grid.inner == 1,
+            WHOLE=whole,
+            TIERS=element.tiers,
+            SCALE_TIERS=scale_element.tiers,
+            EMAX=element.emax,
+            MANTISSA=element.mantissa_bits,
+            MAX=element.max,
+            LIMIT=element.max if overflow == Overflow.SATURATE else float("inf"),
+            INVERSE=float(np.float32(1.0 / element.max)),
+            RULE=rule,
+            ROUNDING=ROUNDINGS[rounding],
+            SIGNED_ZERO=element.signed_zero,
+            WRITE_SCALES=scales is not None,
+            FACTORS=_kinds(factors),
+            enable_fp_fusion=False,
+        )
+    return y
+
+
+def _kinds(factors: Factors) -> tuple[int, ...]:
+    return tuple(0 if factor is None else EACH.value if factor.dim() else ALL.value for factor in factors)
+
+
+@dataclass(frozen=True)
+class TritonRuns(Runs):
+    """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks."""
+
+    SPLIT = 1024
+
+    def largest(self) -> Tensor:
+        grid, together = self._pieces()
+        out = torch.empty(grid.blocks, dtype=torch.int32, device=self.x.device)
+        _launch(self.x, grid, self.spec.format.element, LARGEST.value, scales=out)
+        pieces = out.view(torch.float32).reshape(-1, grid.per_row, grid.inner)
+        if together == 1:
+            return pieces.reshape(-1)
+        pieces = torch.nn.functional.pad(pieces, (0, 0, 0, -grid.per_row % together))
+        whole = pieces.reshape(len(pieces), -1, together, grid.inner)
+        return whole.amax(2).reshape(-1)
+
+    def errors(self, factors: Factors, square: bool) -> Tensor:
+        grid, element = Grid.of(self.x, self.dim, self.spec.run(self.x.shape[self.dim])), self.spec.format.element
+        out = torch.empty(grid.blocks, dtype=torch.float32, device=self.x.device)
+        groups = min(TILE if INTERPRETED else 128, triton.next_power_of_2(grid.blocks))
+        with np.errstate(all="ignore"):
+            run_errors_kernel[(triton.cdiv(grid.blocks, groups),)](
+                self.x,
+                out,
+                *(self.x if factor is None else factor for factor in factors),
+                *grid.sizes,
+                grid.block,
+                GROUPS=groups,
+                TIERS=element.tiers,
+                EMAX=element.emax,
+                MAX=element.max,
+                SIGNED_ZERO=element.signed_zero,
+                SQUARE=square,
+                FACTORS=_kinds(factors),
+                enable_fp_fusion=False,
+            )
+        return out
+
+    def stored(self, scale: Tensor, element: Element) -> Tensor:
+        scale = scale.contiguous()
+        return _launch(scale, Grid.of(scale, 0, None), element, GIVEN.value)
+
+    def rescaled(self, factors: Factors, seed: int) -> Tensor:
+        grid, together = self._pieces()
+
+        def of_pieces(factor: Tensor | None) -> Tensor | None:
+            if factor is None or not factor.dim() or together == 1:
+                return factor
+            runs = factor.reshape(-1, -(-grid.per_row // together), grid.inner)
+            return runs.repeat_interleave(together, 1)[:, : grid.per_row].reshape(-1)
+
+        spec, factors = self.spec, Factors(*map(of_pieces, factors))
+        return _launch(self.x, grid, spec.format.element, GIVEN.value, spec.rounding, spec.overflow, factors, seed=seed)
+
+    def _pieces(self) -> tuple[Grid, int]:
+        """The grid, and how many of its blocks make a run."""
+        axis = self.x.shape[self.dim]
+        run = self.spec.run(axis)
+        if run is not None and run > self.SPLIT and (run >= axis or run % self.SPLIT == 0):
+            return Grid.of(self.x, self.dim, self.SPLIT), -(-min(run, axis) // self.SPLIT)
+        return Grid.of(self.x, self.dim, run), 1
+
+
 def check_device(x: Tensor) -> None:
     """Raises ValueError unless the kernels of this process can run on x's device."""
     if x.is_cuda == INTERPRETED:
@@ -274,56 +536,27 @@ def check_device(x: Tensor) -> None:
         )
 
 
-def quantize_dequantize(x: Tensor, plan: Plan, dim: int, absmax: Tensor, want_scales: bool) -> tuple[Tensor, Tensor]:
-    """x (any shape, contiguous, not empty) -> (y of x's shape and dtype, scales).
+def quantize_dequantize(
+    x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int
+) -> tuple[Tensor, Tensor | None]:
+    """x (any shape, contiguous, not empty) of a spec with a kernel -> (y of x's shape and dtype, scales).
 
-    Scales are float32: [outer · blocks of a row · inner] for a block format if wanted, else empty.
+    Scales are float32: [outer · blocks of a row · inner] for a block format if wanted, else None or undefined.
+    absmax as in `reference.outer_absmax`, computed here if None.
     """
     check_device(x)
-    element = plan.format.element
-    dim = dim % x.dim() if x.dim() else 0
-    axis = x.shape[dim] if x.dim() else 1
-    inner = x.shape[dim + 1 :].numel() if x.dim() else 1
-    outer = x.numel() // (axis * inner)
-    if plan.block_size is None:  # nothing is shared along the axis: one flat row, cut anywhere
-        outer, axis, inner = 1, x.numel(), 1
-    block_size = plan.block_size or min(TILE, 1024)
-    blocks_per_row = -(-axis // block_size)
-    blocks = outer * blocks_per_row * inner
-    global launches
-    launches += 1
-    groups, whole = _tiling(block_size, axis, inner, blocks)
-    dtype = x.dtype
-    if INTERPRETED:  # its own conversions flush bfloat16's subnormals to zero
-        x = x.float()
-    y = torch.empty_like(x)
-    scales = torch.empty(blocks if want_scales and plan.block_size else 0, dtype=torch.float32, device=x.device)
-    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
-        quantize_dequantize_kernel[(triton.cdiv(blocks, groups),)](
-            x,
-            y,
-            scales,
-            absmax,
-            blocks,
-            axis,
-            inner,
-            blocks_per_row,
-            plan.seed,
-            BLOCK=block_size,
-            BLOCK_POW2=triton.next_power_of_2(block_size),
-            GROUPS=groups,
-            ADJACENT=inner == 1,
-            WHOLE=whole,
-            TIERS=element.tiers,
-            SCALE_TIERS=E4M3.tiers,
-            EMAX=element.emax,
-            MANTISSA=element.mantissa_bits,
-            MAX=element.max,
-            LIMIT=element.max if plan.overflow == Overflow.SATURATE else float("inf"),
-            RULE=plan.scaling.kernel,
-            ROUNDING=ROUNDINGS[plan.rounding],
-            SIGNED_ZERO=element.signed_zero,
-            WRITE_SCALES=scales.numel() > 0,
-            enable_fp_fusion=False,
-        )
-    return y.to(dtype), scales
+    shape, dtype = x.shape, x.dtype
+    x = x.float() if INTERPRETED else x
+    x = x if x.dim() else x.reshape(1)
+    dim = dim % x.dim()
+    rule, element = kernel_of(spec), spec.format.element
+    if rule is None:
+        runs = TritonRuns(x, spec, dim)
+        factors, scales = runs.factors(absmax)
+        return runs.rescaled(factors, seed).to(dtype).reshape(shape), scales
+    absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
+    grid = Grid.of(x, dim, spec.run(x.shape[dim]))
+    scales = torch.empty(grid.blocks, dtype=torch.float32, device=x.device) if want_scales else None
+    stored = SCALINGS[spec.scale].stored or E4M3
+    y = _launch(x, grid, element, rule, spec.rounding, spec.overflow, NO_FACTORS, absmax, scales, stored, seed)
+    return y.to(dtype).reshape(shape), scales

@@ -155,28 +155,38 @@ class TestLaws:
 
 
 class TestWhatIf:
-    OPTIONS = ({}, {"scale_rule": "ceil"}, {"rounding": "stochastic"}, {"block_size": 16}, {"overflow": "saturate"})
+    OPTIONS = (
+        {},
+        {"scale": "ceil"},
+        {"scale": "4over6"},
+        {"rounding": "stochastic"},
+        {"block": "16"},
+        {"block": "8x16"},
+        {"overflow": "saturate"},
+    )
 
-    @pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "mxint8", "bf16"])
+    @pytest.mark.parametrize(
+        "name", ["mxfp8", "mxfp4", "nvfp4", "hifp8", "fp8_e4m3", "mxint8", "bf16", "hif4", "nvint4"]
+    )
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
-        one = what_if_compute.trial(name, **options)
+        one, gradient = what_if_compute.trial(name, **options), gradient.flatten(0, -2)
         table, shown = what_if_compute.try_formats([(gradient, -1)], [one], together=False)
         x = gradient.double().numpy()
-        y = quant.fake_quantize(gradient, name, **one.options).double().numpy()
+        y = quant.fake_quantize(gradient, one.spec).double().numpy()
         noise = ((y - x) ** 2).sum()
         row = table.iloc[0]
         assert row["sqnr_db"] == (
             math.inf if noise == 0 else pytest.approx(10 * np.log10((x**2).sum() / noise), rel=1e-9)
         )
         assert row["flush_to_zero"] == ((x != 0) & (y == 0)).sum() / (x != 0).sum()
-        assert row["saturated"] == quant.score(gradient, name, **one.options).saturated
-        used = quant.usage(gradient, name, **one.options)
+        assert row["saturated"] == quant.score(gradient, one.spec).saturated
+        used = quant.usage(gradient, one.spec)
         assert (row["codes_used"], row["code_entropy_bits"]) == (
             used.codes_used,
             pytest.approx(used.code_entropy_bits, rel=1e-12),
         )
-        assert row["nbytes"] == quant.quantize(gradient, name, **one.options).nbytes
+        assert row["nbytes"] == quant.quantize(gradient, one.spec).nbytes
         assert np.array_equal(np.repeat(shown[1].low, shown[1].count), np.sort(y, axis=None))
 
     @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "hifp8"])
@@ -218,17 +228,19 @@ class TestWhatIf:
             ).all()
 
     def test_options_that_do_not_apply_are_named(self):
-        one = what_if_compute.trial("hifp8", scale_rule="ceil", block_size=16, overflow="inf", rounding="nearest")
-        assert one.ignored == ("scale_rule", "block_size")
-        assert one.options == {"rounding": "nearest", "overflow": "inf"}
-        assert what_if_compute.trial("mxfp4", scale_rule="floor").label == "mxfp4"
+        one = what_if_compute.trial("hifp8", scale="ceil", block="16", overflow="inf", rounding="nearest")
+        assert one.ignored == ("scale", "block")
+        assert one.label == "hifp8(rounding=nearest, overflow=inf)"
+        assert what_if_compute.trial("mxfp4", scale="floor").label == "mxfp4"
+        assert what_if_compute.trial("nvfp4", error="mae", scale="4over6").label == "nvfp4(scale=4over6, error=mae)"
+        assert what_if_compute.trial("mxfp4", error="mae", signs="fixed").ignored == ("error", "signs")
         labels = [
             t.label
             for t in what_if_compute.with_defaults(
                 [what_if_compute.trial("mxfp4", hadamard=16), what_if_compute.trial("mxfp8")]
             )
         ]
-        assert labels == ["mxfp4", "mxfp4 · Hadamard 16", "mxfp8"]
+        assert labels == ["mxfp4", "mxfp4(hadamard=16)", "mxfp8"]
 
     def test_a_large_tensor_is_sampled_by_whole_lines(self, gradient):
         limit = -(-gradient.numel() // 3)

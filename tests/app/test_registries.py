@@ -25,6 +25,7 @@ from binade.data.filter import FIELDS
 from binade.data.runs import STATES
 from binade.quant.blocks import code_tiers
 from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 COLOR = re.compile(r"#[0-9a-f]{6}")
 
@@ -32,7 +33,7 @@ COLOR = re.compile(r"#[0-9a-f]{6}")
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_has_a_color_and_a_line_about_it(name: str):
     assert COLOR.fullmatch(style.FORMAT_COLORS[name])
-    assert FORMATS[name].title in about_format(FORMATS[name])
+    assert FORMATS[name].title in about_format(Spec.of(name))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -64,13 +64,13 @@ def test_laws(visit: Visit, collected: Path, law: str):
 
 
 def test_what_if_over_the_selection_with_every_knob(visit: Visit, collected: Path):
-    knobs = {"scale_rule": "ceil", "rounding": "half_away", "block_size": "16", "hadamard": "16", "overflow": "inf"}
+    knobs = {"scale": "ceil", "rounding": "half_away", "block_size": "16", "hadamard": "16", "overflow": "inf"}
     asked = {"formats": ["mxfp4", "hifp8"], "over": "selection", "quant_type": "mxfp4", "layer_index": "1"}
     at = visit(collected, "tensor", view="whatif", **asked, **knobs)
     table = at.dataframe[0].value
     assert table["label"].tolist() == [
-        *("mxfp4", "mxfp4 · ceil, half_away, blocks of 16, Hadamard 16"),
-        *("hifp8", "hifp8 · inf, Hadamard 16"),
+        *("mxfp4", "mxfp4(scale=ceil, block=1x16, rounding=half_away, hadamard=16)"),
+        *("hifp8", "hifp8(overflow=inf, hadamard=16)"),
     ]
     assert "does not apply to hifp8" in words(at)
     at.run()  # the second time from memory

@@ -9,8 +9,8 @@ share a kernel share its build, so only the first of them shows it.
 
 CPU   ratio = values a second, to torch.clone's. summarize is given in values a second.
 CUDA  ratio = bytes read and written a second, to those of a device-to-device copy of the same tensor. A tensor scale
-      needs its absmax first: those formats read the tensor twice, and twice is counted. summarize reads once: its ratio
-      is to the rate of the copy.
+      needs its absmax first, and so do most block scales: those read the tensor twice, and twice is counted. summarize
+      reads once: its ratio is to the rate of the copy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from binade.quant.scaling import SCALINGS, kernel_of
+from binade.quant.specs import Spec
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -35,6 +38,26 @@ class Timing:
     first: float
     call: float
     copy: float
+
+
+SPECS = (
+    *("nvfp4(block=16x16)", "nvfp4(scale=nvfp4_row)", "nvfp4(scale=nvfp4_1x128)", "nvfp4(scale=4over6)"),
+    *(
+        "nvfp4(scale=4over6, error=mae)",
+        "nvfp4(block=16x16, scale=4over6)",
+        "nvfp4(scale=16over17, rounding=stochastic)",
+    ),
+    *(
+        "nvfp4(rounding=stochastic)",
+        "mxfp8(rounding=stochastic)",
+        "mxfp8(block=32x32, scale=rceil)",
+        "mxfp4(scale=quest)",
+    ),
+    *("mxfp4(scale=4over3)", "mxfp4(block=16, scale=e4m3)", "mxfp4(block=16, scale=ue5m3)", "mxfp4(scale=float32)"),
+    *("fp8_e4m3(block=1x128)", "fp8_e4m3(block=1x128, scale=pow2)", "fp8_e4m3(block=128x128)", "fp8_e4m3(block=row)"),
+    *("fp8_e4m3(block=row, scale=pow2)", "fp8_e4m3(scale=pow2)", "fp8_e4m3(history=16)", "hifp8(scale=amax8)"),
+)
+"""Specs that are no format's default."""
 
 
 def timed(call: Callable[[], object], device: str) -> float:
@@ -85,9 +108,18 @@ def cpu_table(formats: list[str], repeats: int, size: int) -> None:
         print(f"| summarize | – | {kind} | {rate:.0f} | {copy:.0f} | {rate / copy:.2f} | {t.first:.2f} |")
 
 
+def _passes(spec: Spec) -> int:
+    """How often the tensor is read or written at the least, by the way in which the kernels work."""
+    if spec.block is None or spec.history:
+        return 2
+    if spec.error:
+        return 5  # largest magnitudes, the errors of two scales, the rounding
+    return 2 if kernel_of(spec) and not SCALINGS[spec.scale].outer else 3
+
+
 def cuda_table(formats: list[str], repeats: int, shape: tuple[int, int]) -> None:
     from binade import quant
-    from binade.quant.quantizer import apply, plan
+    from binade.quant.quantizer import apply
 
     x = tensor(shape, torch.bfloat16, "cuda")
     target = torch.empty_like(x)
@@ -99,10 +131,10 @@ def cuda_table(formats: list[str], repeats: int, shape: tuple[int, int]) -> None
     print("| format | axis | GB/s | copy, GB/s | ratio | first call, s |")
     print("|---|---|---|---|---|---|")
     for name in formats:
-        decided = plan(name)
-        passes = 3 if decided.scaling.tensor_scale_bytes else 2
+        spec = Spec.of(name)
+        passes = _passes(spec)
         for dim, axis in ((-1, "last"), (0, "first")):
-            t = measure(lambda: apply(x, decided, dim), copy, "cuda", repeats)  # noqa: B023
+            t = measure(lambda: apply(x, spec, dim), copy, "cuda", repeats)  # noqa: B023
             rate, best = passes * nbytes / t.call / 1e9, 2 * nbytes / t.copy / 1e9
             print(f"| {name} | {axis} | {rate:.0f} | {best:.0f} | {rate / best:.2f} | {t.first:.2f} |")
     t = measure(lambda: quant.summarize(x), copy, "cuda", repeats)
@@ -131,7 +163,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--formats", help="comma-separated; all by default")
+    parser.add_argument("--spec", action="append", help="a format or spec, once each; all by default")
     parser.add_argument("--repeats", type=int, help="timed calls a line; 7 on a CPU, 30 on CUDA by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns on a CPU")
@@ -142,7 +174,7 @@ def main() -> None:
         os.environ["BINADE_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = builds
         from binade.quant import FORMATS
 
-        formats = [FORMATS[name].name for name in args.formats.split(",")] if args.formats else list(FORMATS)
+        formats = [str(Spec.of(text)) for text in args.spec or (*FORMATS, *SPECS)]
         torch.set_num_threads(args.threads)
         print(versions(args.device), end="\n\n")
         if args.device == "cuda":

@@ -20,8 +20,8 @@ SHAPE = replace(MODELS["llama32-1b"]["tiny"], hidden=64, ffn=128, heads=4, kv_he
 SCORES = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
 
 
-def build() -> GPTModel:
-    model = GPTModel(SHAPE)
+def build(layers: int = SHAPE.layers) -> GPTModel:
+    model = GPTModel(replace(SHAPE, layers=layers))
     model.initialize(0)
     return model
 

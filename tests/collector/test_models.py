@@ -46,7 +46,8 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
-from binade.collector.recipes.recipe import TEN_RECIPES, Recipe, parse_recipe
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
 from binade.collector.training.config import MODELS, ConfigError
 from binade.collector.training.loop import _backward
 from binade.data.catalog import Catalog
@@ -384,7 +385,7 @@ class Listener(Recorder):
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")
-        noted = {"shape": shape, "dtype": dtype, "format": seen.format, "finite": finite}
+        noted = {"shape": shape, "dtype": dtype, "format": seen.spec and str(seen.spec), "finite": finite}
         self.rows = [*getattr(self, "rows", []), asdict(identity) | noted]
 
 
@@ -457,7 +458,7 @@ def test_every_recipe_records_every_tensor_of_every_model(name, recipe, tmp_path
     linear = rows[(rows.layer_type == "linear") & (rows.module != "router")]
     assert set(linear.quant_type) == {parsed.linear.quant_type}
     operands = linear[linear.tensor_name.isin(["input", "weight"])]
-    assert set(operands.format.dropna()) == {f for f in [parsed.linear.formats.forward_a] if f}
+    assert set(operands.format.dropna()) == {str(spec) for spec in [parsed.linear.formats.forward_a] if spec}
     assert set(rows[rows.tensor_name == "query"].quant_type) == {parsed.qk.quant_type}
     assert set(rows[rows.module == "router"].quant_type) <= {"bf16"}
     assert rows[rows.module == "router"].format.isna().all()

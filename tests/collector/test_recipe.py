@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.models.model import GPTModel
-from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError, parse_recipe
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES, RecipeError
 from binade.collector.training.config import MODELS
 from binade.quant import fake_quantize, gemm
-from binade.quant.formats import FORMATS, GemmFormats, UnknownFormatError
+from binade.quant.formats import FORMATS, UnknownFormatError
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats, SpecError
 
 # By hand from DESIGN.md: (linear, QK^T, PV), each (forward_a, forward_b, dgrad_grad, dgrad_b, wgrad_grad, wgrad_a).
 NOTHING = (None,) * 6
@@ -39,7 +39,7 @@ for _name in FORMATS:
 
 
 def six(formats: GemmFormats) -> tuple[str | None, ...]:
-    return tuple(getattr(formats, field.name) for field in fields(formats))
+    return tuple(None if formats[name] is None else str(formats[name]) for name in OPERAND_FIELDS)
 
 
 def parts(recipe) -> tuple:
@@ -61,10 +61,63 @@ def test_every_recipe_says_what_it_should(name):
     assert [line.split()[-1] for line in lines] == [f or "bf16" for formats in EXPECTED[name] for f in formats]
 
 
-def test_an_alias_is_its_format():
-    for prefix in ("", "FA_", "linear_", "FA_linear_"):
-        assert parts(parse_recipe(f"{prefix}mxfp8_e4m3")) == parts(parse_recipe(f"{prefix}mxfp8"))
+def test_the_alias_mxfp8_e4m3_keeps_gradients_in_e4m3():
+    six_of_e4m3 = ("mxfp8",) * 6
+    assert parts(parse_recipe("mxfp8_e4m3")) == (six_of_e4m3,) * 3
+    assert parts(parse_recipe("linear_mxfp8_e4m3")) == (six_of_e4m3, NOTHING, NOTHING)
+    assert parts(parse_recipe("FA_mxfp8_e4m3")) == parts(parse_recipe("FA_mxfp8"))
     assert parse_recipe("mxfp8_e4m3").linear.quant_type == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "linear"),
+    [
+        ("linear_nvfp4(block=16x16)", {}, ("nvfp4(block=16x16)",) * 6),
+        ("linear_nvfp4( block = 1x16 , scale=4over6)", {}, ("nvfp4(scale=4over6)",) * 6),
+        (
+            "linear_mxfp8(scale=rceil)",
+            {},
+            ("mxfp8(scale=rceil)",) * 2 + ("mxfp8_e5m2(scale=rceil)", "mxfp8(scale=rceil)") * 2,
+        ),
+        ("linear_mxfp8_e4m3(scale=rceil)", {}, ("mxfp8(scale=rceil)",) * 6),
+        ("bf16", {"linear": "mxfp4(rounding=stochastic)"}, ("mxfp4(rounding=stochastic)",) * 6),
+        (
+            "linear_nvfp4",
+            {
+                "wgrad": "nvfp4(rounding=stochastic, hadamard=16, signs=random)",
+                "operands": (
+                    "linear.forward.weight=nvfp4(block=16x16)",
+                    "linear.dgrad.grad_output=nvfp4(rounding=stochastic)",
+                ),
+            },
+            (
+                "nvfp4",
+                "nvfp4(block=16x16)",
+                "nvfp4(rounding=stochastic)",
+                "nvfp4",
+                *("nvfp4(rounding=stochastic, hadamard=16, signs=random)",) * 2,
+            ),
+        ),
+        (  # a rotation is given to both operands of a GEMM, one after the other
+            "bf16",
+            {"operands": tuple(f"linear.wgrad.{name}=mxfp4(hadamard=32)" for name in ("grad_output", "input"))},
+            (None, None, None, None, "mxfp4(hadamard=32)", "mxfp4(hadamard=32)"),
+        ),
+    ],
+)
+def test_a_spec_stands_wherever_a_format_does(name, given, linear):
+    recipe = parse_recipe(name, **given)
+    assert six(recipe.linear.formats) == linear
+    assert [line.split(maxsplit=1)[1].partition("  ")[2].strip() for line in recipe.lines()][:6] == [
+        text or "bf16" for text in linear
+    ]
+
+
+def test_options_that_are_not_possible_are_refused():
+    with pytest.raises(SpecError, match="scale=pow2 is not possible for mxfp8: floor, ceil"):
+        parse_recipe("linear_mxfp8(scale=pow2)")
+    with pytest.raises(SpecError, match="operands of wgrad are rotated differently"):
+        parse_recipe("linear_mxfp4", operands=["linear.wgrad.input=mxfp4(hadamard=32)"])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +128,7 @@ def test_an_alias_is_its_format():
         ("mxfp8", {"qk": "bf16"}, (everything("mxfp8"), NOTHING, everything("mxfp8"))),
         ("FA_mxfp8", {"pv": "hifp8"}, (NOTHING, forward_only("mxfp8"), forward_only("hifp8"))),
         ("FA_linear_mxfp4", {"linear": "bf16"}, (NOTHING, forward_only("mxfp4"), NOTHING)),
-        ("bf16", {"linear": "mxfp8_e4m3"}, (everything("mxfp8"), NOTHING, NOTHING)),
+        ("bf16", {"linear": "mxfp8_e4m3"}, (("mxfp8",) * 6, NOTHING, NOTHING)),
     ],
 )
 def test_a_part_can_be_set_alone(name, given, expected):
@@ -129,7 +182,7 @@ NAMES["router"] = NAMES["linear"]
 def test_an_operand_can_be_set_alone_and_literally(part, index, operand):
     for name, fmt, rounded in (("bf16", "mxfp8_e4m3", "mxfp8"), ("mxfp4", "bf16", None), ("mxfp8", "nvfp4", "nvfp4")):
         before, after = parse_recipe(name), parse_recipe(name, operands=[f" {part}.{operand} = {fmt} "])
-        expected = {field.name: list(six(getattr(before, field.name).formats)) for field in fields(before)[1:]}
+        expected = {name: list(six(getattr(before, name).formats)) for name in NAMES}
         expected[part][index] = rounded
         assert {key: list(six(getattr(after, key).formats)) for key in expected} == expected
 
@@ -213,9 +266,9 @@ def test_the_quantizer_gets_what_the_recipe_says(model, tokens, monkeypatch, nam
     received: list[tuple[str, tuple[int, ...], int]] = []
     real = gemm.apply
 
-    def listening(x, plan, dim, backend, want_scales=False):
-        received.append((plan.format.name, tuple(x.shape), dim % x.dim() - x.dim()))
-        return real(x, plan, dim, backend, want_scales=want_scales)
+    def listening(x, spec, dim, *arguments):
+        received.append((str(spec), tuple(x.shape), dim % x.dim() - x.dim()))
+        return real(x, spec, dim, *arguments)
 
     monkeypatch.setattr(gemm, "apply", listening)
     with instrument(model, name, backend="torch"):
@@ -232,16 +285,15 @@ def test_the_quantizer_gets_what_the_recipe_says(model, tokens, monkeypatch, nam
     expected: list[tuple[str, tuple[int, ...], int]] = []
 
     def note(formats: tuple, operands: dict[str, tuple[int, ...]], axes: tuple) -> None:
-        by_field = dict(zip((f.name for f in fields(GemmFormats)), formats, strict=True))
+        by_field = dict(zip(OPERAND_FIELDS, formats, strict=True))
         expected.extend((by_field[field], operands[field], axis) for field, axis in axes if by_field[field])
 
     linear, qk, pv = EXPECTED[name]
     group, rows = (batch, shape.kv_heads), shape.heads // shape.kv_heads * length
     for _ in range(shape.layers):
         for inputs, outputs in linears.values():
-            x, w, g = (length, batch, inputs), (outputs, inputs), (length, batch, outputs)
-            flat_g, flat_x = (length * batch, outputs), (length * batch, inputs)
-            note(linear, dict(zip(ORDER, (x, w, g, w, flat_g, flat_x), strict=True)), LINEAR)
+            x, w, g = (length * batch, inputs), (outputs, inputs), (length * batch, outputs)
+            note(linear, dict(zip(ORDER, (x, w, g, w, g, x), strict=True)), LINEAR)
         q, kv, s = (*group, rows, shape.head_dim), (*group, length, shape.head_dim), (*group, rows, length)
         for formats, a, b, g, axes in ((qk, q, kv, s, QK), (pv, s, kv, q, PV)):
             note(formats, dict(zip(ORDER, (a, b, g, b, g, a), strict=True)), axes)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from binade.quant import reference
 from binade.quant.formats import FORMATS, Format
-from binade.quant.quantizer import plan, tensor_absmax
+from binade.quant.quantizer import outer_absmax
+from binade.quant.specs import Spec
 
 MX = ["mxfp8", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxint8"]
 RULES = ["floor", "ceil", "even", "rceil"]
@@ -40,6 +41,9 @@ LIBRARY = {
     "mxfp4": SimpleNamespace(dtype=ml_dtypes.float4_e2m1fn, gfloat=gf.format_info_ocp_e2m1, max=6.0, emax=2),
     "mxint8": SimpleNamespace(dtype=None, gfloat=gf.format_info_ocp_int8, max=127 / 64, emax=0),
     "nvfp4": SimpleNamespace(dtype=ml_dtypes.float4_e2m1fn, gfloat=gf.format_info_ocp_e2m1, max=6.0, emax=2),
+    "hif4": SimpleNamespace(dtype=en_dtypes.float4_e1m2, gfloat=None, max=1.75, emax=0),
+    "nvint4": SimpleNamespace(dtype=ml_dtypes.int4, gfloat=None, max=7.0, emax=2),
+    "mxint4": SimpleNamespace(dtype=ml_dtypes.int4, gfloat=None, max=7.0, emax=2),
 }
 
 
@@ -134,10 +138,10 @@ def ties(values: np.ndarray) -> np.ndarray:
     )
 
 
-def by_reference(x: Tensor, fmt: str | Format, dim: int = -1, **options) -> Tensor:
+def by_reference(x: Tensor, fmt: str | Format, dim: int = -1, seed: int = 0, **options: object) -> Tensor:
     """x quantized and dequantized by the definition, `quant.reference`, alone."""
-    decided = plan(fmt, **options)
-    return reference.quantize_dequantize(x, decided, dim, tensor_absmax(x))[0]
+    spec = Spec.of(fmt, **options)
+    return reference.quantize_dequantize(x, spec, dim, outer_absmax(x, spec, dim), seed)[0]
 
 
 def assert_same_bits(got: Tensor | np.ndarray, want: Tensor | np.ndarray, x: Tensor | np.ndarray | None = None) -> None:

@@ -12,8 +12,9 @@ import torch
 from binade.quant import FORMATS, fake_quantize, look, score, usage
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO, code_tiers, sample
 from binade.quant.reference import to_blocks
+from binade.quant.specs import Block, Spec, SpecError
 
-OPTIONS = [{}, {"scale_rule": "ceil"}, {"rounding": "stochastic", "seed": 5}, {"block_size": 16}]
+OPTIONS = [{}, {"scale": "ceil"}, {"rounding": "stochastic", "seed": 5}, {"block": 16}]
 
 
 def values(*shape: int) -> torch.Tensor:
@@ -24,10 +25,11 @@ def values(*shape: int) -> torch.Tensor:
 
 
 def allowed(name: str, options: dict) -> bool:
-    fmt = FORMATS[name]
-    return ("block_size" not in options or fmt.block_size) and options.get("scale_rule", fmt.scale_rules[0]) in (
-        fmt.scale_rules
-    )
+    try:
+        Spec.of(name, **{option: value for option, value in options.items() if option != "seed"})
+    except SpecError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -38,7 +40,7 @@ def test_says_what_the_quantizer_does(name, dim, options):
         pytest.skip("not an option of this format")
     x = values(6, 72, 80).bfloat16()
     seen = look(x, name, dim, **options)
-    size = seen.x.shape[1]
+    size = Block(1, seen.x.shape[1])
     wanted = to_blocks(fake_quantize(x, name, dim, **options), dim, size).float()
     assert torch.equal(seen.y, wanted)
     assert torch.equal(seen.x, to_blocks(x, dim, size).float())

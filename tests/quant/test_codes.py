@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from binade.quant.codes import encode
-from binade.quant.elements import E4M3, Element
+from binade.quant.elements import E4M3, INT4, Element
 from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 from tests.quant.helpers import LIBRARY, assert_same_bits, formats
 
 
@@ -24,10 +25,14 @@ def decoded(element: Element) -> np.ndarray:
 def test_decodes_as_ml_dtypes_or_en_dtypes(name):
     dtype = np.dtype(LIBRARY[name].dtype)
     codes = np.arange(1 << FORMATS[name].element.bits, dtype=np.uint16 if dtype.itemsize == 2 else np.uint8)
-    assert_same_bits(decoded(FORMATS[name].element), codes.view(dtype).astype(np.float32))
+    want = codes.view(dtype).astype(np.float32)
+    if FORMATS[name].element == INT4:
+        assert want[8] == -8.0  # unused, so that the grid is symmetric
+        want[8] = np.nan
+    assert_same_bits(decoded(FORMATS[name].element), want)
 
 
-@pytest.mark.parametrize("name", [f for f in formats() if f != "hifp8"])  # gfloat has no HiFloat8
+@pytest.mark.parametrize("name", [f for f in formats() if LIBRARY[f].gfloat])
 def test_decodes_as_gfloat(name):
     element = FORMATS[name].element
     codes = np.arange(1 << element.bits)
@@ -67,12 +72,15 @@ def test_hifloat8_named_codes():
         ("mxfp4", 6.0, 0.5, 2, 4.25),
         ("mxint8", 127 / 64, 1 / 64, 0, 8.25),
         ("nvfp4", 6.0, 0.5, 2, 4.5),
+        ("hif4", 1.75, 0.25, 0, 4.5),
+        ("nvint4", 7.0, 1.0, 2, 4.5),
+        ("mxint4", 7.0, 1.0, 2, 4.25),
     ],
     ids=formats(),
 )
 def test_derived_limits(name, largest, smallest, emax, bits):
-    fmt = FORMATS[name]
-    assert (fmt.max, fmt.element.smallest, fmt.element.emax, fmt.bits_per_value) == (largest, smallest, emax, bits)
+    element, stored = FORMATS[name].element, Spec.of(name).bits_per_value
+    assert (element.max, element.smallest, element.emax, stored) == (largest, smallest, emax, bits)
 
 
 @pytest.mark.parametrize("name", formats())

@@ -24,9 +24,10 @@ from triton.compiler import ASTSource
 from binade.quant import FORMATS
 from binade.quant.backends import triton_kernels as kernels
 from binade.quant.backends.triton_summary import TILE, WARPS, summarize_kernel
-from binade.quant.elements import E4M3
-from binade.quant.quantizer import plan
+from binade.quant.elements import E4M3, E6M2
+from binade.quant.scaling import kernel_of
 from binade.quant.sketch import BINS
+from binade.quant.specs import Spec
 
 def compile_kernel(kernel, types, constants, warps=4):
     names = kernel.arg_names
@@ -41,14 +42,18 @@ def compile_kernel(kernel, types, constants, warps=4):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 def quantizer(name, adjacent, rounding):
-    decided = plan(name, rounding=rounding)
-    element, block = decided.format.element, decided.block_size or 1024
-    types = dict(x_ptr="*bf16", y_ptr="*bf16", scale_ptr="*fp32", absmax_ptr="*fp32", blocks="i32", axis="i32",
-                 inner="i32", blocks_per_row="i32", seed="i32")
+    decided = Spec.of(name, rounding=rounding)
+    element, block = decided.format.element, decided.format.block_size or 1024
+    rule = kernel_of(decided) or 0
+    pointers = ("scale_ptr", "absmax_ptr", "encode_ptr", "given_ptr", "outer_ptr", "divisor_ptr")
+    types = dict(x_ptr="*bf16", y_ptr="*bf16", blocks="i32", axis="i32", inner="i32", blocks_per_row="i32", seed="i32")
+    types |= dict.fromkeys(pointers, "*fp32")
     constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
-                     TIERS=element.tiers, SCALE_TIERS=E4M3.tiers, EMAX=element.emax, MANTISSA=element.mantissa_bits,
+                     TIERS=element.tiers, EMAX=element.emax, MANTISSA=element.mantissa_bits,
+                     SCALE_TIERS=(E6M2 if name == "hif4" else E4M3).tiers,
                      MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
-                     RULE=decided.scaling.kernel, ROUNDING=kernels.ROUNDINGS[decided.rounding],
+                     INVERSE=1 / element.max, FACTORS=(1, 0, 0, 1) if name.startswith("fp8") else (0, 0, 0, 0),
+                     RULE=rule, ROUNDING=kernels.ROUNDINGS[decided.rounding],
                      SIGNED_ZERO=element.signed_zero, WRITE_SCALES=True)
     if adjacent:
         constants["inner"] = types.pop("inner") and 1
@@ -56,7 +61,7 @@ def quantizer(name, adjacent, rounding):
 
 for name in FORMATS:
     for adjacent in (True, False):
-        for rounding in (None, "stochastic"):
+        for rounding in (None,) if name == "hif4" else (None, "stochastic"):
             ptx = quantizer(name, adjacent, rounding).asm["ptx"]
             loads = re.findall(r"ld\\.global[.a-z0-9]*\\.b16", ptx)
             print(name, "last" if adjacent else "first", rounding or "nearest", len(loads))
@@ -73,6 +78,6 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     *rows, last = done.stdout.splitlines()
     assert last == "summarize"
-    assert len(rows) == 12 * 2 * 2
+    assert len(rows) == 14 * 2 * 2 + 2  # HiF4 has no stochastic rounding
     # No value is loaded on its own: 16-bit loads would halve the speed and more.
     assert [row for row in rows if not row.endswith(" 0")] == []

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from binade.quant import fake_quantize
-from binade.quant.gemm import GemmFormats, Observed, linear, matmul
+from binade.quant.gemm import Observed, Rounding, linear, matmul
+from binade.quant.specs import GemmFormats, Spec
 from tests.quant.helpers import assert_same_bits, devices
 
 EACH = GemmFormats("mxfp8", "mxfp4", "mxfp8_e5m2", "mxint8", "nvfp4", "hifp8")
@@ -28,7 +29,7 @@ def test_linear(shape, dtype):
     x = random(*shape, 50, seed=1, dtype=dtype).requires_grad_()
     w = random(90, 50, seed=2, dtype=dtype).requires_grad_()
     grad = random(*shape, 90, seed=3, dtype=dtype)
-    y = linear(x, w, EACH)
+    y = linear(x, w, Rounding(EACH))
     y.backward(grad)
     flat, flat_grad = x.detach().reshape(-1, 50), grad.reshape(-1, 90)
     assert_same_bits(y, q(x.detach(), "mxfp8", -1) @ q(w.detach(), "mxfp4", 1).t())
@@ -42,7 +43,7 @@ def test_matmul(transpose_b):
     a = random(2, 3, m, k, seed=1).requires_grad_()
     b = random(2, 3, *((n, k) if transpose_b else (k, n)), seed=2).requires_grad_()
     grad = random(2, 3, m, n, seed=3)
-    y = matmul(a, b, EACH, transpose_b=transpose_b)
+    y = matmul(a, b, Rounding(EACH), transpose_b=transpose_b)
     y.backward(grad)
     straight = b.detach().mT if transpose_b else b.detach()  # [k, n]
     want_b = q(a.detach(), "hifp8", -2).mT @ q(grad, "nvfp4", -2)  # [k, n]
@@ -58,7 +59,8 @@ def test_one_operand_at_a_time(product, which):
 
     def run(formats: GemmFormats) -> dict[str, Tensor]:
         x, w = random(40, 64, seed=1).requires_grad_(), random(33, 64, seed=2).requires_grad_()
-        y = linear(x, w, formats) if product == "linear" else matmul(x, w, formats, transpose_b=True)
+        how = Rounding(formats)
+        y = linear(x, w, how) if product == "linear" else matmul(x, w, how, transpose_b=True)
         y.backward(random(40, 33, seed=3))
         return {"forward": y.detach(), "dgrad": x.grad, "wgrad": w.grad}
 
@@ -70,7 +72,8 @@ def test_one_operand_at_a_time(product, which):
 @pytest.mark.parametrize("product", ["linear", "matmul"])
 def test_without_formats_it_is_torch(product):
     x, w = random(5, 12, seed=1).requires_grad_(), random(7, 12, seed=2).requires_grad_()
-    y = linear(x, w, GemmFormats()) if product == "linear" else matmul(x, w, GemmFormats(), transpose_b=True)
+    how = Rounding(GemmFormats())
+    y = linear(x, w, how) if product == "linear" else matmul(x, w, how, transpose_b=True)
     y.square().sum().backward()
     a, b = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     torch.nn.functional.linear(a, b).square().sum().backward()
@@ -82,26 +85,27 @@ def test_without_formats_it_is_torch(product):
 def test_tap_sees_operands_and_results():
     seen: list[Observed] = []
     x, w = random(2, 40, 64, seed=1).requires_grad_(), random(33, 64, seed=2).requires_grad_()
-    y = linear(x, w, EACH, tap=seen.append)
+    y = linear(x, w, Rounding(EACH), tap=seen.append)
     grad = random(2, 40, 33, seed=3)
     y.backward(grad)
-    names = [(o.name, o.format, o.dim) for o in seen]
+    names = [(o.name, o.spec and str(o.spec), o.dim) for o in seen]
     assert names[:3] == [("a", "mxfp8", -1), ("b", "mxfp4", -1), ("y", None, -1)]
     assert names[3] == ("grad", "mxfp8_e5m2", -1) and [n for n, *_ in names[4:]] == ["grad_a", "grad_b"]
     a, b, result, g, grad_a, grad_b = seen
-    assert_same_bits(a.tensor, x.detach())
-    assert_same_bits(a.quantized, fake_quantize(x.detach(), "mxfp8"))
+    assert [o.shape for o in (a, b, result, g)] == [(2, 40, 64), None, (2, 40, 33), (2, 40, 33)]
+    assert_same_bits(a.tensor, x.detach().flatten(0, 1))
+    assert_same_bits(a.quantized, fake_quantize(x.detach(), "mxfp8").flatten(0, 1))
     assert_same_bits(b.quantized, fake_quantize(w.detach(), "mxfp4"))
-    assert_same_bits(g.quantized, fake_quantize(grad, "mxfp8_e5m2"))
+    assert_same_bits(g.quantized, fake_quantize(grad, "mxfp8_e5m2").flatten(0, 1))
     assert a.scales.shape == (80, 2, 1) and not a.tensor.requires_grad
     for observed, value in ((result, y), (grad_a, x.grad), (grad_b, w.grad)):
-        assert_same_bits(observed.tensor, value.detach())
+        assert_same_bits(observed.tensor.reshape(value.shape), value.detach())
 
 
 def test_only_needed_gradients_are_computed():
     seen: list[str] = []
     x, w = random(8, 32, seed=1), random(6, 32, seed=2).requires_grad_()
-    linear(x, w, EACH, tap=lambda o: seen.append(o.name)).sum().backward()
+    linear(x, w, Rounding(EACH), tap=lambda o: seen.append(o.name)).sum().backward()
     assert "grad_a" not in seen and "grad_b" in seen
 
 
@@ -111,7 +115,7 @@ def test_backends_agree(device):
     results = []
     for backend in ("torch", "triton"):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = linear(a, b, EACH, backend=backend)
+        y = linear(a, b, Rounding(EACH, backend))
         y.square().sum().backward()
         results.append((y, a.grad, b.grad))
     for first, second in zip(*results, strict=True):
@@ -119,5 +123,5 @@ def test_backends_agree(device):
 
 
 def test_formats_by_alias_and_none():
-    assert GemmFormats(forward_a="mxfp8_e4m3").forward_a == "mxfp8"
+    assert GemmFormats(forward_a="mxfp8_e4m3").forward_a == Spec.of("mxfp8")
     assert not GemmFormats().quantized and GemmFormats(wgrad_a="bf16").quantized

@@ -22,7 +22,8 @@ from binade.quant.metrics import (
     sqnr_db,
     stable_rank,
 )
-from binade.quant.quantizer import apply, plan
+from binade.quant.quantizer import apply
+from binade.quant.specs import Spec
 from tests.quant.helpers import MX, RULES, awkward, formats
 
 
@@ -101,11 +102,11 @@ def test_compare_holds_the_errors_and_the_distances():
 @pytest.mark.parametrize("name", MX)
 def test_saturated_by_the_stored_scales(name, rule, dim):
     x = torch.randn(70, 90, generator=torch.Generator().manual_seed(1))
-    scales = torch.exp2(quantize(x, name, dim, scale_rule=rule).scales.double() - 127).reshape(x.shape[1 - dim], -1)
+    scales = torch.exp2(quantize(x, name, dim, scale=rule).scales.double() - 127).reshape(x.shape[1 - dim], -1)
     each = scales.repeat_interleave(32, 1)[:, : x.shape[dim]]
     limit = each if dim == 1 else each.t()
     want = float((x.double().abs() > limit * FORMATS[name].max).double().mean())
-    assert score(x, name, dim, scale_rule=rule).saturated == want
+    assert score(x, name, dim, scale=rule).saturated == want
     if rule in ("ceil", "rceil"):
         assert want == 0.0
     elif rule == "floor":
@@ -115,12 +116,12 @@ def test_saturated_by_the_stored_scales(name, rule, dim):
 def test_saturated_with_a_block_size_of_its_own():
     x = torch.full((8,), 1.0)
     x[::4] = 3.9
-    assert score(x, "mxfp4", block_size=4).saturated == 2 / 8  # 3.9 > 6 · 2^-1
+    assert score(x, "mxfp4", block=4).saturated == 2 / 8  # 3.9 > 6 · 2^-1
 
 
 def test_saturated_without_a_scale():
     assert score(torch.tensor([32768.0, 32769.0, 1.0, -4e4]), "hifp8").saturated == 0.5
-    assert score(torch.tensor([448.0, 449.0]), "fp8_e4m3", scale_rule="none").saturated == 0.5
+    assert score(torch.tensor([448.0, 449.0]), "fp8_e4m3", scale="none").saturated == 0.5
     assert score(torch.tensor([65504.0, 65505.0]), "fp16").saturated == 0.5
 
 
@@ -152,7 +153,7 @@ def test_saturated_leaves_out_nan_and_infinity():
 
 def test_a_format_means_its_defaults():
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
-    decided = plan("mxfp4")
+    decided = Spec.of("mxfp4")
     q, scales = apply(x, decided, -1, want_scales=True)
     assert errors_later(x, q, decided, scales, -1)() == score(x, "mxfp4")
     assert compare(x, q, FORMATS["mxfp4"])["saturated"] == score(x, "mxfp4").saturated
@@ -238,7 +239,7 @@ def test_stable_rank():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", [name for name in formats() if plan(name).block_size is None])
+@pytest.mark.parametrize("name", [name for name in formats() if Spec.of(name).format.block_size is None])
 def test_a_score_by_distinct_values_is_the_score(name, dtype):
     """Also of tensors that hold NaN or Inf, only zeros, or saturate."""
     own = awkward((300, 70), dtype, seed=8)
@@ -248,7 +249,7 @@ def test_a_score_by_distinct_values_is_the_score(name, dtype):
         torch.randn(300, 70).to(dtype) * 3e4,
         torch.zeros(9, 9, dtype=dtype),
     ):
-        want, found = vars(score(x, name)), vars(score_later(x, plan(name), codes=counted(x))())
+        want, found = vars(score(x, name)), vars(score_later(x, Spec.of(name), codes=counted(x))())
         for key in ("flush_to_zero", "underflow_of_all", "saturated", "max_abs_error"):
             assert found[key] == want[key] or want[key] != want[key] != found[key], key
         assert found == pytest.approx(want, rel=1e-12, nan_ok=True)

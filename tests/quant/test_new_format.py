@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from binade.quant import FORMATS, Format, compare, fake_quantize, look, quantize, score, usage
-from binade.quant.elements import E2M1, E4M3, Element, FixedPoint, Minifloat, Overflow, Rounding
-from binade.quant.formats import MX
+from binade.quant.elements import E2M1, E5M2, FixedPoint, Minifloat, Overflow, Rounding
+from binade.quant.formats import MX_RULES
 from binade.quant.rounding import round_to_element
-from binade.quant.scaling import SCALINGS, Scaling, nan_max
+from binade.quant.scaling import SCALINGS, Scaling
+from binade.quant.specs import Spec
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
 E3M4 = Format("fp8_e3m4", "FP8 E3M4", Minifloat("e3m4", 3, 4, "ieee"))
-MXE3M4 = Format("mx_e3m4", "E3M4 in blocks of 8", Minifloat("e3m4", 3, 4, "ieee"), MX, 8)
-MXINT4 = Format("mxint4", "INT4 in blocks of 32", FixedPoint("int4", 4, 2), MX, 32)
+MXE3M4 = Format("mx_e3m4", "E3M4 in blocks of 8", Minifloat("e3m4", 3, 4, "ieee"), MX_RULES, 8)
+MXINT4 = Format("mxint4_coarse", "INT4 in blocks of 32", FixedPoint("int4", 4, 2), MX_RULES, 32)
 NEW = [E3M4, MXE3M4, MXINT4]
 
 
@@ -50,23 +51,23 @@ def test_int4_by_hand():
 
 
 @dataclass(frozen=True)
-class BlockE4M3(Scaling):
-    """A scheme without a kernel: absmax / max of each block as E4M3, no tensor scale."""
+class BlockE5M2(Scaling):
+    """A scheme without a kernel: absmax / max of each block as E5M2, values divided by it."""
 
-    scale_element = E4M3
-    shares = "an E4M3 scale for every {block} values"
+    stored = E5M2
+    shares = "an E5M2 scale for every {block} values"
 
-    def block_scale(self, x: torch.Tensor, element: Element, absmax: torch.Tensor) -> torch.Tensor:
-        scale = (nan_max(x) / element.max).clamp(min=E4M3.smallest)
-        return round_to_element(scale, E4M3, Rounding.NEAREST, Overflow.SATURATE)
+    def of_largest(self, largest: torch.Tensor, spec: Spec, absmax: torch.Tensor) -> torch.Tensor:
+        scale = (largest / spec.format.max).clamp(min=E5M2.smallest)
+        return round_to_element(scale, E5M2, Rounding.NEAREST, Overflow.SATURATE)
 
 
-def block_e4m3_numpy(x: np.ndarray, block: int) -> np.ndarray:
+def block_e5m2_numpy(x: np.ndarray, block: int) -> np.ndarray:
     """The same by ml_dtypes: float32 [n], n a multiple of block."""
     blocks = x.reshape(-1, block)
     scale = np.abs(blocks).max(1, keepdims=True) / np.float32(6)
-    scale = np.clip(scale, np.float32(2.0**-9), np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    scaled = np.clip(blocks / scale, -6, 6)
+    scale = np.clip(scale, np.float32(2.0**-16), np.float32(57344)).astype(ml_dtypes.float8_e5m2).astype(np.float32)
+    scaled = np.clip(blocks * (np.float32(1) / scale), -6, 6)
     return (scaled.astype(ml_dtypes.float4_e2m1fn).astype(np.float32) * scale).reshape(-1)
 
 
@@ -76,7 +77,7 @@ def found_by_every_function(x: torch.Tensor, fmt: str, want: torch.Tensor) -> No
     stored = quantize(x, fmt)
     assert_same_bits(stored.dequantize(), want)
     blocks = len(x) // FORMATS[fmt].block_size
-    assert stored.nbytes == stored.codes.numel() + blocks == len(x) * FORMATS[fmt].bits_per_value / 8
+    assert stored.nbytes == stored.codes.numel() + blocks == len(x) * Spec.of(fmt).bits_per_value / 8
     seen = look(x, fmt)
     assert_same_bits(seen.y.reshape(-1), want)
     errors, metrics, used = score(x, fmt), compare(x, want, fmt), usage(x, fmt)
@@ -87,19 +88,19 @@ def found_by_every_function(x: torch.Tensor, fmt: str, want: torch.Tensor) -> No
 
 
 def test_a_block_format_is_one_entry(monkeypatch):
-    monkeypatch.setitem(FORMATS._formats, "mxint4", MXINT4)
-    assert "mxint4" in list(FORMATS)
+    monkeypatch.setitem(FORMATS._formats, "mxint4_coarse", MXINT4)
+    assert "mxint4_coarse" in list(FORMATS)
     x = torch.randn(320, generator=torch.Generator().manual_seed(3))
     steps = 4 / 2.0 ** np.floor(np.log2(x.reshape(-1, 32).abs().amax(1, keepdim=True).numpy()))
     want = np.clip(np.rint(x.numpy().reshape(-1, 32) * steps), -7, 7) / steps + 0.0
-    found_by_every_function(x, "mxint4", torch.tensor(want.reshape(-1), dtype=torch.float32))
+    found_by_every_function(x, "mxint4_coarse", torch.tensor(want.reshape(-1), dtype=torch.float32))
 
 
 def test_a_scale_scheme_is_one_class(monkeypatch):
-    monkeypatch.setitem(SCALINGS, "e4m3", BlockE4M3("e4m3"))
-    monkeypatch.setitem(FORMATS._formats, "fp4_e4m3", Format("fp4_e4m3", "FP4, E4M3 scales", E2M1, ("e4m3",), 16))
+    monkeypatch.setitem(SCALINGS, "e5m2", BlockE5M2("e5m2"))
+    monkeypatch.setitem(FORMATS._formats, "fp4_e5m2", Format("fp4_e5m2", "FP4, E5M2 scales", E2M1, ("e5m2",), 16))
     x = torch.randn(320, generator=torch.Generator().manual_seed(4)) * 10
-    found_by_every_function(x, "fp4_e4m3", torch.tensor(block_e4m3_numpy(x.numpy(), 16)))
-    assert_same_bits(fake_quantize(x, "fp4_e4m3", backend="triton"), fake_quantize(x, "fp4_e4m3"))
-    with pytest.raises(ValueError, match=r"'floor'.*fp4_e4m3: e4m3"):
-        fake_quantize(x, "fp4_e4m3", scale_rule="floor")
+    found_by_every_function(x, "fp4_e5m2", torch.tensor(block_e5m2_numpy(x.numpy(), 16)))
+    assert_same_bits(fake_quantize(x, "fp4_e5m2", backend="triton"), fake_quantize(x, "fp4_e5m2"))
+    with pytest.raises(ValueError, match=r"floor.*fp4_e5m2: e5m2"):
+        fake_quantize(x, "fp4_e5m2", scale="floor")

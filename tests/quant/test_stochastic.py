@@ -10,9 +10,10 @@ from binade.quant.rounding import noise
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices, formats
 
 N = 1 << 14
+NAMES = [name for name in formats() if name != "hif4"]  # whose rule fixes the rounding
 
 
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", NAMES)
 def test_mean_is_the_value(name):
     """Of N draws the mean is within 5 standard errors of x; the values seen are x's two neighbours on the grid."""
     fmt = FORMATS[name]
@@ -30,7 +31,7 @@ def test_mean_is_the_value(name):
             assert float(seen[0]) <= float(x[0, 1]) <= float(seen[1])
 
 
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", NAMES)
 def test_grid_values_stay(name):
     x = awkward((8, 64), seed=1, specials=False)
     y = fake_quantize(x, name)
@@ -39,7 +40,7 @@ def test_grid_values_stay(name):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", NAMES)
 def test_seed_decides(name, device):
     x = torch.randn(40, 66, generator=torch.Generator().manual_seed(0))
     first = fake_quantize(x, name, rounding="stochastic", seed=1)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.heatmap import heatmap
-from binade.quant.formats import Format
+from binade.quant.specs import Spec
 
 BY_HEAD = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap=True))
 
@@ -39,7 +39,7 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     return result
 
 
-def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
+def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
     """Of attention.flushed."""
     shown = table.assign(percent=table["flush_to_zero"] * 100, mass_percent=table["mass"] * 100)
     tooltip = [
@@ -50,8 +50,8 @@ def flushed_by_head(table: pd.DataFrame, fmt: Format, subtitle: str | list[str])
     top = float(shown["percent"].max())
     scale = alt.Scale(domain=[0, 1]) if not top > 0 else alt.Undefined
     y = alt.Y("percent:Q", title="flushed (% of the nonzero)", scale=scale)
-    bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[fmt.name])
-    title = style.title(f"How much of P flushes in {fmt.name}", subtitle)
+    bars = alt.Chart(shown).mark_bar(color=style.FORMAT_COLORS[spec.format.name])
+    title = style.title(f"How much of P flushes in {spec}", subtitle)
     result: alt.Chart = bars.encode(x=BY_HEAD, y=y, tooltip=tooltip).properties(title=title)
     return result
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from binade import quant
 from binade.app.questions.shared.rounded import MAX_SIDE
+from binade.quant.specs import Spec
 
 LIMIT = 1 << 23  # values that are read
 NAMES = ("attention_probs", "attention_scores")
@@ -63,7 +64,7 @@ def entropy(p: Heads) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def flushed(p: Heads, fmt: str, dim: int = -1) -> pd.DataFrame:
+def flushed(p: Heads, fmt: str | Spec, dim: int = -1) -> pd.DataFrame:
     """By head: columns head, flush_to_zero (of the nonzero values, in this format along dim), mass (the share of all
     probability that the flushed values held)."""
     q = quant.fake_quantize(p.x.contiguous(), fmt, dim)

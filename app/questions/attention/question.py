@@ -19,7 +19,7 @@ from binade.data.catalog import CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.tensor_kinds import label_of
-from binade.quant.formats import FORMATS
+from binade.quant.specs import known_specs
 
 NAMES = compute.NAMES
 MAX_PLACES = 8  # layers of runs that a report draws
@@ -116,11 +116,11 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         row = maps.rows["attention_probs"]
         entropy = compute.entropy(probs)
         axis = -1 if pd.isna(row["contracted_axis"]) else int(row["contracted_axis"])
-        flushed = compute.flushed(probs, selected.format.name, axis)
+        flushed = compute.flushed(probs, selected.spec, axis)
         worst = flushed.iloc[int(flushed["flush_to_zero"].fillna(-1).argmax())]
         focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
-            f"In {selected.format.name}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its "
+            f"In {selected.spec}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its "
             f"nonzero probabilities flush, holding {worst['mass']:.2%} of the probability. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
@@ -134,7 +134,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
             )
         )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
-        bars = charts.flushed_by_head(flushed, selected.format, maps.words)
+        bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
         figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
         table = compute.ranges(scores)
@@ -169,7 +169,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         problem = f"{MAX_PLACES} of {len(rows)} layers of runs are drawn: narrow the filter for others."
         yield Section("attention_maps", problems=[problem])
     for number, row in enumerate(rows.head(MAX_PLACES).to_dict("records"), 1):
-        fmt = row["quant_type"] if row["quant_type"] in FORMATS and row["quant_type"] != "bf16" else "hifp8"
+        fmt = next((spec for spec in known_specs([str(row["quant_type"])]) if spec != "bf16"), "hifp8")
         selected, problems = selection.tensor(row["tensor_id"], fmt)
         suffix = f"_{number:02d}_{slug(str(row['recipe']))}_L{int(row['layer_index'])}"
         figures = _of_layer(selected) if selected else []

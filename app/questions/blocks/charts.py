@@ -8,7 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.heatmap import heatmap
-from binade.quant.formats import Format
+from binade.quant.specs import Spec
 
 BLOCK_TITLES = {
     "sqnr_db": ("SQNR by block", "SQNR (dB)", True),
@@ -26,12 +26,12 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
     return heatmap(values.astype(float), style.title(name, subtitle), *axes, unit, reverse=reverse)
 
 
-def scale_exponents(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
+def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
     """Of compute.scale_histogram."""
     shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45, floor=0.0)
     result: alt.Chart = (
         alt.Chart(shown)
-        .mark_rect(color=style.FORMAT_COLORS[fmt.name], strokeWidth=0)
+        .mark_rect(color=style.FORMAT_COLORS[spec.format.name], strokeWidth=0)
         .encode(
             x=alt.X(
                 "low:Q",
@@ -54,7 +54,7 @@ def scale_exponents(table: pd.DataFrame, fmt: Format, subtitle: str | list[str])
 
 
 def block_values(
-    table: pd.DataFrame, fmt: Format, title: str, subtitle: str | list[str]
+    table: pd.DataFrame, spec: Spec, title: str, subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
     """Of compute.block_values: each value as it is (ring) and as it was rounded (dot), and the way between."""
     tooltip = [
@@ -70,7 +70,7 @@ def block_values(
         ),
         tooltip=tooltip,
     )
-    color = style.FORMAT_COLORS[fmt.name]
+    color = style.FORMAT_COLORS[spec.format.name]
     way = base.mark_rule(color=style.BAD, strokeWidth=1.5).encode(y=alt.Y("value:Q", title="value"), y2="dequantized:Q")
     before = base.mark_point(size=46, color=style.GREY, strokeWidth=1.8).encode(y="value:Q")
     after = base.mark_point(size=30, filled=True, opacity=1, color=color).encode(y="dequantized:Q")

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 WORST_BLOCKS = 50
 
@@ -55,7 +55,7 @@ def block_values(found: Subject, block: int) -> pd.DataFrame:
     keep = blocks.valid[block]
     x, y = blocks.x[block][keep].double().numpy(), blocks.y[block][keep].double().numpy()
     codes = blocks.codes[block][keep].numpy()
-    width = blocks.plan.format.element.bits
+    width = blocks.spec.format.element.bits
     return pd.DataFrame(
         {
             "index": np.arange(len(x)),
@@ -69,7 +69,9 @@ def block_values(found: Subject, block: int) -> pd.DataFrame:
     )
 
 
-def blocks_per_line(shape: tuple[int, ...], dim: int, fmt: str, block_size: int | None = None) -> int:
+def blocks_per_line(shape: tuple[int, ...], dim: int, spec: Spec) -> int:
     """How many blocks lie along the contracted axis."""
     axis = shape[dim] if shape else 1
-    return max(1, -(-axis // (block_size or FORMATS[fmt].block_size or 32)))
+    if spec.hadamard:
+        axis += -axis % spec.hadamard
+    return max(1, -(-axis // (spec.run(axis) or 32)))

@@ -92,13 +92,13 @@ def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str
     table = compute.block_table(found)
     dim = selected.dim if found.every == 1 else -1
     shape = tuple(selected.x.shape) if found.every == 1 else (0, selected.x.shape[selected.dim])
-    per_line = compute.blocks_per_line(shape, dim, selected.format.name)
+    per_line = compute.blocks_per_line(shape, dim, selected.spec)
     rank = "sqnr_db" if metric == "scale_exponent" else metric
     worst = compute.worst_blocks(table, rank)
     if worst.empty:
         return None, "No block has anything to lose: all values are zero or not finite."
     definition = f"{METRICS[rank].label}: {METRICS[rank].definition}."
-    caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. {definition}"
+    caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. {definition}"
     return Blocks(found, table, worst, per_line, caption), ""
 
 
@@ -111,12 +111,12 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     note = "Bright is bad; a cell of several blocks shows its worst. Grey: nothing to lose."
     figures = [Figure("block_map", chart, grid(cells), found.caption, note=note, height=380, group="blocks")]
     exponents, problems = compute.scale_histogram(table), []
-    if selected.format.block_size:
+    if selected.spec.run(1) is not None:
         spread = f"{len(exponents)} exponents · all-zero blocks left out"
-        scales = charts.scale_exponents(exponents, selected.format, spread)
+        scales = charts.scale_exponents(exponents, selected.spec, spread)
         figures.append(Figure("scales", scales, exponents, found.caption, height=380, group="blocks"))
     else:
-        problems.append(f"{selected.format.title} has no block scales: the blocks are runs of {size} values.")
+        problems.append(f"{selected.spec} has no block scales: the blocks are runs of {size} values.")
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 
@@ -125,7 +125,7 @@ def _verdict(selected: SelectedTensor, table: pd.DataFrame, size: int) -> str:
     median = MEASURES["sqnr_db"].text(float(finite.median())) if len(finite) else "no value"
     low = int((finite < 10).sum())
     return (
-        f"{low:,} of {len(table):,} blocks of {size} stay below 10 dB in {selected.format.name}; "
+        f"{low:,} of {len(table):,} blocks of {size} stay below 10 dB in {selected.spec}; "
         f"the median is {median} dB, the worst {MEASURES['sqnr_db'].text(float(finite.min()))} dB."
     )
 
@@ -135,11 +135,15 @@ def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure
     values = compute.block_values(found.subject, number)
     row = found.table.iloc[number]
     line, place = divmod(number, found.per_line)
-    first = place * found.size
-    where = f"line {line:,}, values {first:,} to {first + len(values) - 1:,} along the contracted axis"
+    block = selected.spec.block
+    tall = block.rows or 1 if block else 1
+    wide = found.size // tall
+    lines = f"line {line:,}" if tall == 1 else f"lines {line * tall:,} to {(line + 1) * tall - 1:,}"
+    last = place * wide + (wide if tall > 1 else len(values)) - 1
+    where = f"{lines}, values {place * wide:,} to {last:,} along the contracted axis"
     scale = "" if pd.isna(row["scale_exponent"]) else f" · scale 2^{row['scale_exponent']:.0f}"
     text = MEASURES["sqnr_db"].text(row["sqnr_db"])
-    chart = charts.block_values(values, selected.format, f"Block {number:,}: {text} dB{scale}", where)
+    chart = charts.block_values(values, selected.spec, f"Block {number:,}: {text} dB{scale}", where)
     words = f"{found.caption}\nBlock {number:,}: {where}{scale}."
     note = "Ring: the value. Dot: what it was rounded to. Red: the error."
     return Figure("block_values", chart, values, words, note=note, height=330, group="drill", width=3)

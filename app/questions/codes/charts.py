@@ -9,7 +9,7 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.codes import compute
 from binade.quant.blocks import DENORMAL, SPECIAL, ZERO
-from binade.quant.formats import Format
+from binade.quant.specs import Spec
 
 # By the bits of the mantissa; the last for more.
 MANTISSA_COLORS = ("#0d9488", "#0d9488", "#0284c7", "#4f46e5", "#4338ca", "#3b34b6", "#3730a3")
@@ -23,7 +23,7 @@ def tier_color(tier: str) -> str:
     return MANTISSA_COLORS[min(int(tier.split()[0]), len(MANTISSA_COLORS) - 1)]
 
 
-def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Chart:
+def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
     """Of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
     shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(style.short))
@@ -33,7 +33,7 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
         scale=alt.Scale(domain=names, range=[tier_color(name) for name in names]),
         legend=alt.Legend(title=None, orient="top", columns=3),
     )
-    width = fmt.element.bits
+    width = spec.format.element.bits
     few = len(shown) <= 32
     shown["bits"] = [f"{code:0{width}b}" for code in shown["code"]]
     tooltip = [
@@ -44,7 +44,7 @@ def codes(table: pd.DataFrame, fmt: Format, subtitle: str | list[str]) -> alt.Ch
         alt.Tooltip("tier:N", title="precision"),
     ]
     y = alt.Y("share:Q", title="share of values", axis=alt.Axis(format="~%", tickCount=5))
-    title = style.title(f"Codes of {fmt.title} that are used", subtitle)
+    title = style.title(f"Codes of {spec.format.title} that are used", subtitle)
     if few:
         x = alt.X("text:O", title="code’s value, over the scale", sort=None, axis=alt.Axis(labelAngle=0))
         shown["text"] = [

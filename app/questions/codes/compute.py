@@ -16,7 +16,7 @@ def codes(found: Subject) -> pd.DataFrame:
     """Every code of the format: columns code, value, tier, count, share; in order of value, −0 before 0, Inf and NaN
     last. Blocks that NaN or Inf took have none. Of a 16-bit format only the codes that occur."""
     blocks = found.blocks
-    element = blocks.plan.format.element
+    element = blocks.spec.format.element
     used = blocks.valid & blocks.y.isfinite()
     counts = torch.bincount(blocks.codes[used], minlength=1 << element.bits).numpy()
     values = [element.values[code] for code in range(1 << element.bits)]

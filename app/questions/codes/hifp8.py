@@ -22,9 +22,9 @@ from binade.app.questions.why import compute as why_compute
 from binade.app.questions.why.charts import codebook as draw_codebook
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
-HIFP8 = FORMATS["hifp8"]
+HIFP8 = Spec.of("hifp8")
 CLIPPED, THREE, TWO, ONE, DENORMAL, FLUSHED, ZERO = PRECISIONS = (
     "clipped", "3 mantissa bits", "2 mantissa bits", "1 mantissa bit", "denormal", "flushed to zero", "zero",
 )  # fmt: skip
@@ -141,7 +141,7 @@ def codebook(opened: Catalog, where: Filter) -> Figure | None:
     if table is None or table.empty:
         return None
     shares = zones(precision_shares(opened, where))
-    edges = why_compute.zone_edges(HIFP8.element, HIFP8.rounding)
+    edges = why_compute.zone_edges(HIFP8.format.element, HIFP8.rounding)
     what = f"{big(found[0].total)} values · from sketches"
     chart = draw_codebook(table, shares, HIFP8, edges, what)
     caption = (

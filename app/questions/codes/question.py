@@ -26,7 +26,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     table = compute.codes(found)
     if not table["count"].sum():
         return Drawn(problems=("No value is coded: none is finite, or the tensor is empty.",))
-    element = selected.format.element
+    element = selected.spec.format.element
     used, entropy = int((table["count"] > 0).sum()), compute.entropy_bits(table)
     share = table.groupby("tier")["share"].sum()
     verdict = (
@@ -34,14 +34,14 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         f"Zero: {share.get(ZERO, 0):.1%}, denormal: {share.get(DENORMAL, 0):.1%} of the values."
     )
     caption = (
-        f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. "
+        f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. "
         f"{METRICS['code_entropy_bits'].label}: {METRICS['code_entropy_bits'].definition}."
     )
     counted = f"{int(table['count'].sum()):,} values" + (f" · {found.note}" if found.note else "")
-    note = f"{about_format(selected.format)}. Codes that never occur have no bar."
+    note = f"{about_format(selected.spec)}. Codes that never occur have no bar."
     bars = Figure(
         "codes",
-        charts.codes(table, selected.format, counted),
+        charts.codes(table, selected.spec, counted),
         table,
         caption,
         note=note,

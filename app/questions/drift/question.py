@@ -110,7 +110,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
         return Drawn(problems=(f"The values of one of the two are not to be had: {error}.",))
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors are not of one shape: nothing to compare.",))
-    fmt = selected.format.name if pd.isna(twin["format"]) else twin["format"]
+    fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
     found = compute.three_way(reference, own, fmt, selected.dim)
     label = given.labels[run]
     caption = (

@@ -13,9 +13,11 @@ from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts, compute
 from binade.app.questions.shared import board_charts, boards
 from binade.app.questions.shared.selection import Board
+from binade.app.questions.shared.unscaled import with_scale, would_be
 from binade.app.report.section import OF_VALUES, ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
 from binade.data.catalog import SHOWN_ERRORS
+from binade.data.text import plain_name
 
 MAX_WORST = 200  # places in a report's table
 
@@ -27,6 +29,10 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         return board.nothing
     worst = table.iloc[0]
     verdict = f"{worst['place']} suffers most: {measure.label} {measure.quantity(worst['value'])}."
+    scaled = with_scale(board.format) if measure.key == "sqnr_db" and worst["flush_to_zero"] else None
+    if scaled and str(scaled) in board.opened.scored_formats():
+        same = compute.ranking(board.opened, board.where, str(scaled), measure.key).set_index("place")["value"]
+        verdict += would_be(scaled, same.get(worst["place"]))
     title = board.title(", worst first")
     subtitle = f"{min(len(table), board_charts.BARS)} of {len(table):,} places · {board.POOLED}"
     figure = Figure(
@@ -64,7 +70,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         if fmt:
             verdict = f"{fmt}: {drawn.verdict}"
             places = [figure.table.head(MAX_WORST).drop(columns=["value"]) for figure in figures]
-            tables = [ReportTable(f"ranking_{fmt}", f"Worst in {fmt}", table) for table in places]
+            tables = [ReportTable(f"ranking_{plain_name(fmt)}", f"Worst in {fmt}", table) for table in places]
         yield Section("statistics", figures=figures, tables=tables, verdict=verdict)
 
 

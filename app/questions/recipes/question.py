@@ -19,12 +19,14 @@ from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.questions.shared.selection import Selection
+from binade.app.questions.shared.unscaled import with_scale
 from binade.app.report.section import ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import label_of
+from binade.quant.formats import FORMATS
 
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
 VIEWS = {"cost": "Loss", "gradients": "Gradients"}
@@ -121,6 +123,14 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     return Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs))
 
 
+def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """What the gradients of the run of hifp8_scaled are like, if there is one."""
+    scaled = together[together["group"].isin(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])]
+    if scaled.empty:
+        return "collect recipe hifp8_scaled to see it with one"
+    return f"with one, hifp8_scaled has a mean cosine of {scaled['cosine'].mean():.3f}"
+
+
 def _answer(costs: pd.DataFrame) -> str:
     """Which part costs most, of the runs in which one part alone is rounded; else which run."""
     alone = compute.parts_alone(costs)
@@ -186,6 +196,9 @@ def gradients(
         f"Furthest from bf16’s: {worst['group']}, mean cosine {worst['cosine']:.3f}, "
         f"gradient bias {worst['gradient_bias']:.3g}."
     )
+    unscaled = [name for name in FORMATS if with_scale(name)]
+    if runs.loc[runs["label"] == worst["group"], list(PARTS)].isin(unscaled).any(axis=None):
+        verdict += f" It rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
         f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, x being bf16’s gradient of the same "

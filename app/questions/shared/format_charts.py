@@ -8,6 +8,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
+from binade.quant.specs import known_specs
 
 ERROR_PANELS = (
     ("sqnr_db", "SQNR", "dB, higher is better", 1.0),
@@ -18,19 +19,19 @@ ERROR_PANELS = (
 
 def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
     """Of analysis.format_comparison: SQNR, flush and saturation, one bar a format, the figure beside the bar."""
-    order = [name for name in style.FORMAT_COLORS if name in set(table["format"])]
+    order = known_specs(table["format"])
     return _panels(table.assign(row=table["format"]), order, order, "format")
 
 
 def trial_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Of analysis.whatif.try_formats: the same, one bar a trial, in its format's colour."""
+    """Of what_if.compute.try_formats: the same, one bar a trial, in its format's colour."""
     order = table["label"].tolist()
-    formats = [name for name in style.FORMAT_COLORS if name in set(table["format"])]
+    formats = known_specs(table["format"])
     return _panels(table.assign(row=table["label"]), order, formats, "trial")
 
 
 def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str) -> list[alt.LayerChart]:
-    colors = alt.Scale(domain=formats, range=[style.FORMAT_COLORS[name] for name in formats])
+    colors = alt.Scale(domain=formats, range=[style.color_of_spec(name) for name in formats])
     panels = []
     for column, name, unit, factor in ERROR_PANELS:
         measure = style.MEASURES[column]

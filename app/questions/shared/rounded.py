@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from binade.quant.blocks import Blocks, look, sample
-from binade.quant.formats import Format
 from binade.quant.scaling import SCALINGS
+from binade.quant.specs import Spec
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 
@@ -31,14 +30,18 @@ class Subject:
         return f"a sample: {held:,} of {self.total:,} values, one line of blocks in {self.every}"
 
 
-def subject(x: Tensor, fmt: str, dim: int = -1, limit: int = 1 << 20, **options: Any) -> Subject:
+def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = 1 << 20) -> Subject:
     """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of whole lines."""
     part, every = sample(x, dim, limit)
     along = dim if every == 1 else -1
-    return Subject(look(part, fmt, along, **options), every, x.numel())
+    return Subject(look(part, fmt, along), every, x.numel())
 
 
-def about_format(fmt: Format) -> str:
-    """A format in one line."""
-    shared = SCALINGS[fmt.scale_rules[0]].shares.format(block=fmt.block_size)
-    return f"{fmt.title}: {fmt.element.bits} bits, {shared}, largest {fmt.max:g}, smallest {fmt.element.smallest:.3g}"
+def about_format(spec: Spec) -> str:
+    """A spec in one line."""
+    fmt, shared = spec.format, SCALINGS[spec.scale].shares
+    if spec.block:
+        shared = shared.format(block=spec.block.words)
+    options = "" if str(spec) == fmt.name else f" as {spec}"
+    bits, smallest = fmt.element.bits, fmt.element.smallest
+    return f"{fmt.title}{options}: {bits} bits, {shared}, largest {fmt.max:g}, smallest {smallest:.3g}"

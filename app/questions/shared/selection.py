@@ -13,7 +13,9 @@ from binade.app.questions.shared.rounded import Subject, subject
 from binade.app.style import Measure
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.quant.formats import FORMATS, Format
+from binade.data.text import plain_name
+from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Board(Selection):
     @property
     def name(self) -> str:
         """For the files of its figures: "sqnr_db_mxfp4", "absmax"."""
-        return f"{self.measure.key}_{self.format}" if self.format else self.measure.key
+        return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
 
     @property
     def definition(self) -> str:
@@ -64,14 +66,14 @@ class Board(Selection):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedTensor(Selection):
-    """One tensor: its row in the index, its values, and the format that it is rounded to.
+    """One tensor: its row in the index, its values, and the spec that it is rounded to.
 
     labels: of the tensors that can be selected, by id; this one is among them.
     """
 
     row: pd.Series
     x: Tensor
-    format: Format
+    spec: Spec
     labels: dict[str, str]
 
     @property
@@ -92,11 +94,11 @@ class SelectedTensor(Selection):
         """The first line of a caption."""
         return source(Filter(), f"{self.label}, {self.shape}, {self.row['dtype']}, {self.row['tensor_id']} ({note})")
 
-    def rounded(self) -> Subject:
-        """The values, or a sample of them, rounded to the format."""
-        return subject(self.x, self.format.name, self.dim)
+    def rounded(self, spec: Spec | None = None) -> Subject:
+        """The values, or a sample of them, rounded to a spec; default: `spec`."""
+        return subject(self.x, spec or self.spec, self.dim)
 
 
-def formats_first(first: str) -> tuple[str, ...]:
-    """All formats, this one first."""
-    return (first, *(name for name in FORMATS if name != first))
+def formats_first(scored: tuple[str, ...]) -> tuple[str, ...]:
+    """All formats and those that tensors were scored with, the first of these first."""
+    return tuple(dict.fromkeys((*(scored[:1] or ("mxfp4",)), *FORMATS, *scored)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,60 +12,41 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from binade import quant
 from binade.app.questions.shared.distributions import Distribution, Pool, distribution_of
 from binade.quant.blocks import look, sample
-from binade.quant.formats import FORMATS
 from binade.quant.metrics import sqnr_db
-from binade.quant.quantizer import plan
-from binade.quant.reference import from_blocks
+from binade.quant.scaling import scale_nbytes
+from binade.quant.specs import OPTIONS, Spec, SpecError
 
 LIMIT = 1 << 20  # values of a tensor that are tried; a larger one is sampled by whole lines
-KNOBS = ("scale_rule", "rounding", "block_size", "overflow")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One format with its options; an option that does not apply to the format is left at its default and named in
-    `ignored`. hadamard: the block of the rotation before rounding, 0 for none."""
+    """One spec. ignored: the options that were chosen and do not apply to the format, which stay at their defaults."""
 
-    format: str
-    options: dict[str, Any] = field(default_factory=dict)
-    hadamard: int = 0
+    spec: Spec
     ignored: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
-        parts = [str(value) if name != "block_size" else f"blocks of {value}" for name, value in self.options.items()]
-        parts += [f"Hadamard {self.hadamard}"] if self.hadamard else []
-        return f"{self.format} · {', '.join(parts)}" if parts else self.format
+        return str(self.spec)
 
 
-def trial(fmt: str, *, hadamard: int = 0, **options: Any) -> Trial:
-    """A trial with the options that the format has; None leaves an option at its default."""
-    chosen, ignored = {}, []
-    for name in KNOBS:
-        value = options.get(name)
-        if value is None:
-            continue
+def trial(fmt: str, **options: Any) -> Trial:
+    """A trial with those of the options that are possible for the format; None leaves an option at its default."""
+    spec, ignored = Spec.of(fmt), []
+    for name in OPTIONS:
         try:
-            decided = plan(fmt, **{name: value})
-        except ValueError:
+            spec = Spec.of(spec, **{name: options.get(name)})
+        except SpecError:
             ignored.append(name)
-            continue
-        if decided != plan(fmt):
-            chosen[name] = value
-    return Trial(fmt, chosen, hadamard, tuple(ignored))
+    return Trial(spec, tuple(ignored))
 
 
 def with_defaults(trials: list[Trial]) -> list[Trial]:
     """Each trial after the same format's default, where it differs from it; none twice."""
-    found: list[Trial] = []
-    for one in trials:
-        for each in (Trial(one.format), one):
-            if each.label not in [other.label for other in found]:
-                found.append(each)
-    return found
+    return [Trial(spec) for spec in dict.fromkeys(s for one in trials for s in (Spec.of(one.spec.format), one.spec))]
 
 
 @dataclass
@@ -109,7 +90,11 @@ def try_formats(
         part, every = sample(x, dim, limit)
         along, share = dim if every == 1 else -1, x.numel() / max(part.numel(), 1)
         for index, pool in enumerate(pools):
-            became = _add(part, along, trials[index - 1], sums[index - 1], share) if index else part
+            became = part
+            if index:
+                spec, total = trials[index - 1].spec, sums[index - 1]
+                became = _add(part, along, spec, total)
+                total.nbytes += x.numel() * spec.format.element.bits / 8 + scale_nbytes(spec, tuple(x.shape), dim)
             if together:
                 pool.add(became, share)
             else:
@@ -120,11 +105,9 @@ def try_formats(
     return table, [pool.distribution() for pool in pools] if together else alone
 
 
-def _add(x: Tensor, dim: int, one: Trial, total: _Sum, share: float) -> Tensor:
-    """Add one tensor; returns its values after the round trip. share: how many times the sample the tensor is."""
-    coded = quant.hadamard_rotate(x, dim, one.hadamard) if one.hadamard else x
-    found = look(coded, one.format, dim, **one.options)
-    decided = found.plan
+def _add(x: Tensor, dim: int, spec: Spec, total: _Sum) -> Tensor:
+    """Add one tensor, or a sample of it; returns its values after the round trip."""
+    found = look(x, spec, dim)
     sums = found.sums
     if not math.isnan(sums.noise):
         total.signal += sums.signal
@@ -133,37 +116,33 @@ def _add(x: Tensor, dim: int, one: Trial, total: _Sum, share: float) -> Tensor:
         total.nonzero += sums.nonzero
         total.saturated += sums.saturated
         total.values += x.numel()
-    bits = decided.format.element.bits
-    total.nbytes += x.numel() * share * bits / 8
-    total.nbytes += decided.scaling.nbytes(len(found.x) * share)
+    bits = spec.format.element.bits
     counts = torch.bincount(found.codes[found.valid & ~found.scale.isnan()], minlength=1 << bits).numpy()
     total.codes = counts if total.codes is None else total.codes + counts
     exponents = found.scale_exponents[~found.scale_exponents.isnan()]
-    if decided.block_size and len(exponents):
+    if spec.run(1) is not None and len(exponents):
         low, high = total.exponents
         total.exponents = min(low, float(exponents.min())), max(high, float(exponents.max()))
-    q = from_blocks(found.y, coded, dim)
-    return (quant.hadamard_rotate(q, dim, one.hadamard) if one.hadamard else q).to(x.dtype)
+    return found.result
 
 
 def _row(one: Trial, total: _Sum) -> dict[str, object]:
-    element = FORMATS[one.format].element
+    spec = one.spec
     codes = total.codes if total.codes is not None else np.zeros(1, np.int64)
     p = codes[codes > 0] / max(codes.sum(), 1)
     low, high = total.exponents
-    block = one.options.get("block_size") or FORMATS[one.format].block_size
     return {
         "label": one.label,
-        "format": one.format,
+        "format": spec.format.name,
         "sqnr_db": sqnr_db(total.signal, total.noise),
         "flush_to_zero": total.flushed / total.nonzero if total.nonzero else math.nan,
         "saturated": total.saturated / total.values if total.values else math.nan,
         "codes_used": int((codes > 0).sum()),
-        "codes_total": 1 << element.bits,
+        "codes_total": 1 << spec.format.element.bits,
         "code_entropy_bits": max(0.0, float(-(p * np.log2(p)).sum())),
-        "element_bits": element.bits,
+        "element_bits": spec.format.element.bits,
         "scale_exponent_min": low if low < math.inf else math.nan,
         "scale_exponent_max": high if high > -math.inf else math.nan,
         "nbytes": total.nbytes,
-        "bits_per_value": element.bits + (8 / block if block else 0),
+        "bits_per_value": spec.bits_per_value,
     }

@@ -24,32 +24,26 @@ from binade.data.store import TensorFileError
 from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import METRICS
+from binade.quant.specs import OPTIONS
 
 OWN = "default"
 # A rule that is a format's only one is not a choice.
 RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) > 1 for rule in fmt.scale_rules)
-CHOICES = {
-    "scale_rule": (
-        "Scale rule",
-        (OWN, *map(str, RULES)),
-        "How a block’s (or tensor’s) scale is found from its largest magnitude",
-    ),
-    "rounding": (
-        "Rounding",
-        (OWN, *map(str, Rounding)),
-        "nearest: ties to even. half_away: ties away from zero. stochastic: seeded, unbiased",
-    ),
-    "block_size": ("Block size", (OWN, "8", "16", "32", "64", "128"), "Values that share a scale"),
-    "overflow": (
-        "Overflow",
-        (OWN, *map(str, Overflow)),
-        "What lies beyond the largest code: the largest code, or infinity where there is one",
-    ),
-    "hadamard": (
-        "Hadamard",
-        ("off", "16", "32", "64", "128"),
-        "Rotate runs of so many values along the contracted axis before, and back after",
-    ),
+# Of each option the values to choose from; what it means is in OPTIONS.
+VALUES = {
+    "scale": ("Scale", tuple(map(str, RULES))),
+    "block": ("Block", ("8", "16", "32", "64", "128", "16x16", "32x32", "128x128", "row", "tensor")),
+    "error": ("4over6 by", ("mse", "mae")),
+    "bound": ("4over6 up to", ("256", "448")),
+    "rounding": ("Rounding", tuple(map(str, Rounding))),
+    "overflow": ("Overflow", tuple(map(str, Overflow))),
+    "hadamard": ("Hadamard", ("16", "32", "64", "128")),
+    "signs": ("Signs", ("fixed", "random")),
+}
+NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
+HINTS = {
+    "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, except in nvfp4 "
+    "with its own scale, where a value above the largest code is clipped"
 }
 CONTROLS = (
     Control(
@@ -57,8 +51,11 @@ CONTROLS = (
         placeholder="choose formats",
     ),
     *(
-        Control(name=name, label=label, param=One(allowed), widget="list", help=help, row="options")
-        for name, (label, allowed, help) in CHOICES.items()
+        Control(
+            name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list", row="options",
+            help=HINTS.get(name, OPTIONS[name].help),
+        )
+        for name, (label, allowed) in VALUES.items()
     ),
     Control(
         name="over", label="Applied to", param=One(("tensor", "selection")),
@@ -77,7 +74,7 @@ COLUMNS = {
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale byte shared out"),
+    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale shared out"),
     "nbytes": Column(
         "Size", width=75, help="Of all the values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
@@ -117,38 +114,24 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     formats, over, said = values["formats"], values["over"], []
     if not formats:
         return Plan([], [], over, ("Choose a format.",))
-    axis = selected.x.shape[selected.dim] if selected.x.dim() else 1
-    hadamard = 0 if values["hadamard"] == "off" else int(values["hadamard"])
-    if hadamard and axis % hadamard and over == "tensor":
-        said.append(f"A rotation of {hadamard} does not divide the contracted axis of {axis}: not applied.")
-        hadamard = 0
-    options = {name: values[name] for name in CHOICES if name != "hadamard" and values[name] != OWN}
-    if "block_size" in options:
-        options["block_size"] = int(options["block_size"])
-    trials = [compute.trial(name, hadamard=hadamard, **options) for name in formats]
-    for name, (title, *_) in CHOICES.items():
-        if without := [one.format for one in trials if name in one.ignored]:
+    options = {name: values[NAMES[name]] for name in VALUES if values[NAMES[name]] != OWN}
+    trials = [compute.trial(name, **options) for name in formats]
+    for name, (title, _) in VALUES.items():
+        if without := [one.spec.format.name for one in trials if name in one.ignored]:
             said.append(f"{title} as chosen does not apply to {', '.join(without)}: at its default there.")
     trials = compute.with_defaults(trials)
     if over == "tensor":
         return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))
-    ids, note = _operands(selected, hadamard)
+    ids, note = _operands(selected)
     if not ids:
         note = "The filter selects no operand with values on disk."
     return Plan(trials, ids, over, (*said, note) if note else tuple(said))
 
 
-def _operands(selected: SelectedTensor, hadamard: int) -> tuple[list[str], str]:
+def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
     """(the operands of the filter with values on disk, spread evenly over it where there are many, what to say)."""
     rows = selected.opened.tensors(selected.where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
-    if hadamard:
-        rows = rows[
-            [
-                shape[int(axis)] % hadamard == 0
-                for shape, axis in zip(rows["shape"], rows["contracted_axis"], strict=True)
-            ]
-        ]
     note = ""
     if len(rows) > MOST_TENSORS:
         note = f"{MOST_TENSORS} of the filter’s {len(rows):,} operands, spread evenly, are tried."

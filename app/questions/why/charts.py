@@ -11,14 +11,14 @@ import pandas as pd
 from binade.app import style
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
-from binade.quant.formats import Format
+from binade.quant.specs import Spec
 
 TAIL = 1e-4  # the share of the smallest values that may lie left of the axis
 ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 
 
 def codebook(
-    table: pd.DataFrame, zones: pd.DataFrame, fmt: Format, edges: tuple[float, float], subtitle: str | list[str]
+    table: pd.DataFrame, zones: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
     """Of compute.codebook_histogram and zones: magnitudes over their scale, the format's codes as ticks beneath, what
     flushes and what saturates shaded and told in percent."""
@@ -34,10 +34,10 @@ def codebook(
             {"zone": "saturated", "from": clip, "to": high, "text": f"saturated {share['saturated']:.2%}", "at": high},
         ]
     ).assign(top=top, floor=0.0)
-    ticks = pd.DataFrame({"log2": compute.code_magnitudes(fmt.element)})
+    ticks = pd.DataFrame({"log2": compute.code_magnitudes(spec.format.element)})
     x = alt.X(
         "from:Q",
-        title=f"log₂ |value / {'scale' if fmt.scale_rules[0] != 'none' else '1'}| (binades)",
+        title=f"log₂ |value / {'scale' if spec.scale != 'none' else '1'}| (binades)",
         scale=alt.Scale(domain=[low, high], nice=False, zero=False),
         axis=alt.Axis(tickCount=12),
     )
@@ -53,7 +53,7 @@ def codebook(
     )
     bars = (
         alt.Chart(table)
-        .mark_rect(strokeWidth=0, color=style.FORMAT_COLORS[fmt.name], clip=True)
+        .mark_rect(strokeWidth=0, color=style.FORMAT_COLORS[spec.format.name], clip=True)
         .encode(
             x="low:Q",
             x2="high:Q",
@@ -77,7 +77,7 @@ def codebook(
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
         for zone, align, dx in sides
     ]
-    title = style.title(f"Magnitudes over the codebook of {fmt.title}", subtitle)
+    title = style.title(f"Magnitudes over the codebook of {spec.format.title}", subtitle)
     return alt.layer(shading, bars, marks, *words).properties(title=title)
 
 

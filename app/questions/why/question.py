@@ -13,9 +13,11 @@ from binade.app.figure import Drawn, Facts, Figure, Item, grid
 from binade.app.questions.question import Question
 from binade.app.questions.shared.rounded import about_format
 from binade.app.questions.shared.selection import SelectedTensor
+from binade.app.questions.shared.unscaled import with_scale, would_be
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, short
+from binade.data.text import plain_name
 from binade.quant.metrics import outlier_ratio, sqnr_db
 
 LARGE = 1 << 24  # values whose outliers take too long to count
@@ -30,12 +32,16 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
     flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
     verdict = (
-        f"In {selected.format.name}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
+        f"In {selected.spec}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
         f"{share['saturated']:.2%} of all saturated{lost}."
     )
+    if flushed and (scaled := with_scale(selected.spec)):
+        found_with = selected.rounded(scaled).blocks.sums
+        of = found_with.flushed / found_with.nonzero if found_with.nonzero else 0.0
+        verdict += would_be(scaled, sqnr_db(found_with.signal, found_with.noise), of)
     table = compute.codebook_histogram(found)
     caption = (
-        f"{selected.source(found.note or 'exact')}\n{about_format(selected.format)}. Flushed: nonzero values below "
+        f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
         "half the smallest code. Saturated: above the largest. Shares are of all values."
     )
     items: list[Item] = [_facts(selected)]
@@ -43,12 +49,10 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     if table.empty:
         problems.append("Nothing to draw: no value is finite and nonzero.")
     else:
-        edges = compute.zone_edges(selected.format.element, selected.format.rounding)
+        edges = compute.zone_edges(selected.spec.format.element, selected.spec.rounding)
         zero = f" Zeros, {share['zero']:.1%} of the values, have no magnitude." if share["zero"] else ""
-        chart = charts.codebook(
-            table, zones, selected.format, edges, f"{selected.label} · {found.note or 'all values'}"
-        )
-        words = f"{about_format(selected.format)}. Ticks beneath: its codes. Shares are of all values.{zero}"
+        chart = charts.codebook(table, zones, selected.spec, edges, f"{selected.label} · {found.note or 'all values'}")
+        words = f"{about_format(selected.spec)}. Ticks beneath: its codes. Shares are of all values.{zero}"
         items.append(Figure("codebook", chart, table, caption, note=words, height=400))
         items += filter(None, (_channels(selected), tokens(selected)))
     return Drawn(tuple(items), verdict, tuple(problems))
@@ -104,7 +108,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
             figures = []
             if figure:
                 caption = f"{figure.caption}\nThe tensor with the lowest SQNR in {fmt}."
-                figures = [replace(figure, name=f"tokens_worst_{fmt}", caption=caption)]
+                figures = [replace(figure, name=f"tokens_worst_{plain_name(fmt)}", caption=caption)]
             yield Section("heatmaps", figures=figures, problems=problems)
 
 

@@ -91,10 +91,9 @@ def core_forward(
     """The module's forward under a mode, for a quantization; without one while nothing is quantized or recorded."""
 
     def forward(quantization: CoreQuantization) -> Callable[..., Any]:
-        quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
-
         def start() -> CoreMode | None:
             qk, pv = quantization.qk.tap(), quantization.pv.tap()
+            quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
             return mode(name, module, quantization, qk, pv) if quantized or qk or pv else None
 
         return run_under(module.forward, start)
@@ -118,7 +117,7 @@ def product(
             a, b = a.to(product_dtype(a)), b.to(product_dtype(b))
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             a, b = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-            y = matmul(a, b, how.formats, transpose_b=transpose_b, backend=how.backend, tap=tap)
+            y = matmul(a, b, how.rounding(), transpose_b=transpose_b, tap=tap)
             return y if scale == 1.0 else y * scale
         if tap is None:
             return original(a, b)

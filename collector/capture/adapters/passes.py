@@ -1,5 +1,7 @@
 """Which forward pass a call belongs to: its micro-batch, and whether it is a second one of the same.
 
+The random numbers of a pass follow from its place, so that a second pass of the same draws the same.
+
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
 alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
 the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded
@@ -15,8 +17,10 @@ the passes whose gradients have arrived, the latest is repeated first.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +28,7 @@ from torch import nn
 
 from binade.collector.capture.adapters.layer import Layer, Moment
 from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.models.parallel import Pass, Quantization
 from binade.collector.recipes.recipe import Part
 from binade.data.tensor_kinds import Product
 from binade.quant.gemm import Tap
@@ -41,43 +46,86 @@ def running_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Listener:
-    """Gives the taps of one product of one layer, pass by pass."""
+def seed_of(*place: object) -> int:
+    """A seed for what is drawn at a place, below 2^29: a product makes six seeds of it, which have 32 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 3
 
-    def __init__(self, recorder: Recorder, layer: Layer, part: Part, product: Product) -> None:
-        self.recorder, self.layer, self.part, self.product = recorder, layer, part, product
+
+class Listener:
+    """Follows the passes of one product of one layer: gives their taps, and what their rounding depends on.
+
+    stages         the parts that the recipe gives the product, each with the iteration from which it holds
+    recorded       whether the product is recorded while the recorder records
+    seed           of the run
+    quantization   of the product: its formats are those of the pass that runs
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layer: Layer,
+        stages: Sequence[tuple[int, Part]],
+        product: Product,
+        recorded: bool,
+        seed: int,
+        quantization: Quantization,
+    ) -> None:
+        self.recorder, self.layer, self.product = recorder, layer, product
+        self.stages, self.quantization = stages, quantization
+        self.varies = len(stages) > 1 or stages[0][1].formats.varies
+        self.recorded, self.seed = recorded, seed
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
+        self.moment, self.again = Moment(0, 0, False), False
+
+    def running(self) -> Pass:
+        """The pass that the latest call began."""
+        if not self.varies:
+            return Pass()
+        moment, site = self.moment, self.layer.site
+        place = self.recorder.rank, moment.iteration, moment.micro_batch, site.name, self.product.value
+        return Pass(seed_of(self.seed, *place), self.again)
 
     def __call__(self) -> Tap | None:
         """The observer of the pass that begins now, None while nothing is recorded."""
-        if self.recorder.idle():
+        observed = self.recorded and not self.recorder.idle()
+        if not (observed or self.varies):
             return None
-        if not running_backward():
-            moment = self.recorder.moment()
+        self.again = running_backward()
+        if not self.again:
+            self.moment = self.recorder.moment()
+            part = self._part()
             if self.layer.module.training:
-                while self.passed and self.passed[0].iteration != moment.iteration:
+                while self.passed and self.passed[0].iteration != self.moment.iteration:
                     self.passed.popleft()
-                self.passed.append(moment)
-            return self.recorder.tap(self.layer, self.part, self.product, moment)
-        if not torch.is_grad_enabled():  # the first pass of a checkpoint within another: gradients come with the next
-            return None
-        moment = self._recomputed()
-        tap = self.recorder.tap(self.layer, self.part, self.product, moment)
+                self.passed.append(self.moment)
+            return self.recorder.tap(self.layer, part, self.product, self.moment) if observed else None
+        # Without gradients this is the first pass of a checkpoint within another: gradients come with the next.
+        last = torch.is_grad_enabled()
+        self.moment = self._repeated(last)
+        part = self._part()
+        tap = self.recorder.tap(self.layer, part, self.product, self.moment) if observed and last else None
         if tap is None:
             return None
-        self.recorder.recomputed(self.layer.site, moment)
+        self.recorder.recomputed(self.layer.site, self.moment)
         return lambda seen: None if seen.name in FORWARD else tap(seen)
 
-    def _recomputed(self) -> Moment:
+    def _part(self) -> Part:
+        """The part of the pass that begins, whose formats the product takes."""
+        part = [part for start, part in self.stages if start <= self.moment.iteration or not start][-1]
+        self.quantization.formats = part.formats
+        return part
+
+    def _repeated(self, last: bool) -> Moment:
         """The moment of the pass that is repeated: of those whose gradients have arrived the latest, as one backward
         pass goes through several forward passes from the last to the first. Where that is unknown (results in no
-        tuple, list or mapping), the earliest."""
-        arrived = self.recorder.arrived
-        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
+        tuple, list or mapping), the earliest. last: it is not repeated once more."""
         if not self.passed:
             return self.recorder.moment()
+        arrived = self.recorder.arrived
+        at = next((i for i in reversed(range(len(self.passed))) if self.passed[i] in arrived), 0)
         moment = self.passed[at]
-        del self.passed[at]
+        if last:
+            del self.passed[at]
         return moment
 
 
@@ -86,10 +134,11 @@ class Clock:
 
     The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
     argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
+    always: passes count also where nothing is recorded.
     """
 
-    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
-        self.recorder, self.model = recorder, model
+    def __init__(self, recorder: Recorder, model: nn.Module, always: bool) -> None:
+        self.recorder, self.model, self.always = recorder, model, always
         self.iteration: int | None = None
         self.passes = 0
 
@@ -113,10 +162,10 @@ class Clock:
 
     def listen(self, result: Any) -> None:
         """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
-        if self.recorder.idle():
+        if self.recorder.idle() and not self.always:
             return
         moment, arrived = self.recorder.moment(), self.recorder.arrived
-        if any(each.iteration != moment.iteration for each in arrived):
+        if len(arrived) > 2 * IN_FLIGHT or any(each.iteration != moment.iteration for each in arrived):
             arrived.clear()
 
         def note(*_: Any) -> None:

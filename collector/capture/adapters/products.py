@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from binade.collector.models.parallel import STACKED, Quantization, reshaped
 from binade.quant import gemm
-from binade.quant.formats import GemmFormats
 from binade.quant.gemm import Observed, Tap
+from binade.quant.specs import GemmFormats
 
 UNQUANTIZED = GemmFormats()
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -76,7 +76,7 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
         if x.dim() == 1:
             inner = reshaped(inner, lambda seen: tuple(seen.shape[1:]), STACKED)
-        y = gemm.linear(rows, weight.to(dtype), how.formats, backend=how.backend, tap=inner)
+        y = gemm.linear(rows, weight.to(dtype), how.rounding(), tap=inner)
         y = y if x.dim() > 1 else y[0]
         if bias is None:
             return y

@@ -9,7 +9,8 @@ import pandas as pd
 import torch
 
 from binade.collector import Recorder, instrument
-from binade.collector.recipes.recipe import Recipe, parse_recipe
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import Recipe
 from binade.data.catalog import Catalog
 from tests.collector.small_model import Hooks, build, check_errors, gradients, step
 

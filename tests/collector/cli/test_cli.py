@@ -279,6 +279,34 @@ def test_list_shows_everything(command, capsys):
         assert f"{fmt.max:g}" in words
 
 
+def test_list_shows_one_kind(command, capsys):
+    assert command("list", "recipes") == 0
+    out = capsys.readouterr().out
+    assert "nvidia_nvfp4          NVIDIA NVFP4 pre-training (code, excerpt; not all is certain)" in out
+    assert "without=A+B" in out and "llama32-1b" not in out
+    assert command("list", "recipe") == 2 and "'recipes'" in capsys.readouterr().err
+
+
+def test_a_recipe_of_ones_own(command, capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("title = 'Mine'\n[linear]\nforward = 'nvfp4'\n[keep]\nlayers = 'last'\n")
+    assert command("run", "--recipe", str(path), "--skip-layers", "proj", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert line_of(out, "recipe") == "mine: Mine" and "linear.forward.weight       input size   nvfp4" in out
+    assert line_of(out, "skip") == "layer 1: proj bf16, the rest as below; layer 2: bf16"
+    path.write_text("[linear]\nforward = 'nvfp5'\n")
+    assert command("run", "--recipe", str(path), "--dry-run") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"recipe {path}: linear.forward.input: " in error and "nvfp5" in error
+
+
+def test_a_dry_run_tells_where_a_published_recipe_is_from(command, capsys):
+    assert command("run", "--recipe", "deepseek_v3", "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert line_of(out, "source") == "arXiv 2412.19437 (excerpt)" and "uncertain Recalled, not read: " in out
+    assert "linear.wgrad.input          tokens       the rounded forward operand in fp8_e4m3(block=1x128)" in out
+
+
 PLAIN = {
     ("--mode", "single"): ("run",),
     ("--mode=single", "--quant-type", "hifp8"): ("run", "--quantization", "hifp8"),

@@ -1,0 +1,151 @@
+"""A recipe while it is put together: operands are set one after another, ingredients are left out. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+
+from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe
+from binade.quant.elements import Rounding
+from binade.quant.formats import ScaleRule
+from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec
+
+Formats = dict[str, Spec | None]  # by the fields of GemmFormats
+
+# The format of gradients, where it differs from the requested one: they need range more than precision. The name is as
+# the user wrote it: the alias mxfp8_e4m3 is not among them.
+GRADIENT_FORMAT = {"mxfp8": "mxfp8_e5m2"}
+
+INGREDIENTS = {
+    "dgrad": "the product for the gradient of the input runs in bf16",
+    "wgrad": "the product for the gradient of the weight runs in bf16",
+    "scale": "scales follow the format's usual rule",
+    "rounding": "to nearest instead of stochastically",
+    "rotation": "no Hadamard rotation",
+    "tiles": "runs along the contracted axis instead of tiles",
+    "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
+    "keep": "no layer stays in bf16",
+    "schedule": "the recipe does not change during the run",
+}
+"""What `without=` turns off, and what is done instead."""
+
+
+@dataclass
+class Draft:
+    """A recipe that is being written, or a stage of its schedule: by part, and by "modules.<module>".
+
+    quant_types  what is requested for each part
+    formats      the spec of each operand
+    overrides    what is requested for single operands
+    of_rounded   the operands that are rounded from the rounded forward operand
+    """
+
+    quant_types: dict[str, str] = field(default_factory=lambda: dict.fromkeys(PARTS, BF16))
+    formats: dict[str, Formats] = field(default_factory=lambda: {part: dict.fromkeys(OPERAND_FIELDS) for part in PARTS})
+    overrides: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    of_rounded: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keep: str = ""
+    schedule: list[tuple[str, Draft]] = field(default_factory=list)
+    about: About = field(default_factory=About)
+
+    def copy(self) -> Draft:
+        """Of the parts alone."""
+        return replace(deepcopy(self), keep="", schedule=[], about=About())
+
+    def stages(self) -> list[Draft]:
+        """This one, and those of the schedule."""
+        return [self, *(stage for _, stage in self.schedule)]
+
+    @property
+    def linears(self) -> list[str]:
+        """The parts of linear layers."""
+        return ["linear", *(part for part in self.formats if part.startswith(f"{MODULES}."))]
+
+    def set_part(self, part: str, text: str) -> None:
+        for name in self.linears if part == "linear" else [part]:
+            self.quant_types[name] = str(Spec.of(text))
+            self.formats[name] = formats_of(text, backward=part not in ("qk", "pv"))
+            self.overrides.pop(name, None)
+
+    def set_gemm(self, gemm: str, text: str) -> None:
+        """Of every linear layer."""
+        whole = formats_of(text)
+        changed = [operand.field for operand in LINEAR_OPERANDS if operand.gemm == gemm]
+        for name in self.linears:
+            self.formats[name] |= {field: whole[field] for field in changed}
+            self.overrides[name] |= dict.fromkeys(changed, str(Spec.of(text)))
+
+    def set_operand(self, part: str, field: str, text: str) -> None:
+        for name in self.linears if part == "linear" else [part]:
+            self.formats[name][field] = requested_specs(text)[0]
+            self.overrides[name][field] = str(Spec.of(text))
+
+    def leave_out(self, ingredient: str) -> bool:
+        """Turn an ingredient off; whether there was one."""
+        before = deepcopy((self.formats, self.of_rounded, self.keep, self.schedule))
+        if ingredient == "keep":
+            self.keep = ""
+        elif ingredient == "schedule":
+            self.schedule = []
+        elif ingredient == "rounded":
+            self.of_rounded = dict.fromkeys(self.of_rounded, ())
+        else:
+            for formats in self.formats.values():
+                for name, spec in formats.items():
+                    formats[name] = spec and _without(ingredient, name, spec)
+        return before != (self.formats, self.of_rounded, self.keep, self.schedule)
+
+    def recipe(self, name: str) -> Recipe:
+        parts = {part: self._part(part) for part in self.formats}
+        return Recipe(
+            name,
+            **{part: parts[part] for part in PARTS},
+            modules=tuple((part.partition(".")[2], made) for part, made in parts.items() if part not in PARTS),
+            keep=self.keep,
+            schedule=tuple((start, stage.recipe(name)) for start, stage in self.schedule),
+            about=self.about,
+        )
+
+    def _part(self, part: str) -> Part:
+        quant_type = self.quant_types[part]
+        different = tuple(sorted((field, text) for field, text in self.overrides[part].items() if text != quant_type))
+        formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()))
+        return Part(quant_type, formats, different)
+
+
+def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
+    """The spec of an operand without an ingredient."""
+    if field.startswith(ingredient):  # dgrad, wgrad
+        return None
+    options, plain = spec.options(), Spec.of(spec.format)
+    dropped: set[str] = set()
+    if ingredient == "scale":
+        dropped = {"scale", "error", "bound", "history", "algorithm", "margin", *(["block"] * (plain.block is None))}
+    elif ingredient == "rounding" and spec.scale == ScaleRule.EDEN:  # whose scales are rounded stochastically
+        dropped = {"scale"}
+    elif ingredient == "rounding" and spec.rounding == Rounding.STOCHASTIC:
+        dropped = {"rounding"}
+    elif ingredient == "rotation":
+        dropped = {"hadamard", "signs"}
+    elif ingredient == "tiles" and spec.block and (spec.block.rows or 1) > 1:
+        options["block"] = Block(1, spec.block.columns)
+    return Spec.of(spec.format, **{name: value for name, value in options.items() if name not in dropped})
+
+
+def requested_specs(text: str) -> tuple[Spec | None, Spec | None]:
+    """The specs of a part's operands, and of its gradients, for the text that asks for them; None for bf16."""
+    spec = Spec.of(text)
+    if str(spec) == BF16:
+        return None, None
+    written = text.partition("(")[0].strip()
+    return spec, Spec.of(GRADIENT_FORMAT.get(written, spec), **spec.options())
+
+
+def formats_of(requested: str, *, backward: bool = True) -> Formats:
+    """What a part's operands are rounded to."""
+    spec, gradient = requested_specs(requested)
+    formats: Formats = dict.fromkeys(OPERAND_FIELDS)
+    for name in OPERAND_FIELDS if backward else ("forward_a", "forward_b"):
+        formats[name] = gradient if name.endswith("grad") else spec
+    return formats

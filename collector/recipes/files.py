@@ -1,0 +1,217 @@
+"""Recipes as TOML, one file for each. No torch.
+
+    title = "NVIDIA NVFP4 pre-training"
+    source = ["arXiv 2509.25149 (excerpt)"]
+    read = "code, excerpt"              # or recalled
+    leaves_out = ["..."]
+    uncertain = ["..."]
+
+    [linear]                            # and [qk], [pv], [router]
+    forward = "nvfp4"                   # both operands of a GEMM, or one by one:
+    dgrad.grad_output = "nvfp4(rounding=stochastic)"
+    dgrad.weight = { spec = "nvfp4", of = "rounded" }
+
+    [modules.fc2]                       # what differs from [linear] in one module
+    forward.input = "mxfp8"
+
+    [keep]
+    layers = "first, last"              # as in --skip-layers
+
+    [[schedule]]                        # what changes from an iteration on, or from a part of them: 9000, "90%"
+    from = "90%"
+    linear.forward = "bf16"
+
+An operand that is not named stays in bf16. Every spec is literal: `mxfp8` means E4M3 for a gradient too. The names are
+those of `collector.recipes.recipe.OPERANDS`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from binade.collector.recipes.draft import Draft
+from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
+from binade.collector.recipes.selection import Selection, SelectionError
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import Spec, SpecError
+
+PUBLISHED = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+"""The files of the published recipes, by name."""
+
+ABOUT = {each.name: each.type for each in fields(About)}
+SECTIONS = (*PARTS, MODULES, "keep", "schedule")
+OF_ROUNDED = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forward product too
+START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
+
+
+def read_draft(path: Path, quant_type: str) -> Draft:
+    """The recipe of a file, to go on with. quant_type is recorded for the operands that it quantizes.
+
+    Raises RecipeError, naming the file, for one that cannot be read or says what is not known.
+    """
+    try:
+        return draft_of(path.read_text(encoding="utf-8"), quant_type)
+    except OSError as error:
+        raise RecipeError(f"recipe {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, RecipeError) as error:
+        raise RecipeError(f"recipe {path}: {error}") from None
+
+
+def draft_of(text: str, quant_type: str) -> Draft:
+    """As `read_draft`, of TOML. Raises RecipeError."""
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"is not TOML: {error}") from None
+    _only(given, (*ABOUT, *SECTIONS), "the recipe")
+    draft = Draft(about=_about(given))
+    _fill(draft, given, quant_type)
+    keep = _table(given.get("keep", {}), "[keep]")
+    _only(keep, ("layers",), "[keep]")
+    draft.keep = _text(keep.get("layers", ""), "keep.layers")
+    try:
+        Selection.parse(draft.keep)
+    except SelectionError as error:
+        raise RecipeError(f"keep.layers: {error}") from None
+    stages = given.get("schedule", [])
+    if not isinstance(stages, list):
+        raise RecipeError("schedule is a list of tables: write [[schedule]]")
+    latest = draft
+    for stage in stages:
+        where = "[[schedule]]"
+        _only(_table(stage, where), ("from", *PARTS, MODULES), where)
+        start = str(stage.get("from", ""))
+        if not START.fullmatch(start):
+            raise RecipeError(f'[[schedule]] from = {start or "nothing"}: an iteration from 1, or a part such as "90%"')
+        latest = latest.copy()
+        _fill(latest, stage, quant_type)
+        draft.schedule.append((start, latest))
+    return draft
+
+
+def _about(given: Mapping[str, Any]) -> About:
+    found: dict[str, Any] = {}
+    for name, kind in ABOUT.items():
+        value = given.get(name, [] if "tuple" in str(kind) else "")
+        if "tuple" in str(kind):
+            if not isinstance(value, list):
+                raise RecipeError(f"{name} is a list of texts")
+            found[name] = tuple(_text(each, name) for each in value)
+        else:
+            found[name] = _text(value, name)
+    return About(**found)
+
+
+def _fill(draft: Draft, given: Mapping[str, Any], quant_type: str) -> None:
+    """Set the operands that a table names."""
+    named = [(part, given[part]) for part in PARTS if part in given]
+    named += [(f"{MODULES}.{name}", each) for name, each in _table(given.get(MODULES, {}), "[modules]").items()]
+    for part, table in named:
+        if part not in draft.formats:
+            draft.formats[part] = dict(draft.formats["linear"])
+            draft.of_rounded[part] = draft.of_rounded.get("linear", ())
+        for field, spec, rounded in _operands(part, _table(table, f"[{part}]")):
+            draft.formats[part][field] = spec
+            others = tuple(each for each in draft.of_rounded.get(part, ()) if each != field)
+            draft.of_rounded[part] = tuple(sorted((*others, field))) if rounded else others
+        draft.quant_types[part] = quant_type
+        plain = [field for field, spec in draft.formats[part].items() if spec is None]
+        draft.overrides[part] = dict.fromkeys(plain, BF16)
+        if len(plain) == len(draft.formats[part]):
+            draft.quant_types[part] = BF16
+
+
+def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec | None, bool]]:
+    """(field of GemmFormats, spec, whether it is rounded from the rounded forward operand) of each named operand."""
+    gemms: dict[str, dict[str, str]] = {}
+    for operand in PARTS.get(part, LINEAR_OPERANDS):
+        gemms.setdefault(operand.gemm, {})[operand.name] = operand.field
+    _only(table, gemms, f"[{part}]")
+    for gemm, given in table.items():
+        names = gemms[gemm]
+        cells: dict[str, Any] = (
+            dict.fromkeys(names, given) if isinstance(given, str) else _table(given, f"{part}.{gemm}")
+        )
+        _only(cells, names, f"{part}.{gemm}")
+        for name, cell in cells.items():
+            where = f"{part}.{gemm}.{name}"
+            rounded = isinstance(cell, dict) and "of" in cell
+            if isinstance(cell, dict):
+                _only(cell, ("spec", "of"), where)
+                if cell.get("of", "rounded") != "rounded" or names[name] not in OF_ROUNDED:
+                    raise RecipeError(
+                        f'{where}: of = "rounded" is possible for the backward operands that are forward operands too'
+                    )
+                cell = cell.get("spec")
+            try:
+                spec = Spec.of(_text(cell, where))
+            except (UnknownFormatError, SpecError) as error:
+                raise RecipeError(f"{where}: {error}") from None
+            yield names[name], None if str(spec) == BF16 else spec, rounded
+
+
+def _only(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = tuple(known)
+    if unknown := [name for name in given if name not in known]:
+        raise RecipeError(f"{unknown[0]!r} is not known in {where}: {', '.join(known)}")
+
+
+def _table(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where} is a table, not {value!r}")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise RecipeError(f"{where} is a text, not {value!r}")
+    return value
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The file of a recipe; reading it gives the same operands, kept layers and schedule."""
+    lines = []
+    for name in ABOUT:
+        if value := getattr(recipe.about, name):
+            lines.append(f"{name} = {_quoted(value)}")
+    for part, made in _parts(recipe).items():
+        if made.formats.quantized or part not in PARTS:
+            lines += ["", f"[{part}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
+    if recipe.keep:
+        lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
+    before = recipe
+    for start, stage in recipe.schedule:
+        lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]
+        former = _parts(before)
+        for part, made in _parts(stage).items():
+            old = _cells(part, former.get(part, before.linear))
+            lines += [f"{part}.{key} = {cell}" for key, cell in _cells(part, made).items() if cell != old[key]]
+        before = stage
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def _parts(recipe: Recipe) -> dict[str, Part]:
+    modules = {f"{MODULES}.{name}": part for name, part in recipe.modules}
+    return {name: getattr(recipe, name) for name in PARTS} | modules
+
+
+def _cells(part: str, made: Part) -> dict[str, str]:
+    """{"forward.input": '"nvfp4"', ...}"""
+    cells = {}
+    for operand in PARTS.get(part, LINEAR_OPERANDS):
+        spec = _quoted(made.rounded_to(operand.field))
+        if operand.field in made.formats.of_rounded:
+            spec = f'{{ spec = {spec}, of = "rounded" }}'
+        cells[f"{operand.gemm}.{operand.name}"] = spec
+    return cells
+
+
+def _quoted(value: str | tuple[str, ...]) -> str:
+    """A string or list of TOML, which has JSON's escapes."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

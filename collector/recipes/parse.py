@@ -1,0 +1,123 @@
+"""Recipes: which operand of which GEMM gets which format. Plain data, no torch.
+
+    bf16                nothing is quantized
+    FA_<format>         the two operands of QKᵀ (the attention's backward products stay in bf16)
+    linear_<format>     the three GEMMs of every linear layer
+    FA_linear_<format>  both
+    <format>            everything: linear layers, QKᵀ and PV, forward and backward
+
+Wherever a format stands, a spec may stand: `linear_nvfp4(block=16x16)`. Gradients take `mxfp8_e5m2` under `mxfp8`, with
+the same options; under `mxfp8_e4m3` they take E4M3. The LM head and the embedding stay in bf16. The router stays in
+float32 unless it is given a format.
+
+    <published>         a recipe of `collector/recipes/*.toml`, see collector.recipes.files
+    <path>.toml         one of the user's own
+
+`without=` turns ingredients off, to see what each is for: `nvidia_nvfp4(without=rounding+rotation)`, see INGREDIENTS.
+
+The most specific format wins: that of a part (linear, qk, pv, router) replaces the recipe's, that of one GEMM of the
+linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's. "bf16"
+turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too. What
+is given replaces that of a recipe's modules and of its schedule too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from binade.collector.recipes.draft import INGREDIENTS, Draft, formats_of
+from binade.collector.recipes.files import PUBLISHED, read_draft
+from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
+from binade.quant.formats import FORMATS
+from binade.quant.specs import Spec
+
+WITHOUT = re.compile(r",?\s*without=([^,()]*)")
+
+
+def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
+    """{"linear.dgrad.grad_output": "mxfp6_e3m2"} of "linear.dgrad.grad_output=mxfp6_e3m2"."""
+    formats: dict[str, str] = {}
+    for text in assignments:
+        operand, equals, requested = (word.strip() for word in text.partition("="))
+        if not equals:
+            raise RecipeError(f"{text!r} sets no operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8")
+        if operand not in OPERANDS:
+            raise RecipeError(f"operand {operand!r} is unknown: {', '.join(OPERANDS)}")
+        name = str(Spec.of(requested))
+        if formats.setdefault(operand, name) != name:
+            raise RecipeError(f"operand {operand} is given two formats, {formats[operand]} and {name}: give one")
+    return formats
+
+
+def _by_format(name: str) -> Draft:
+    """The recipe of a format, in all parts or in those of a prefix."""
+    for prefix in ("FA_linear_", "FA_", "linear_", ""):
+        fmt = name.removeprefix(prefix)
+        if name.startswith(prefix) and fmt.partition("(")[0] in FORMATS:
+            break
+    else:
+        raise RecipeError(
+            f"recipe {name!r} is unknown: bf16, FA_<format>, linear_<format>, FA_linear_<format> or <format>, with a "
+            f"format of {', '.join([*FORMATS, *FORMATS.aliases])}; a published one: {', '.join(PUBLISHED)}; or the "
+            "path of a .toml file"
+        )
+    draft = Draft()
+    for part in ("linear", "qk", "pv"):
+        if not prefix or {"linear": "linear_", "qk": "FA_", "pv": "?"}[part] in prefix:
+            draft.quant_types[part] = str(Spec.of(fmt))
+            draft.formats[part] = formats_of(fmt, backward=part == "linear" or not prefix)
+    return draft
+
+
+def _split_without(name: str) -> tuple[str, list[str]]:
+    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)"."""
+    found = WITHOUT.search(name)
+    if not found:
+        return name, []
+    ingredients = found[1].split("+")
+    if unknown := [each for each in ingredients if each not in INGREDIENTS]:
+        raise RecipeError(f"without={unknown[0]} is no ingredient of a recipe: {', '.join(INGREDIENTS)}")
+    return WITHOUT.sub("", name).replace("()", ""), ingredients
+
+
+def parse_recipe(
+    name: str,
+    *,
+    linear: str | None = None,
+    qk: str | None = None,
+    pv: str | None = None,
+    router: str | None = None,
+    forward: str | None = None,
+    dgrad: str | None = None,
+    wgrad: str | None = None,
+    operands: Sequence[str] = (),
+) -> Recipe:
+    """The recipe of a name or of a file, with formats or specs replaced where they are given ("bf16" turns off): of a
+    part (linear, qk, pv, router), then of one GEMM of every linear layer (forward, dgrad, wgrad), then of operands,
+    each written "linear.dgrad.grad_output=mxfp6_e3m2" with a name of OPERANDS.
+
+    Raises RecipeError, UnknownFormatError, or SpecError for options that are not possible.
+    """
+    base, ingredients = _split_without(name)
+    path = PUBLISHED.get(base) or (Path(base) if base.endswith(".toml") else None)
+    if path:
+        name = path.stem + f"(without={'+'.join(ingredients)})" * bool(ingredients)
+        draft = read_draft(path, name)
+    else:
+        draft = _by_format(base)
+    for each in ingredients:
+        found = [stage.leave_out(each) for stage in draft.stages()]
+        if not any(found):
+            raise RecipeError(f"recipe {base} has nothing of {each!r} to leave out")
+    for stage in draft.stages():
+        for part, text in (("linear", linear), ("qk", qk), ("pv", pv), ("router", router)):
+            if text is not None:
+                stage.set_part(part, text)
+        for gemm, text in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
+            if text is not None:
+                stage.set_gemm(gemm, text)
+        for operand, text in _operand_formats(operands).items():
+            stage.set_operand(*OPERANDS[operand], text)
+    return draft.recipe(name)

@@ -1,0 +1,51 @@
+"""Delayed scaling: a tensor's scale follows from the largest magnitudes of former iterations.
+
+NVIDIA Transformer Engine, `delayed_scaling.cu:167-256` and `recipe/__init__.py:173-283`. After each use
+S = (target · 2^-margin) / A, A the maximum of the last `history` absmaxes, the newest included, or the newest alone.
+The first scale is 1. An S of Inf becomes the largest float32. S stays if A is not finite or 0; an absmax of 0 changes
+nothing. Values that outgrow the scale saturate. Megatron-LM sets a history of 1 and most_recent.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from binade.quant.reference import absmax_over
+from binade.quant.scaling import FLOAT32_MAX, SCALINGS
+from binade.quant.specs import TENSOR, Spec
+
+
+class ScaleHistory:
+    """The state of one operand. `amaxes` float32 [history], the newest first; `scale` a float32 scalar."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.amaxes = torch.zeros(spec.history)
+        self.scale = torch.ones(())
+        self.used = self.scale
+
+    def use(self, x: Tensor, again: bool = False) -> Tensor:
+        """The scale for x; its absmax decides over the following ones. again: x was scaled before, in a pass that is
+        recomputed; it gets the scale that was used last, and decides nothing. Nothing waits for a GPU."""
+        if again:
+            return self.used.to(x.device)
+        self.amaxes, self.scale = self.amaxes.to(x.device), self.scale.to(x.device)
+        self.used = used = self.scale
+        absmax = absmax_over(x, -1, TENSOR)
+        shifted = torch.cat((absmax.reshape(1), self.amaxes[:-1]))
+        self.amaxes = torch.where(absmax == 0, self.amaxes, shifted)
+        known = torch.where(self.amaxes.isnan(), 0.0, self.amaxes)
+        largest = known.amax() if self.spec.algorithm == "max" else self.amaxes[0]
+        current = Spec.of(self.spec, history=0, algorithm=None, margin=0)
+        wanted = SCALINGS[current.scale].of_largest(largest * 2.0**self.spec.margin, current, largest)
+        usable = largest.isfinite() & (largest > 0) & (absmax != 0) & ~absmax.isnan()
+        self.scale = torch.where(usable, wanted.clamp(max=FLOAT32_MAX), self.scale)
+        return used
+
+    def state(self) -> dict[str, Tensor]:
+        """What a run keeps, and `load` takes."""
+        return {"amaxes": self.amaxes, "scale": self.scale}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        self.amaxes, self.scale = state["amaxes"], state["scale"]

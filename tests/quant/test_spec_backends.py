@@ -1,0 +1,138 @@
+"""Every spec on the compiled backends: the bits of `reference`, along every axis, of every dtype and rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from binade.quant.backends import cpu, native, triton_kernels
+from binade.quant.elements import Rounding
+from binade.quant.metrics import Errors, errors_later, score
+from binade.quant.quantizer import apply, outer_absmax
+from binade.quant.reference import quantize_dequantize
+from binade.quant.scaling import SCALINGS, Scaling, has_kernel
+from binade.quant.specs import Spec, SpecError
+from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
+
+SPECS = [
+    *("bf16", "fp16(overflow=saturate)", "fp8_e4m3", "fp8_e5m2(overflow=inf)", "fp8_e4m3(scale=pow2)"),
+    *("fp8_e4m3(history=4)", "fp8_e4m3(block=1x128)", "fp8_e4m3(block=1x128, scale=pow2)", "fp8_e4m3(block=16x48)"),
+    *("fp8_e4m3(block=row)", "fp8_e5m2(block=row, scale=pow2)", "hifp8", "hifp8(scale=amax8)", "hifp8(scale=pow2)"),
+    *("mxfp8", "mxfp8(scale=rceil, block=32x32)", "mxfp8(block=5000)", "mxfp4(block=16x64)", "mxint8(scale=float32)"),
+    *("mxfp4(scale=4over3)", "mxfp4(scale=quest)", "mxfp4(scale=quest, block=4x16)", "mxfp4(block=16, scale=e4m3)"),
+    *("mxfp4(block=16, scale=ue5m3)", "mxint4", "mxint4(scale=ue5m3)", "nvint4", "nvint4(scale=nvfp4_row)"),
+    *("nvfp4", "nvfp4(block=16x16)", "nvfp4(block=8x20)", "nvfp4(scale=nvfp4_row)", "nvfp4(scale=nvfp4_1x128)"),
+    *("nvfp4(scale=16over17)", "nvfp4(scale=16over17, block=4x8)"),
+    *("nvfp4(scale=4over6)", "nvfp4(scale=4over6, error=mae, bound=448)", "nvfp4(scale=4over6, block=16x16)"),
+    *("nvfp4(scale=4over6, block=5x7, error=mae)", "hif4"),
+]
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def roundings(text: str) -> list[Spec]:
+    found = []
+    for rounding in Rounding:
+        try:
+            found.append(Spec.of(text, rounding=rounding))
+        except SpecError:
+            assert text == "hif4", "only HiF4's rounding is fixed"
+    return found
+
+
+ROUNDED = [spec for text in SPECS for spec in roundings(text)]
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """NaN, Inf, subnormals and ties; the same but finite; ordinary values with blocks of zeros."""
+    x, y = awkward(shape, dtype, seed=5), awkward(shape, dtype, seed=6, specials=False)
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    z[..., :40] = 0
+    return [x, torch.where(y.isfinite(), y, torch.ones_like(y)), z]
+
+
+needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+
+
+def by_cpp(x: Tensor, spec: Spec, dim: int, seed: int = 9) -> tuple[Tensor, Tensor | None]:
+    run = cpu.kernel(cpu.unit_of(spec, x.dtype))
+    assert run is not None
+    return cpu.compiled(x, spec, dim, None, True, run, seed)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("shape", [(67, 141), (3, 40, 50), (200,), (64, 128)], ids=str)
+@pytest.mark.parametrize("spec", ROUNDED, ids=str)
+def test_cpp(spec, shape):
+    for dtype in DTYPES.values() if shape == (67, 141) else [torch.float32]:
+        for x in inputs(shape, dtype):
+            for dim in range(len(shape)):
+                assert_same_bits(by_cpp(x, spec, dim)[0], by_reference(x, spec, dim, seed=9), x)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_cpp_in_threads_and_views():
+    """Parts of a tensor find their own factors and their own noise."""
+    torch.set_num_threads(2)
+    x = awkward((515, 700), seed=3, specials=False)
+    assert x.numel() > 2 * native.PER_THREAD
+    for text in ("nvfp4(block=16x16)", "nvfp4(scale=4over6)", "hif4", "fp8_e4m3(block=row, rounding=stochastic)"):
+        for view in (x, x.t(), x[::2, 1::3]):
+            for dim in (0, 1):
+                got = by_cpp(view, Spec.of(text), dim)[0]
+                assert_same_bits(got, by_reference(view, Spec.of(text), dim, seed=9), view)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("spec", ROUNDED, ids=str)
+def test_triton(spec, device, monkeypatch):
+    monkeypatch.setattr(triton_kernels.TritonRuns, "SPLIT", 64)  # long runs are cut
+    shapes = [(35, 150)] if spec.rounding == Rounding.HALF_AWAY else [(35, 150), (2, 20, 24), (64, 128)]
+    for shape in shapes:
+        for x in inputs(shape, torch.float32 if shape[0] != 64 else torch.bfloat16)[:2]:
+            for dim in range(len(shape)):
+                want = by_reference(x, spec, dim, seed=9)
+                got = triton_kernels.quantize_dequantize(x.to(device), spec, dim, None, True, 9)[0]
+                assert_same_bits(got, want, x)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_scales(text):
+    """[outer, blocks, inner] of every backend, and of the reference's own first numbers."""
+    spec, x = Spec.of(text), awkward((3, 70, 40), seed=6, specials=False)
+    for dim in range(3):
+        want = quantize_dequantize(x, spec, dim, outer_absmax(x, spec, dim))[1]
+        found = [apply(x, spec, dim, backend, want_scales=True)[1] for backend in ("torch", "triton")]
+        if spec.run(x.shape[dim]) is None:
+            assert found == [None, None]
+            continue
+        if native.compiler():
+            found.append(by_cpp(x, spec, dim)[1].reshape(want.shape))
+        for scales in found:
+            assert_same_bits(scales.contiguous(), want.contiguous())
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("text", [*SPECS, "nvfp4(rounding=stochastic)", "nvfp4(scale=16over17, rounding=stochastic)"])
+def test_errors_in_one_pass(text, monkeypatch):
+    spec = Spec.of(text)
+    assert cpu.kernel(cpu.unit_of(spec, torch.float32)) is not None
+    for x in inputs((67, 141), torch.float32):
+        for dim in (0, 1):
+            q, scales = apply(x, spec, dim, want_scales=True, seed=3)
+            with monkeypatch.context() as patch:
+                patch.setattr(cpu, "measure", lambda *_: None)
+                want = vars(errors_later(x, q, spec, scales, dim)())
+            for found in (score(x, spec, dim, seed=3), errors_later(x, q, spec, scales, dim)()):
+                for name in vars(Errors(*[math.nan] * 9)):
+                    assert getattr(found, name) == pytest.approx(want[name], rel=1e-12, nan_ok=True), name
+
+
+def test_only_what_overrides_quantize_has_no_kernel():
+    assert [rule for rule, scaling in SCALINGS.items() if type(scaling).quantize is not Scaling.quantize] == ["eden"]
+    assert not has_kernel(Spec.of("nvfp4(scale=eden)")) and all(map(has_kernel, ROUNDED))
