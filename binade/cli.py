@@ -21,6 +21,7 @@ COMMANDS = {
         "run": "collector.cli.train:run",
         "batch": "collector.cli.train:batch",
         "quick": "collector.cli.train:quick",
+        "ablate": "collector.cli.ablate:ablate",
         "list": "collector.cli.listing:list_",
         "jobs": "collector.cli.jobs:jobs",
         "import": "collector.cli.imports:import_",

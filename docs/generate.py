@@ -20,7 +20,11 @@ def options() -> list[str]:
     for param in training_params("run"):
         if isinstance(param, Option):
             titles.setdefault(param.title, []).append(param)
-    found = ["## Options", "`binade run`, `batch` and `quick` take them; the defaults are those of `run`."]
+    found = [
+        "## Options",
+        "`binade run`, `batch` and `quick` take them; the defaults are those of `run`. `ablate` takes them too, but "
+        "for those that say what is quantized: of these it takes `--skip-layers` alone.",
+    ]
     for title, group in titles.items():
         about = max((option.about for option in group), key=len)
         usages = [" ".join([o.opts[0], *([o.metavar] if o.metavar and not o.is_flag else [])]) for o in group]

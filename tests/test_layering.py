@@ -101,9 +101,9 @@ def test_nothing_imports_the_tests(path):
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("app/")])
-def test_app_takes_only_config_and_jobs_from_the_collector(path):
+def test_app_takes_only_config_recipes_and_jobs_from_the_collector(path):
     taken = {name for name in imports_of(path) if name.startswith("collector.")}
-    allowed = ("collector.training.config", "collector.jobs")
+    allowed = ("collector.training.config", "collector.recipes", "collector.jobs")
     homes = {*allowed, "collector.training"}  # `from a.b import c` names a.b as well
     strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}
     assert not strangers, f"{path} imports {sorted(strangers)}"
@@ -143,6 +143,7 @@ def test_a_library_stays_in_its_house(library, at_home):
         "binade.collector.cli.options",
         "binade.collector.imports.logs",
         "binade.collector.jobs",
+        "binade.collector.recipes.parse",
         "binade.collector.recipes.recipe",
         "binade.collector.training.config",
         "binade.quant.formats",

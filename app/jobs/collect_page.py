@@ -83,7 +83,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: st
 
 def _choose_preset(name: str) -> None:
     preset = collecting.PRESETS[name]
-    _fill(preset.config, preset.recipes)
+    _fill(preset.config, collecting.recipes_of(name, _value("recipes")))
     st.query_params.clear()
 
 

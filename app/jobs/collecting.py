@@ -7,13 +7,15 @@ are kept when a job is cloned, and shown.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 from binade.collector.jobs import TEN_RECIPES, arguments_of, parse_runs
-from binade.collector.training.config import ConfigError, RunConfig, declared, defaults
+from binade.collector.recipes.ladder import ladder
+from binade.collector.recipes.recipe import BF16
+from binade.collector.training.config import Backend, ConfigError, RunConfig, declared, defaults
 from binade.quant.formats import FORMATS
 
 MEGABYTE = 1 << 20
@@ -62,7 +64,27 @@ PRESETS = {
         ),
         ("bf16", *(f"linear_{name}" for name in FORMATS if name != "bf16")),
     ),
+    "ablation": Preset(
+        "Ablation",
+        ":material/stairs:",
+        "The recipe that is chosen below, else te_nvfp4: forward, + dgrad, + wgrad, then without one ingredient each. "
+        "For several seeds: binade ablate",
+        replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10, backend=Backend.TORCH),
+        tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),  # nvidia_nvfp4 keeps both layers of a tiny model
+    ),
 }
+
+
+def recipes_of(name: str, chosen: Sequence[str]) -> tuple[str, ...]:
+    """The recipes of a preset, for those chosen before: an ablation is of the chosen one, if it can be ablated."""
+    preset = PRESETS[name]
+    others = [recipe for recipe in chosen if recipe != BF16]
+    if name != "ablation" or len(others) != 1:
+        return preset.recipes
+    try:
+        return tuple(rung.recipe for rung in ladder(others[0]).rungs)
+    except ValueError:  # RecipeError, UnknownFormatError: typed by hand, or with nothing to turn off
+        return preset.recipes
 
 
 def widgets_of(config: RunConfig) -> dict[str, Any]:

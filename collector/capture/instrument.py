@@ -78,7 +78,10 @@ def instrument(
     sites = [layer.site for layer in layers]
     skipped = _chosen(skip, sites) if skip else frozenset()
     if recipe.keep:
-        skipped |= _chosen(recipe.keep, sites)
+        kept = _chosen(recipe.keep, sites)
+        if kept == frozenset(sites):
+            raise InstrumentError(recipe.keeps_all)
+        skipped |= kept
     recorded = _chosen(capture, sites) if capture else frozenset(sites)
     modules = {site.module for site in sites}
     if missing := [module for module, _ in recipe.modules if module not in modules]:

@@ -2,12 +2,14 @@
 
 `compare(root)` computes it from the index and the loss files; collector/tables.py shows it. No torch here.
 
-Runs are compared within a section: all that was trained there was the same (`Settings`) but for the recipe, so at each
-iteration they saw the same data from the same start. What was recorded may differ; that is noted, not hidden.
+Runs are compared within a section: all that was trained there was the same (`Settings`) but for the recipe and the
+seed, so at each iteration those of one seed saw the same data from the same start. What was recorded may differ; that
+is noted, not hidden.
 
-A row is a recipe, done; runs of it that are not done have a row of their own by state. Runs in a row repeat one
-experiment, seed included, so their figures are not averaged: the longest is shown, the newest of those, and
-`loss_spread` says how far they disagree. Only finished iterations count, in losses, errors, sizes and times.
+A row is a recipe, done; runs of it that are not done have a row of their own by state. Runs of one seed repeat one
+experiment, so their figures are not averaged: the longest counts, the newest of those, and `loss_spread` says how far
+they disagree. Of several seeds, the row shows the one that most rows have, and its `gaps` are those of all seeds, each
+to the bf16 run of the same seed. Only finished iterations count, in losses, errors, sizes and times.
 
     gap        loss − bf16's loss at the same iteration, over every iteration from 0 that both finished: the last, and
                the mean. Warm-up iterations are left out: they run in bf16 whatever the recipe, their gap is 0 by
@@ -27,12 +29,16 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from binade.collector.recipes.ladder import Ladder, ladders
+from binade.collector.recipes.parse import without_none
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
+from binade.collector.recipes.spread import Spread
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -68,6 +74,9 @@ FIGURES = (
     "gap_mean_nats",
     "gap_deviation_nats",
     "perplexity_ratio",
+    "gap_seeds",
+    "gap_mean_over_seeds_nats",
+    "gap_deviation_over_seeds_nats",
     "operands",
     "operand_values",
     "operand_bits_per_value",
@@ -97,7 +106,6 @@ class Settings:
     load_hf: Value
     dataset: Value
     corpus_sha256: Value
-    seed: Value
     learning_rate: Value
     warmup_iterations: Value
     micro_batches: Value
@@ -114,12 +122,16 @@ class Settings:
 @dataclass(frozen=True)
 class Row:
     """A recipe in a state. The figures are of the run `run_id`, one of `runs`: those of FIGURES, without any that
-    there is nothing to compute from. iterations are those finished under the recipe."""
+    there is nothing to compute from. iterations are those finished under the recipe. seed is that of the run shown,
+    seeds those of all; gaps is the mean gap over the seeds that have a bf16 run, None if none has."""
 
     recipe: str
     state: str
     reason: str | None
     runs: int
+    seed: Value
+    seeds: tuple[Value, ...]
+    gaps: Spread | None
     run_id: str
     backend: str
     iterations: int
@@ -132,11 +144,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Section:
-    """Runs that can be compared. reference is the bf16 row that gaps are taken to, None if there is none."""
+    """Runs that can be compared. reference is the bf16 row that gaps are taken to, None if there is none. ladders are
+    of the recipes that are done; unreferenced are the seeds without a bf16 run."""
 
     settings: Settings
     rows: tuple[Row, ...]
     reference: Row | None
+    ladders: tuple[Ladder, ...]
+    unreferenced: tuple[Value, ...]
+
+    @property
+    def seeds(self) -> tuple[Value, ...]:
+        """Of all rows, each once."""
+        return tuple(dict.fromkeys(seed for row in self.rows for seed in row.seeds))
 
 
 @dataclass(frozen=True)
@@ -154,6 +174,7 @@ class _Run:
 
     info: RunInfo
     recipe: str
+    seed: Value
     losses: dict[int, dict[str, Any]]
     last: int
 
@@ -213,6 +234,8 @@ def _recipe(config: Mapping[str, Any]) -> str:
     )
     names = {"qk": "QK", "pv": "PV"}
     changed = [f"{names.get(part, part)} {_listed(config[key])}" for part, key in overrides if config.get(key)]
+    if config.get("recipe") == BF16 and [key for _, key in overrides if config.get(key)] == ["skip_layers"]:
+        return BF16  # nothing is quantized in the other layers either
     return ", ".join([str(config.get("recipe") or "unnamed"), *changed])
 
 
@@ -234,47 +257,75 @@ def _read(run: RunInfo, refused: list[str]) -> _Run:
     reached = run.status.iteration
     if losses and max(losses) < reached:
         refused.append(f"{run.run_id}: loss.jsonl ends at iteration {max(losses)} of {reached}")
-    return _Run(run, _recipe(run.config), losses, max([reached, *losses]))
+    return _Run(run, _recipe(run.config), _plain(run.config.get("seed")), losses, max([reached, *losses]))
 
 
 def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: list[str]) -> Section:
-    groups: dict[tuple[str, str], list[_Run]] = {}
-    for run in runs:
-        groups.setdefault((run.recipe, run.info.status.state), []).append(run)
-    shown = {key: max(group, key=lambda run: run.rank) for key, group in groups.items()}
-    candidates = [run for (recipe, _), run in shown.items() if recipe == BF16 and run.losses]
-    bf16 = max(candidates, key=lambda run: (run.info.status.state == DONE, run.rank), default=None)
-    rows = []
-    for key in sorted(groups, key=_order):
-        run = shown[key]
-        figures = _losses(run, groups[key])
-        if bf16 and run is not bf16:
-            figures |= _gap(run, bf16)
-        if finished := _finished(catalog, run):
-            figures |= _operands(catalog, finished, run.info.run_id, refused)
+    groups: dict[tuple[str, str], dict[Value, list[_Run]]] = {}
+    for run in sorted(runs, key=lambda run: run.age):
+        groups.setdefault((run.recipe, run.info.status.state), {}).setdefault(run.seed, []).append(run)
+    longest = {
+        key: {seed: max(each, key=lambda run: run.rank) for seed, each in group.items()}
+        for key, group in groups.items()
+    }
+    references = {seed: found for seed in {run.seed for run in runs} if (found := _reference(seed, longest))}
+    usual = Counter(seed for group in groups.values() for seed in group)
+    made = ladders(recipe for recipe, state in groups if state == DONE)
+    places = {rung.recipe: place for place, rung in enumerate(rung for each in made for rung in each.rungs)}
+    rows: list[Row] = []
+    bf16 = None
+    for key in sorted(groups, key=lambda key: _order(key, places)):
+        shown = max(longest[key].values(), key=lambda run: (usual[run.seed], run.rank))
+        figures = _losses(shown, groups[key][shown.seed])
+        compared = {
+            seed: _gap(run, references[seed])
+            for seed, run in longest[key].items()
+            if seed in references and run is not references[seed]
+        }
+        figures |= compared.get(shown.seed, {})
+        gaps = None
+        if values := tuple(each["gap_mean_nats"] for each in compared.values() if each):
+            gaps = Spread(values)
+            figures |= {"gap_seeds": gaps.seeds, "gap_mean_over_seeds_nats": gaps.mean}
+            figures |= {"gap_deviation_over_seeds_nats": gaps.deviation} if gaps.seeds > 1 else {}
+        if finished := _finished(catalog, shown):
+            figures |= _operands(catalog, finished, shown.info.run_id, refused)
         for kind in ("recorded", "unrecorded"):
-            figures |= _times(run, kind)
-        rows.append(
-            Row(
-                recipe=run.recipe,
-                state=run.info.status.state,
-                reason=run.info.status.reason,
-                runs=len(groups[key]),
-                run_id=run.info.run_id,
-                backend=", ".join(str(run.info.config.get(name) or "unknown") for name in ("backend", "device")),
-                iterations=run.iterations,
-                figures=figures,
-            )
+            figures |= _times(shown, kind)
+        row = Row(
+            recipe=shown.recipe,
+            state=shown.info.status.state,
+            reason=shown.info.status.reason,
+            runs=sum(map(len, groups[key].values())),
+            seed=shown.seed,
+            seeds=tuple(groups[key]),
+            gaps=gaps,
+            run_id=shown.info.run_id,
+            backend=", ".join(str(shown.info.config.get(name) or "unknown") for name in ("backend", "device")),
+            iterations=shown.iterations,
+            figures=figures,
         )
-    reference = next((row for row in rows if bf16 and row.run_id == bf16.info.run_id), None)
-    return Section(settings, tuple(rows), reference)
+        rows.append(row)
+        if bf16 is None and any(references.get(seed) is run for seed, run in longest[key].items()):
+            bf16 = row
+    unreferenced = tuple(seed for seed in usual if seed not in references)
+    return Section(settings, tuple(rows), bf16, tuple(made), unreferenced)
 
 
-def _order(key: tuple[str, str]) -> tuple[int, str, int]:
-    """As the ten recipes are listed, then others by name; what is done first."""
+def _reference(seed: Value, longest: Mapping[tuple[str, str], Mapping[Value, _Run]]) -> _Run | None:
+    """The bf16 run of a seed, a done one if there is one."""
+    own = [group[seed] for (recipe, _), group in longest.items() if recipe == BF16 and seed in group]
+    return max(
+        (run for run in own if run.losses), key=lambda run: (run.info.status.state == DONE, run.rank), default=None
+    )
+
+
+def _order(key: tuple[str, str], places: Mapping[str, int]) -> tuple[int, str, int, str, int]:
+    """As the ten recipes are listed, then others by name, the rungs of a ladder in its order; what is done first."""
     recipe, state = key
-    place = TEN_RECIPES.index(recipe) if recipe in TEN_RECIPES else len(TEN_RECIPES)
-    return place, recipe, -1 if state == DONE else STATES.index(state)
+    base = without_none(recipe)
+    place = TEN_RECIPES.index(base) if base in TEN_RECIPES else len(TEN_RECIPES)
+    return place, base, places.get(recipe, len(places)), recipe, -1 if state == DONE else STATES.index(state)
 
 
 def _finished(catalog: Catalog, run: _Run) -> Filter | None:

@@ -1,6 +1,7 @@
 """A comparison of recipes as text, CSV or Markdown.
 
-Text and Markdown are for reading: three tables a section, numbers rounded and right-aligned, notes beneath. CSV is for
+Text and Markdown are for reading: three tables a section, and those of its seeds and ladders, numbers rounded and
+right-aligned, notes beneath. CSV is for
 programs (RFC 4180): one table, full precision, units in the names of the columns, empty where there is nothing to tell.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from binade.collector.cli.compare import (
@@ -23,12 +24,15 @@ from binade.collector.cli.compare import (
     Settings,
     rounding_figure,
 )
+from binade.collector.recipes.recipe import BF16
+from binade.collector.recipes.spread import SEPARATED, Spread, no_gap, verdict
+from binade.data.runs import DONE
 from binade.data.text import markdown_table
 from binade.terminal import one_line
 
 WIDTH = 120
 NOTHING = "–"
-ROW_COLUMNS = ("recipe", "state", "runs", "run_id", "backend", "iterations")
+ROW_COLUMNS = ("recipe", "state", "runs", "seed", "seeds", "run_id", "backend", "iterations")
 LEGEND = (
     "gap: loss − bf16's at the same iteration on the same data; mean gap: over every iteration under the recipe that "
     "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
@@ -39,6 +43,8 @@ LEGEND = (
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
     "nothing of hardware that has the format.",
+    f"Over seeds: each seed's mean gap is to the bf16 run of that seed; sd: the deviation of these gaps. {SEPARATED} "
+    "A rung of an ablation is compared with the step before, or with the whole recipe.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
     "timed.",
 )
@@ -68,6 +74,9 @@ COST = (
 )
 
 
+SEEDS = ("seeds", "mean gap", "sd", "95 % interval", "change", "verdict")
+
+
 @dataclass(frozen=True)
 class Table:
     """Cells as they are shown. The first `left` columns are words, aligned left, the others numbers."""
@@ -86,14 +95,15 @@ def render(comparison: Comparison, kind: str) -> str:
 # What is shown
 
 
-def heading(settings: Settings) -> str:
-    """What the runs of a section share, in words."""
-    s = settings
+def heading(section: Section) -> str:
+    """What the runs of a section share, in words, and their seeds."""
+    s = section.settings
+    seeds = [str(seed) for seed in section.seeds if seed is not None]
     parts = [
         f"{s.model or 'unnamed model'} {s.size or ''}".strip(),
         f"{s.layers} layers" if s.layers else "",
         f"weights from {s.load_hf}" if s.load_hf else "",
-        f"seed {s.seed}" if s.seed is not None else "",
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else "",
         str(s.dataset or "unnamed data") + (f" (sha256 {str(s.corpus_sha256)[:8]})" if s.corpus_sha256 else ""),
         f"{s.micro_batches} × {s.micro_batch_size} × {s.sequence_length} tokens (micro-batches × sequences × length)"
         if s.micro_batches
@@ -107,7 +117,7 @@ def heading(settings: Settings) -> str:
 
 
 def tables(section: Section) -> list[Table]:
-    """Loss, rounding (if anything was rounded), size and time."""
+    """Loss; gaps over seeds if there are several, or an ablation; rounding if anything was rounded; size and time."""
     rows = section.rows
     found = [
         Table(
@@ -118,7 +128,8 @@ def tables(section: Section) -> list[Table]:
                 for row in rows
             ),
             left=2,
-        )
+        ),
+        *_over_seeds(section),
     ]
     if sides := [side for side in SIDES if any(rounding_figure(side, "operands") in row.figures for row in rows)]:
         found.append(
@@ -138,6 +149,45 @@ def tables(section: Section) -> list[Table]:
     ]
 
 
+def _over_seeds(section: Section) -> Iterator[Table]:
+    """A table for each ladder, and one for the other recipes where one of them has several seeds."""
+    done = {row.recipe: row for row in section.rows if row.state == DONE}
+    gaps = {row.recipe: row.gaps for row in done.values() if row.gaps}
+    if bf16 := [seed for seed in section.seeds if seed not in section.unreferenced]:
+        gaps[BF16] = no_gap(len(bf16))
+    for ladder in section.ladders:
+        rungs = [rung for rung in ladder.rungs if rung.recipe in done]
+        titles = {rung.recipe: rung.title for rung in rungs}
+        yield Table(
+            f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token",
+            ("rung", *SEEDS),
+            tuple((rung.title, *_spread(gaps, rung.recipe, rung.against, titles)) for rung in rungs),
+        )
+    on_ladders = {rung.recipe for ladder in section.ladders for rung in ladder.rungs}
+    others = [recipe for recipe in gaps if recipe not in on_ladders and recipe != BF16]
+    if any(gaps[recipe].seeds > 1 for recipe in others):
+        yield Table(
+            "Mean gap to bf16 over seeds, in nats per token",
+            ("recipe", *SEEDS),
+            tuple((one_line(recipe), *_spread(gaps, recipe, BF16, {BF16: BF16})) for recipe in others),
+        )
+
+
+def _spread(gaps: Mapping[str, Spread], recipe: str, against: str, titles: Mapping[str, str]) -> list[str]:
+    """The cells of SEEDS."""
+    own, other = gaps.get(recipe), gaps.get(against)
+    cells = [NOTHING] * len(SEEDS)
+    if own is not None:
+        cells[0] = str(own.seeds)
+    if own is not None and recipe != BF16:
+        cells[1] = f"{own.mean:+.4f}"
+        if own.seeds > 1:
+            cells[2:4] = f"{own.deviation:.4f}", f"{own.low:+.4f} to {own.high:+.4f}"
+        if other is not None and against in titles:
+            cells[4:] = f"{own.mean - other.mean:+.4f}", verdict(own, other, titles[against])
+    return cells
+
+
 def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator[str]:
     for _, name, spec, divisor in columns:
         value = row.figures.get(name)
@@ -149,12 +199,23 @@ def notes(section: Section) -> list[str]:
     found = []
     if section.reference is None:
         found.append("No bf16 run of these settings finished an iteration: there is no gap to tell.")
-    elif section.reference.state != "done":
+    elif section.unreferenced:
+        missing = ", ".join(map(str, section.unreferenced))
+        found.append(f"No bf16 run of seed {missing} finished an iteration: runs of it have no gap.")
+    if section.reference is not None and section.reference.state != DONE:
         found.append(f"The bf16 run is {section.reference.state}: gaps are to the iterations that it finished.")
+    gaps = [row.gaps for row in section.rows if row.gaps]
+    if gaps and all(each.seeds == 1 for each in gaps):
+        found.append("One seed: no gap is separated from another. binade ablate --seeds N collects several.")
+    usual = section.rows[0].seed
+    if len(section.seeds) > 1:
+        found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that are not over seeds show seed {usual}.")
     for row in section.rows:
         if row.reason:
             found.append(f"{row.label}: {row.reason}.")
-        if row.runs > 1:
+        if row.seed != usual:
+            found.append(f"{row.label}: shown is seed {row.seed}.")
+        if row.runs > len(row.seeds):
             found.append(f"{row.label}: {row.runs} runs; shown is the longest, of these the newest, {row.run_id}.")
         if (spread := row.figures.get("loss_spread_nats")) is not None:
             found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
@@ -185,7 +246,7 @@ def _percent(share: float) -> str:
 def _text(comparison: Comparison) -> str:
     blocks = []
     for section in comparison.sections:
-        blocks.append(_wrapped(heading(section.settings)))
+        blocks.append(_wrapped(heading(section)))
         blocks += [f"{table.title}\n{_aligned(table)}" for table in tables(section)]
         if remarks := notes(section):
             blocks.append("\n".join(_wrapped(note, "* ") for note in remarks))
@@ -212,7 +273,7 @@ def _aligned(table: Table) -> str:
 def _markdown(comparison: Comparison) -> str:
     blocks = []
     for section in comparison.sections:
-        blocks.append(f"### {_escaped(heading(section.settings))}")
+        blocks.append(f"### {_escaped(heading(section))}")
         for table in tables(section):
             blocks.append(f"{table.title}:")
             rows = [[_escaped(cell) for cell in row] for row in table.rows]
@@ -240,5 +301,6 @@ def _csv(comparison: Comparison) -> str:
     for section in comparison.sections:
         for row in section.rows:
             own = {name: getattr(row, name) for name in ROW_COLUMNS}
+            own["seeds"] = " ".join(map(str, row.seeds))
             writer.writerow(asdict(section.settings) | own | dict(row.figures))
     return written.getvalue()

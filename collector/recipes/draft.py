@@ -91,9 +91,11 @@ class Draft:
         elif ingredient == "rounded":
             self.of_rounded = dict.fromkeys(self.of_rounded, ())
         else:
-            for formats in self.formats.values():
+            for part, formats in self.formats.items():
                 for name, spec in formats.items():
                     formats[name] = spec and _without(ingredient, name, spec)
+                    if spec and not formats[name]:
+                        self.overrides[part][name] = BF16
         return before != (self.formats, self.of_rounded, self.keep, self.schedule)
 
     def recipe(self, name: str) -> Recipe:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 
 from binade.collector.recipes.draft import INGREDIENTS, Draft, formats_of
@@ -71,15 +72,40 @@ def _by_format(name: str) -> Draft:
     return draft
 
 
-def _split_without(name: str) -> tuple[str, list[str]]:
-    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)"."""
+def split_without(name: str) -> tuple[str, list[str]]:
+    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for what is
+    no ingredient."""
     found = WITHOUT.search(name)
     if not found:
         return name, []
     ingredients = found[1].split("+")
     if unknown := [each for each in ingredients if each not in INGREDIENTS]:
         raise RecipeError(f"without={unknown[0]} is no ingredient of a recipe: {', '.join(INGREDIENTS)}")
-    return WITHOUT.sub("", name).replace("()", ""), ingredients
+    return without_none(name), ingredients
+
+
+def without_none(name: str) -> str:
+    """ "nvidia_nvfp4" of "nvidia_nvfp4(without=rounding+keep)"."""
+    return WITHOUT.sub("", name).replace("()", "")
+
+
+def _draft(text: str) -> tuple[str, Draft]:
+    """The name and the draft of a recipe's text, its ingredients left out. Raises as `parse_recipe`."""
+    base, ingredients = split_without(text)
+    path = PUBLISHED.get(base) or (Path(base) if base.endswith(".toml") else None)
+    name = path.stem + f"(without={'+'.join(ingredients)})" * bool(ingredients) if path else text
+    draft = read_draft(path, name) if path else _by_format(base)
+    for each in ingredients:
+        found = [stage.leave_out(each) for stage in draft.stages()]
+        if not any(found):
+            raise RecipeError(f"recipe {base} has nothing of {each!r} to leave out")
+    return name, draft
+
+
+def ingredients_of(text: str) -> list[str]:
+    """Those of INGREDIENTS that a recipe has. Raises as `parse_recipe`."""
+    draft = _draft(text)[1]
+    return [each for each in INGREDIENTS if any(stage.leave_out(each) for stage in deepcopy(draft).stages())]
 
 
 def parse_recipe(
@@ -100,17 +126,7 @@ def parse_recipe(
 
     Raises RecipeError, UnknownFormatError, or SpecError for options that are not possible.
     """
-    base, ingredients = _split_without(name)
-    path = PUBLISHED.get(base) or (Path(base) if base.endswith(".toml") else None)
-    if path:
-        name = path.stem + f"(without={'+'.join(ingredients)})" * bool(ingredients)
-        draft = read_draft(path, name)
-    else:
-        draft = _by_format(base)
-    for each in ingredients:
-        found = [stage.leave_out(each) for stage in draft.stages()]
-        if not any(found):
-            raise RecipeError(f"recipe {base} has nothing of {each!r} to leave out")
+    name, draft = _draft(name)
     for stage in draft.stages():
         for part, text in (("linear", linear), ("qk", qk), ("pv", pv), ("router", router)):
             if text is not None:

@@ -120,6 +120,14 @@ class Recipe:
         """The part of a linear layer's module."""
         return dict(self.modules).get(module, self.router if module == "router" else self.linear)
 
+    @property
+    def keeps_all(self) -> str:
+        """What to say where `keep` is every layer of a model."""
+        return (
+            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: take more layers, or "
+            "leave that out, as in nvidia_nvfp4(without=keep)"
+        )
+
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:
         """The recipe of the first iteration and those of the schedule, each with the iteration from which it holds.
 
@@ -165,6 +173,11 @@ class Recipe:
         """All parts, those of modules and of the schedule included."""
         own = [self.linear, self.qk, self.pv, self.router, *(part for _, part in self.modules)]
         return own + [part for _, recipe in self.schedule for part in recipe.every_part()]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether any operand is, in any iteration."""
+        return any(part.formats.quantized for part in self.every_part())
 
     def describe(self) -> str:
         """linear mxfp8, qk bf16, pv bf16; for a part with overrides: linear (forward mxfp8 x mxfp4, ...)"""

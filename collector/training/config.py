@@ -317,8 +317,8 @@ def _check_sites(config: RunConfig) -> None:
         )
     option = "the recipe's layers to keep"
     try:
-        if recipe.keep:
-            Selection.parse(recipe.keep).of(model)
+        if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):
+            raise ConfigError(recipe.keeps_all)
         option = "--skip-layers"
         if skip := config.skip():
             skip.of(model)

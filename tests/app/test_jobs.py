@@ -43,7 +43,7 @@ def press(at: AppTest, key: str) -> AppTest:
 
 
 class TestForm:
-    @pytest.mark.parametrize("name", ["quick", "ten", "sweep"])
+    @pytest.mark.parametrize("name", ["quick", "ten", "sweep", "ablation"])
     def test_presets_make_what_the_page_then_shows(self, name):
         preset = collecting.PRESETS[name]
         values = collecting.widgets_of(preset.config)
@@ -86,6 +86,17 @@ class TestCollect:
         rerun(at)
         (run,) = chosen(at)
         assert (run.model, run.recipe, run.modules, run.layers) == ("deepseek2_lite", "FA_nvfp4", ("kv_up",), 1)
+
+    def test_an_ablation_is_of_the_chosen_recipe(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.multiselect(key="collect_recipes").set_value(["bf16", "linear_mxfp4"])
+        rerun(at)
+        runs = chosen(press(at, "preset_ablation"))
+        assert [run.recipe for run in runs] == [
+            *("bf16", "linear_mxfp4(without=dgrad+wgrad)", "linear_mxfp4(without=wgrad)", "linear_mxfp4")
+        ]
+        runs = chosen(press(at, "preset_ablation"))  # of several: te_nvfp4's
+        assert runs[3].recipe == "te_nvfp4" and len(runs) == 7 and len({run.iterations for run in runs}) == 1
 
     def test_what_cannot_run_is_named_and_not_launched(self, visit: Visit, root: Path):
         at = visit(root, "collect")

@@ -22,6 +22,7 @@ PAGES = {
     **{f"tensor-{view}": f"/tensor?view={view}" for view in tensor.VIEWS},
     "recipes-cost": "/recipes",
     "recipes-gradients": "/recipes?view=gradients",
+    "recipes-ladder": "/recipes?view=ladder",
     "runs": "/runs",
     "sessions": "/sessions",
     "sql": "/sql",

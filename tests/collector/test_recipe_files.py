@@ -211,10 +211,10 @@ def test_every_operand_of_a_published_recipe_is_recorded_as_it_is_rounded(tmp_pa
             step(model)
     rows = rows_of(tmp_path)
     linear = rows[(rows["module"] != "core") & (rows["component"] == "linear")].set_index("layer_index")
-    assert linear.loc[[1, 3], "format"].isna().all() and set(linear.loc[[1, 3], "quant_type"]) == {"bf16"}
-    kept = linear.loc[2]
-    assert set(kept["quant_type"]) == {"nvidia_nvfp4"}
-    assert dict(zip(kept["tensor_name"], kept["format"], strict=True)) == {
+    assert linear.loc[3, "format"].isna().all() and set(linear.loc[3, "quant_type"]) == {"bf16"}
+    rounded = linear.loc[[1, 2]]
+    assert set(rounded["quant_type"]) == {"nvidia_nvfp4"}
+    assert dict(zip(rounded["tensor_name"], rounded["format"], strict=False)) == {
         "input": NVIDIA[0], "weight": NVIDIA[1], "grad_output": NVIDIA[2],
     }  # fmt: skip
 
@@ -250,6 +250,9 @@ def test_a_module_that_the_model_has_not_is_refused(tmp_path):
     (tmp_path / "mine.toml").write_text("[modules.fc7]\nforward = 'mxfp8'\n")
     with pytest.raises(InstrumentError, match="module fc7: the model has"):
         with instrument(build(), str(tmp_path / "mine.toml")):
+            pass
+    with pytest.raises(InstrumentError, match="keeps last in bf16, which is every layer"):
+        with instrument(build(1), "nvidia_nvfp4"):
             pass
     (tmp_path / "mine.toml").write_text("[keep]\nlayers = '9'\n[linear]\nforward = 'mxfp8'\n")
     with pytest.raises(SelectionError, match="'9' is no layer"), instrument(build(), str(tmp_path / "mine.toml")):

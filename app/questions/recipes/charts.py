@@ -112,3 +112,62 @@ def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> al
 def agreement_height(table: pd.DataFrame) -> int:
     """Pixels that the dots need."""
     return 130 + 24 * table["place"].nunique() + style.legend_height(style.groups_of(table))
+
+
+def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChart:
+    """Of analysis.recipes.rungs: a point a rung with the interval of its mean, and its seeds (columns rung, seed, gap)
+    as small dots; the rule is bf16 itself."""
+    order = table["rung"].tolist()
+    shown = table.dropna(subset="gap").assign(
+        state=["separated" if separated else "not separated" for separated in table.dropna(subset="gap")["separated"]]
+    )
+    shown.loc[shown["rung"] == order[0], "state"] = "bf16"
+    y = alt.Y(
+        "rung:N",
+        title=None,
+        sort=order,
+        scale=alt.Scale(domain=order, padding=0.7),
+        axis=alt.Axis(grid=True, labelLimit=240),
+    )
+    x = alt.X(
+        "gap:Q",
+        title="gap to bf16 (nats per token)",
+        scale=alt.Scale(nice=False, padding=16),
+        axis=alt.Axis(tickCount=8),
+    )
+    tooltip = [
+        alt.Tooltip("rung:N"),
+        alt.Tooltip("recipe:N"),
+        alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
+        alt.Tooltip("low:Q", title="95 % interval from", format="+.5f"),
+        alt.Tooltip("high:Q", title="to", format="+.5f"),
+        alt.Tooltip("seeds:Q"),
+        alt.Tooltip("verdict:N"),
+    ]
+    color = alt.Color(
+        "state:N",
+        scale=alt.Scale(domain=list(LADDER), range=list(LADDER.values())),
+        legend=alt.Legend(title="change", orient="bottom", values=list(LADDER)[1:]),
+    )
+    zero = alt.Chart(pd.DataFrame({"x": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
+    dots = (
+        alt.Chart(seeds)
+        .mark_point(filled=True, size=26, opacity=0.6, color=style.GREY, yOffset=9)
+        .encode(x=x, y=y, tooltip=["rung:N", "seed:N", alt.Tooltip("gap:Q", format="+.5f")])
+    )
+    base = alt.Chart(shown)
+    bars = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=color, tooltip=tooltip)
+    points = base.mark_point(filled=True, size=90, opacity=1).encode(x=x, y=y, color=color, tooltip=tooltip)
+    subtitle = "mean over seeds with its 95 % interval; small dots are the seeds"
+    result: alt.LayerChart = (zero + dots + bars + points).properties(
+        title=style.title(f"Ablation of {name}", subtitle)
+    )
+    return result
+
+
+LADDER = {"bf16": style.GREY, "separated": style.PALETTE[3], "not separated": style.PALETTE[0]}
+
+
+def ladder_height(table: pd.DataFrame) -> int:
+    """Pixels that the rungs need."""
+    return 180 + 34 * len(table)

@@ -1,5 +1,7 @@
 """Runs against the bf16 run that saw the same data: which part costs the most loss, and what becomes of the gradients.
 
+`rungs` makes of runs with several seeds the table of a ladder: an ablation's recipes in order.
+
 Runs are matched by configuration (SAME_DATA: two runs that agree in it start from the same weights and read the same
 tokens in the same order), tensors by identity (`Catalog.twins`).
 """
@@ -12,6 +14,9 @@ import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.runs import PARTS
+from binade.collector.recipes.ladder import Ladder
+from binade.collector.recipes.recipe import BF16
+from binade.collector.recipes.spread import Spread, no_gap, verdict
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
 from binade.quant.metrics import errors
@@ -62,6 +67,45 @@ def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
     """
     alone = costs[costs["only"].notna()].groupby(["only", "parts"], as_index=False)
     return alone.agg(gap=("gap", "mean"), runs=("gap", "size")).sort_values("gap", ascending=False, ignore_index=True)
+
+
+def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tuple[pd.DataFrame, int]:
+    """(the runs of a ladder with column gap, the mean of `loss_gaps`, NaN without a bf16 run, bf16's left out; how many
+    of its runs are left out). Of runs of one recipe and seed the newest is taken, of several settings those with the
+    most rungs, of these the newest."""
+    own = table[table["recipe"].isin([rung.recipe for rung in ladder.rungs]) & (table["recipe"] != BF16)]
+    if own.empty:
+        return own.assign(gap=np.nan), 0
+    number = {settings: (part["recipe"].nunique(), part.index.max()) for settings, part in own.groupby("settings")}
+    found = own[own["settings"] == max(number, key=lambda settings: number[settings])]
+    found = found.drop_duplicates(["recipe", "seed"], keep="last")
+    found = found.assign(gap=found["run_id"].map(gaps.groupby("run_id")["gap"].mean()))
+    return found, len(own) - len(found)
+
+
+def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
+    """Of `ladder_runs`, a row a rung that was run, in the ladder's order, bf16 first.
+
+    Columns rung (its title), recipe, seeds (with a gap), gap (mean over seeds), deviation (of the seeds), low, high
+    (the 95 % interval of the mean), change (from the rung that it is compared with), verdict (of the change, "" for
+    none), separated.
+    """
+    spreads = {str(recipe): Spread(tuple(part)) for recipe, part in runs.dropna(subset="gap").groupby("recipe")["gap"]}
+    spreads[BF16] = no_gap(max((spread.seeds for spread in spreads.values()), default=1))
+    titles = {rung.recipe: rung.title for rung in ladder.rungs}
+    rows = []
+    for rung in ladder.rungs:
+        own, other = spreads.get(rung.recipe), spreads.get(rung.against)
+        row: dict[str, Any] = {"rung": rung.title, "recipe": rung.recipe, "seeds": own.seeds if own else 0}
+        row |= {"verdict": "", "separated": False}
+        if own:
+            row |= {"gap": own.mean, "deviation": own.deviation, "low": own.low, "high": own.high}
+        if own and other:
+            row |= {"change": own.mean - other.mean, "separated": own.separated(other)}
+            row["verdict"] = verdict(own, other, titles[rung.against])
+        rows.append(row)
+    columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated"]
+    return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
 
 
 def gradients(catalog: Catalog, pairs: pd.DataFrame) -> tuple[pd.DataFrame, int]:

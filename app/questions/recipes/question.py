@@ -1,4 +1,5 @@
-"""Recipes: which part costs the most loss, and what becomes of the gradients, against bf16 on the same data."""
+"""Recipes: which part costs the most loss, what becomes of the gradients, and what an ablation shows, against bf16 on
+the same data."""
 
 from __future__ import annotations
 
@@ -20,16 +21,21 @@ from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
-from binade.app.report.section import ReportSelection, Section
+from binade.app.report.section import ReportSelection, Section, slug
 from binade.app.report.section import Table as ReportTable
 from binade.app.style import MEASURES
+from binade.collector.recipes.ladder import Ladder, ladders
+from binade.collector.recipes.recipe import BF16
+from binade.collector.recipes.spread import SEPARATED
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
 NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
-VIEWS = {"cost": "Loss", "gradients": "Gradients"}
+VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
+NO_ABLATION = "No ablation is among these runs: queue one with `binade ablate te_nvfp4 --train-iters 50 --seeds 3`."
+NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
 NAMES = ("grad_weight", "grad_input", "grad_output")
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
@@ -40,6 +46,14 @@ GRADIENT = Control(
     row="gradients", width=2,
 )  # fmt: skip
 AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="slider", row="gradients")
+LADDER = Control(
+    name="ladder",
+    label="Ablation of",
+    param=lambda opened: One(tuple(ladder.name for ladder in ladders(opened.runs()["recipe"].dropna()))),
+    widget="list",
+    row="gradients",
+    width=2,
+)
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
 COLUMNS = {
     "label": Column("Run", width=160),
@@ -49,13 +63,31 @@ COLUMNS = {
     "iterations": Column("Iterations", width=90),
     "run_id": Column("Directory", width=330),
 }
+RUNGS = {
+    "rung": Column("Rung", width=130),
+    "seeds": Column("Seeds", width=60),
+    "gap": Column("Mean gap", "%+.5f", 90, help="Of loss − bf16’s loss, in nats per token, over iterations and seeds"),
+    "deviation": Column("sd", "%.5f", 75, help="Sample standard deviation of the seeds’ mean gaps"),
+    "change": Column("Change", "%+.5f", 85, help="From the step before; of a rung without one part, from the whole"),
+    "verdict": Column("Verdict", width=220, help=SEPARATED),
+    "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),
+    "gradient_bias": Column("Gradient bias", "%.3g", 105, help=MEASURES["gradient_bias"].definition),
+    "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="Of the recorded operands’ summed powers"),
+    "backward_sqnr_db": Column("SQNR gradients (dB)", "%.2f", 150, help="Of those of the gradients entering dgrad"),
+    "recipe": Column("Recipe", width=280),
+}
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
-    if values["view"] != "gradients":
+    if values["view"] == "cost":
         return [VIEW]
     iterations = iterations_of(selection.opened, values["gradient"])
-    return [VIEW, GRADIENT, *([replace(AT, options=iterations)] if len(iterations) > 1 else [])]
+    at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
+    if values["view"] == "gradients":
+        return [VIEW, GRADIENT, *at]
+    names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
+    several = [replace(LADDER, options=names)] if len(names) > 1 else []
+    return [VIEW, *several, *([GRADIENT, *at] if iterations else [])]
 
 
 def draw(
@@ -63,6 +95,12 @@ def draw(
 ) -> Drawn:
     opened, where = selection.opened, selection.where
     table = runs_with_reference(runs_of(opened, where), opened.parts())
+    if values["view"] == "ladder":
+        found = {ladder.name: ladder for ladder in ladders(table["recipe"].dropna())}
+        if not found:
+            return Drawn(problems=(NO_ABLATION,))
+        chosen = found.get(values["ladder"]) or next(iter(found.values()))  # the filter may leave it out
+        return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
     if not has_reference(table):
         return Drawn(problems=(no_reference(table),))
     if values["view"] == "cost":
@@ -221,6 +259,107 @@ def gradients(
     return Drawn((*figures, *map(Text, notes)), verdict)
 
 
+def ladder(
+    opened: Catalog,
+    where: Filter,
+    table: pd.DataFrame,
+    chosen: Ladder,
+    name: str,
+    at: int | None,
+    compared: Compare,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Drawn:
+    """An ablation: what each rung of the ladder costs, and whether the seeds can tell. name, at: of the gradients that
+    are compared, "" for none; compared and done are as in `gradients`."""
+    gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
+    runs, left_out = compute.ladder_runs(table, gaps, chosen)
+    rungs = compute.rungs(runs, chosen)
+    if not runs["gap"].notna().any():
+        return Drawn(problems=(no_reference(table) if not has_reference(table) else NO_GAP,))
+    errors, notes = _gradient_errors(opened, runs, name, at, compared, done)
+    rungs = rungs.merge(errors, on="recipe", how="left").merge(_sqnr(opened, runs), on="recipe", how="left")
+    columns = {key: column for key, column in RUNGS.items() if key in rungs and rungs[key].notna().any()}
+    seeds = runs.dropna(subset="gap").merge(rungs[["recipe", "rung"]], on="recipe")[["rung", "seed", "gap"]]
+    what = f"{len(runs)} runs of {runs['seed'].nunique()} seeds and their bf16 runs, from loss.jsonl"
+    caption = (
+        f"{source(where, what)}\nGap: the run’s loss minus the loss of the bf16 run of the same seed at the same "
+        f"iteration, mean over the iterations, in nats per token.\n{SEPARATED}"
+    )
+    chart = charts.ladder(rungs, seeds, chosen.name)
+    figure = Figure("ladder", chart, rungs, caption, note=SEPARATED, height=charts.ladder_height(rungs))
+    problems = _missing(runs, rungs)
+    if left_out:
+        notes = [
+            *notes,
+            f"{left_out} runs of these recipes are left out: other settings, or newer runs of the same seed.",
+        ]
+    shown = Table("ladder", rungs, columns)
+    return Drawn((figure, shown, *map(Text, notes)), _separated(rungs, chosen), tuple(problems))
+
+
+def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
+    """What the spread over seeds separates, and what it does not."""
+    judged = rungs[rungs["verdict"] != ""]
+    if judged["seeds"].max() == 1:
+        return f"One seed separates nothing. To collect more: binade ablate {chosen.name} --seeds 3."
+    apart = [f"{row.rung} is {row.verdict} ({row.change:+.4f})" for row in judged[judged["separated"]].itertuples()]
+    alike = [f"{row.rung} is {row.verdict}" for row in judged[~judged["separated"]].itertuples()]
+    if not apart:
+        return f"The spread over {judged['seeds'].max()} seeds separates no rung from the one it is compared with."
+    together = f" By the spread over {judged['seeds'].max()} seeds, {'; '.join(alike)}." * bool(alike)
+    return f"Separated: {'; '.join(apart)} (nats per token).{together}"
+
+
+def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
+    """A sentence for each thing that the ladder lacks."""
+    found = []
+    if alone := sorted(set(runs.loc[runs["gap"].isna(), "seed"])):
+        found.append(f"No bf16 run of seed {', '.join(alone)} saw the same data: its runs have no gap.")
+    number = rungs.loc[rungs["recipe"] != BF16, "seeds"]
+    if fewer := [f"{row.rung} {row.seeds}" for row in rungs[1:].itertuples() if row.seeds < number.max()]:
+        found.append(f"Not every rung has {number.max()} seeds: {', '.join(fewer)}.")
+    return found
+
+
+def _sqnr(opened: Catalog, runs: pd.DataFrame) -> pd.DataFrame:
+    """The rounding error of each recipe: columns recipe, forward_sqnr_db, backward_sqnr_db, where there are any."""
+    pooled = opened.moments(Filter(run_id=tuple(runs["run_id"])), by=("recipe", "operation"))
+    wide = pooled.pivot_table(index="recipe", columns="operation", values="sqnr_db", aggfunc="first")
+    return wide.add_suffix("_sqnr_db").reset_index()
+
+
+def _gradient_errors(
+    opened: Catalog,
+    runs: pd.DataFrame,
+    name: str,
+    at: int | None,
+    compared: Compare,
+    done: Callable[[int, int], None],
+) -> tuple[pd.DataFrame, list[str]]:
+    """(columns recipe, cosine and gradient_bias, over all seeds; what to say of them)."""
+    nothing = pd.DataFrame(columns=["recipe"])
+    if not name:
+        return nothing, ["Gradients are not compared here: too many values would be read. The app does (Recipes)."]
+    iterations = iterations_of(opened, name)
+    if not iterations:
+        return nothing, [f"No {label_of(name)} was recorded: there is no gradient error."]
+    at = at if at in iterations else iterations[0]
+    parts, unread = [], 0
+    matched = runs[runs["reference"].notna()]
+    for count, (_, run) in enumerate(matched.iterrows()):
+        found, missing = compared(run["run_id"], run["reference"], name, at)
+        parts.append(found.assign(recipe=run["recipe"]))
+        unread += missing
+        done(count + 1, len(matched))
+    together = pd.concat(parts, ignore_index=True)
+    if together.empty:
+        return nothing, [f"No {label_of(name)} has a twin with values in its bf16 run: there is no gradient error."]
+    notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]
+    if unread:
+        notes.append(f"{unread} pairs could not be read and are left out.")
+    return compute.gradient_summary(together, ["recipe"]).drop(columns="tensors"), notes
+
+
 def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["quantized"] & table["reference"].notna()]
 
@@ -240,6 +379,8 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         ReportTable(name, "Loss against bf16’s", frame.drop(columns=[*PARTS])) for name, frame in found.tables.items()
     ]
     yield Section("comparisons", "", found.figures, tables, verdict=found.verdict, problems=found.problems)
+    for each in ladders(runs["recipe"].dropna()):
+        yield _ladder_section(selection, runs, each)
     of_weights = _weight_gradients(opened, where, runs)
     figures = [replace(figure, name=f"gradients_{figure.name}") for figure in of_weights.figures]
     yield Section("comparisons", figures=figures, problems=of_weights.sentences)
@@ -251,23 +392,41 @@ def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Dra
     iterations = iterations_of(opened, name)
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
-    first = Filter(tensor_name=(name,), iteration=(iterations[0],))
-    pairs = (opened.pairs(run["run_id"], run["reference"], first) for _, run in runs_compared(runs).iterrows())
-    values = sum(int(each["numel"].sum()) for each in pairs)
+    values = _values_read(opened, runs_compared(runs), name, iterations[0])
     if values > MAX_GRADIENT_VALUES:
         problem = f"Gradients are not compared here: {big(values)} values would be read. The app does (Recipes)."
         return Drawn(problems=(problem,))
     return gradients(where, runs, name, iterations[0], iterations, partial(compare, opened))
 
 
+def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int) -> int:
+    """How many values comparing these runs' gradients with bf16's reads."""
+    where = Filter(tensor_name=(name,), iteration=(iteration,))
+    pairs = (opened.pairs(run["run_id"], run["reference"], where) for _, run in runs.iterrows())
+    return sum(int(each["numel"].sum()) for each in pairs)
+
+
+def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladder) -> Section:
+    """An ablation, with gradients of the first iteration unless that would read too many values."""
+    opened, name = selection.opened, NAMES[0]
+    own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
+    iterations = iterations_of(opened, name)
+    too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES
+    drawn = ladder(opened, selection.where, runs, chosen, "" if too_many else name, None, partial(compare, opened))
+    key = f"ladder_{slug(chosen.name)}"
+    figures = [replace(each, name=key, note=f"{drawn.verdict} {each.note}") for each in drawn.figures]
+    tables = [ReportTable(key, f"Ablation of {chosen.name}", frame) for frame in drawn.tables.values()]
+    return Section("comparisons", figures=figures, tables=tables, problems=drawn.problems)
+
+
 RECIPES = Question(
     text="Which part costs the most loss?",
     title="Recipes",
     icon=":material/balance:",
-    help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s",
+    help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s, and its ablation",
     page="recipes",
     draw=draw,
-    controls=(VIEW, GRADIENT, AT),
+    controls=(VIEW, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",
     note=NOTE,

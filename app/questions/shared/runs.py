@@ -18,28 +18,37 @@ SAME_DATA = (
     "micro_batch_size", "sequence_length", "learning_rate",
 )  # fmt: skip
 PARTS = ("linear", "QK", "PV", "router")
+# Besides the recipe, what says what is quantized.
+OVERRIDES = (
+    "linear_quant", "qk_quant", "pv_quant", "router_quant", "forward_quant", "dgrad_quant", "wgrad_quant",
+    "operand_quant", "skip_layers",
+)  # fmt: skip
 
 
 def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
     """Every run, oldest first: run_id, recipe, name (the recipe; the run's id where none is known: imports; what was
     rounded where the recipe's name does not say it), label (the name, unique), a column for each of PARTS ("bf16" where
-    it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized."""
+    it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized; seed;
+    settings: all else that runs which differ in recipe and seed share."""
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
     table = runs[["run_id", "recipe", "started"]].copy()
     wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
     for part in PARTS:
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
     table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
-    keys = [_key(config) for config in runs["config"]]
+    keys = [_key(config, SAME_DATA) for config in runs["config"]]
+    table["seed"] = [key[SAME_DATA.index("seed")] for key in keys]
+    others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
+    table["settings"] = [_key(config, others) for config in runs["config"]]
     table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
     table["name"] = [_name(row) for _, row in table.iterrows()]
     table["label"] = run_labels(table)
     return table
 
 
-def _key(config: str) -> tuple[str, ...]:
+def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:
     read = json.loads(config)
-    return tuple(str(read.get(name)) for name in SAME_DATA)
+    return tuple(str(read.get(name)) for name in names)
 
 
 def _reference(table: pd.DataFrame, keys: list[tuple[str, ...]], index: int) -> str | None:

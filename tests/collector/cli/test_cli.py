@@ -340,7 +340,10 @@ def test_help_tells_old_spellings_and_precedence(command, capsys):
 def test_every_option_is_in_the_readme(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")  # no option is broken over two lines
     readme = (PROJECT / "README.md").read_text()
-    for arguments in (("--help",), *((name, "--help") for name in ("run", "batch", "quick", "list", "import"))):
+    for arguments in (
+        ("--help",),
+        *((name, "--help") for name in ("run", "batch", "quick", "ablate", "list", "import")),
+    ):
         assert command(*arguments) == 0
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
         assert [option for option in sorted(options) if not re.search(rf"`{option}(?![\w-])", readme)] == []

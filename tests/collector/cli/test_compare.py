@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import scipy.stats
 import torch
 from markdown_it import MarkdownIt
 
@@ -104,7 +105,7 @@ class TestRealRuns:
         assert [record["iteration"] for record in own] == [-2, -1, 0, 1]
         assert float(row["loss_nats"]) == own[-1]["loss"]
         names = [name for name in row if "gap" in name or "common" in name or name == "perplexity_ratio"]
-        assert len(names) == 8
+        assert len(names) == 11
         if recipe == "bf16":
             assert all(row[name] == "" for name in names)
             return
@@ -118,6 +119,8 @@ class TestRealRuns:
         assert float(row["gap_mean_nats"]) == pytest.approx(sum(gaps) / 2, rel=1e-12)
         assert float(row["gap_deviation_nats"]) == pytest.approx(abs(gaps[1] - gaps[0]) / math.sqrt(2), rel=1e-9)
         assert float(row["perplexity_ratio"]) == pytest.approx(math.e ** (sum(gaps) / 2), rel=1e-12)
+        assert (row["gap_seeds"], row["gap_mean_over_seeds_nats"]) == ("1", row["gap_mean_nats"])
+        assert row["gap_deviation_over_seeds_nats"] == ""
 
     @pytest.mark.parametrize("recipe", RECIPES)
     @pytest.mark.parametrize("side", SIDES, ids=SIDES.values())
@@ -342,6 +345,118 @@ class TestGap:
         assert read_csv(render(compared(), "csv"))[1]["perplexity_ratio"] == "inf"
 
 
+# The mean gap of each rung, and its deviation over seeds. The spread is scaled to be exactly that.
+RUNGS = {
+    "te_nvfp4(without=dgrad+wgrad)": (0.010, 0.001),
+    "te_nvfp4(without=wgrad)": (0.011, 0.001),
+    "te_nvfp4": (0.050, 0.001),
+    "te_nvfp4(without=rounding)": (0.090, 0.002),
+    "te_nvfp4(without=rotation)": (0.049, 0.004),
+    "te_nvfp4(without=tiles)": (0.020, 0.002),
+}
+
+
+def make_ladder(made: Made, seeds: int) -> dict[str, list[float]]:
+    """Runs of every rung and seed, in a mixed order; the mean gap of each seed, by recipe. Each seed's losses lie one
+    nat above the last seed's: a gap to another seed's bf16 run would show."""
+    gaps = {}
+    for recipe, (mean, deviation) in {"te_nvfp4(without=tiles)": RUNGS["te_nvfp4(without=tiles)"], **RUNGS}.items():
+        noise = np.random.default_rng(len(recipe)).normal(size=seeds)
+        noise = (noise - noise.mean()) / noise.std(ddof=1) if seeds > 1 else noise * 0
+        gaps[recipe] = (mean + deviation * noise).tolist()
+        for seed, gap in enumerate(gaps[recipe]):
+            made(recipe, [5.0 + seed + gap - 0.001, 4.0 + seed + gap + 0.001], seed=seed)
+    for seed in range(seeds):
+        made("bf16", [5.0 + seed, 4.0 + seed], seed=seed)
+    return gaps
+
+
+def ablation(text: str) -> dict[str, list[str]]:
+    """The cells of the table of an ablation by rung: two blanks or more part them."""
+    (block,) = [block for block in text.split("\n\n") if block.startswith("Ablation of te_nvfp4: ")]
+    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in block.splitlines()[1:]]
+    assert lines[0] == ["rung", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
+    return {line[0]: line[1:] for line in lines[1:]}
+
+
+class TestSeeds:
+    def test_a_row_is_a_recipe_over_all_seeds(self, made, compared):
+        gaps = make_ladder(made, 4)
+        rows = only(compared())
+        assert list(rows) == ["bf16", *RUNGS]  # in the order of the ladder
+        for recipe, expected in gaps.items():
+            figures = rows[recipe].figures
+            assert rows[recipe].seeds == (0, 1, 2, 3) and figures["gap_seeds"] == 4
+            assert figures["gap_mean_over_seeds_nats"] == pytest.approx(statistics.fmean(expected), rel=1e-9)
+            assert figures["gap_mean_over_seeds_nats"] == pytest.approx(RUNGS[recipe][0], rel=1e-9)
+            assert figures["gap_deviation_over_seeds_nats"] == pytest.approx(statistics.stdev(expected), rel=1e-9)
+            assert figures[MEAN] == pytest.approx(expected[rows[recipe].seed])
+        assert rows["bf16"].gaps is None and len({row.seed for row in rows.values()}) == 1
+        assert [row["seeds"] for row in read_csv(render(compared(), "csv"))] == ["0 1 2 3"] * 7
+
+    def test_what_the_spread_separates_is_ordered_and_nothing_else(self, made, compared):
+        gaps = make_ladder(made, 4)
+        text = render(compared(), "text")
+        table = ablation(text)
+        assert {rung: cells[-1] for rung, cells in table.items()} == {
+            "bf16": "–",
+            "forward": "higher than bf16",
+            "+ dgrad": "not separated from forward",
+            "+ wgrad": "higher than + dgrad",
+            "without rounding": "higher than + wgrad",
+            "without rotation": "not separated from + wgrad",
+            "without tiles": "lower than + wgrad",
+        }
+        for recipe, (rung, cells) in zip(RUNGS, list(table.items())[1:], strict=True):
+            low, high = scipy.stats.t.interval(0.95, 3, np.mean(gaps[recipe]), scipy.stats.sem(gaps[recipe]))
+            assert cells[:3] == ["4", f"{RUNGS[recipe][0]:+.4f}", f"{RUNGS[recipe][1]:.4f}"], rung
+            assert [float(each) for each in cells[3].split(" to ")] == pytest.approx([low, high], abs=1.1e-4)
+        assert [table[rung][-2] for rung in ("+ dgrad", "+ wgrad", "without tiles")] == [
+            "+0.0010",
+            "+0.0390",
+            "-0.0300",
+        ]
+        assert "seeds 0, 1, 2, 3" in text and "show seed 3." in text and "One seed:" not in text
+
+    def test_one_seed_separates_nothing(self, made, compared):
+        make_ladder(made, 1)
+        text = render(compared(), "text")
+        assert all("higher" not in line and "lower" not in line for line in text.splitlines())
+        assert ablation(text)["without rounding"] == ["1", "+0.0900", "–", "–", "+0.0400", "not separated from + wgrad"]
+        assert "One seed: no gap is separated from another." in text
+
+    def test_a_seed_without_bf16_has_no_gap_and_is_named(self, made, compared):
+        for seed, loss in ((1, 5.5), (2, 5.25), (3, 9.0)):
+            made("mxfp8", [loss], seed=seed)
+        for seed in (1, 2):
+            made("bf16", [5.0], seed=seed)
+        made("mxfp4", [7.0], seed=3)
+        rows = only(compared())
+        assert rows["mxfp8"].gaps.values == (0.5, 0.25) and rows["mxfp8"].seeds == (1, 2, 3)
+        assert rows["mxfp4"].gaps is None
+        text = render(compared(), "text")
+        assert "No bf16 run of seed 3 finished an iteration: runs of it have no gap." in text
+        (block,) = [block for block in text.split("\n\n") if block.startswith("Mean gap to bf16 over seeds")]
+        assert block.splitlines()[2].split("  ")[0] == "mxfp8" and "not separated from bf16" in block
+        assert "Ablation of" not in text
+
+    def test_repeats_of_a_seed_are_no_further_seed(self, made, compared):
+        made("bf16", [5.0], seed=1)
+        for loss in (5.5, 5.25):
+            made("mxfp8", [loss], seed=1)
+        (_, row) = only(compared()).values()
+        assert row.runs == 2 and row.gaps.values == (0.25,)
+        assert "2 runs; shown is the longest, of these the newest" in " ".join(render(compared(), "text").split())
+
+    def test_layers_kept_in_bf16_make_no_other_bf16(self, made, compared):
+        for recipe, loss in (("bf16", 5.0), ("te_nvfp4", 5.5), ("te_nvfp4(without=tiles)", 5.25)):
+            made(recipe, [loss], skip_layers="first")
+        comparison = compared()
+        assert [row.figures.get(MEAN) for row in only(comparison).values()] == [None, 0.5, 0.25]
+        (found,) = comparison.sections[0].ladders
+        assert [rung.title for rung in found.rungs] == ["bf16", "whole recipe", "without tiles"]
+
+
 class TestRows:
     def test_of_several_runs_the_longest_newest_is_shown(self, made, compared):
         made("bf16", [5.0, 4.0, 3.0])
@@ -461,7 +576,6 @@ class TestSections:
             {"dataset": "dolma"},
             {"corpus_sha256": "00"},
             {"layers": 1},
-            {"seed": 7},
             {"micro_batches": 2},
             {"micro_batch_size": 1},
             {"sequence_length": 64},

@@ -1,0 +1,119 @@
+"""binade ablate."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from binade.collector.cli.options import request_of, training_params
+from binade.collector.errors import ConfigError
+from binade.collector.jobs import add, arguments_of, command_line, start_runner
+from binade.collector.recipes.ladder import Ladder, ladder
+from binade.collector.recipes.recipe import RecipeError
+from binade.collector.training.config import FORMAT, LAYERS, RunConfig, check
+from binade.collector.training.slurm_options import Launcher
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import SpecError
+from binade.terminal import Command, Option, fail, print_text, resolve_root
+
+MOST_SEEDS = 100
+
+
+def _seeds(text: str) -> tuple[int, ...] | int:
+    """A list of seeds, or how many there are."""
+    if not re.fullmatch(r"\d{1,18}(,\d{1,18})*,?", text.replace(" ", "")):
+        raise click.BadParameter(f"{text!r} is neither a number of seeds nor a list: write 3, or 1,2,3")
+    given = [int(number) for number in text.split(",") if number.strip()]
+    if "," in text:
+        return tuple(dict.fromkeys(given))
+    if not 1 <= given[0] <= MOST_SEEDS:
+        raise click.BadParameter(f"{text} seeds: 1 to {MOST_SEEDS} were expected; for seed {text} alone write {text},")
+    return given[0]
+
+
+def _params() -> list[click.Parameter]:
+    """Those of `run`, but for what says what is quantized: the ladder does."""
+    params = [p for p in training_params("run") if getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers"]
+    for param in params:
+        if isinstance(param, Option) and param.name == "skip_layers":
+            param.about = LAYERS
+    seeds = Option(
+        ["--seeds"],
+        type=_seeds,
+        metavar="N|A,B,...",
+        help="How many seeds, counted from --seed, or which; each has a bf16 run of its own  [default: 1]",
+    )
+    return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
+
+
+def runs_of(found: Ladder, params: dict[str, Any]) -> list[RunConfig]:
+    """The rungs of the first seed, then of the next, checked. Raises ConfigError."""
+    seeds = params.pop("seeds") or 1
+    request = request_of("run", {"operand_quant": ()} | params)
+    if request.start.launcher != Launcher.LOCAL:
+        raise ConfigError(f"--launcher {request.start.launcher} has a queue of its own: submit the runs of --dry-run")
+    (base,) = request.runs
+    listed = range(base.seed, base.seed + seeds) if isinstance(seeds, int) else seeds
+    runs = [replace(base, recipe=rung.recipe, seed=seed) for seed in listed for rung in found.rungs]
+    for config in runs:
+        check(config)
+    return runs
+
+
+def _ablate(recipe: str, **params: Any) -> None:
+    """Queue the ablation of a recipe: what each of its parts costs.
+
+    RECIPE is a name of `binade list`, or a file.toml. One run each: bf16; the recipe in the forward GEMMs only; with
+    dgrad; with wgrad, which is the whole recipe; then the whole recipe without one of its ingredients at a time. All
+    train on the same data with the same options, for each seed.
+
+    The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
+    the result with `binade compare`, or on the app's page Recipes › Ladder.
+    """
+    try:
+        found = ladder(recipe)
+    except (RecipeError, UnknownFormatError, SpecError) as error:
+        raise ConfigError(str(error)) from None
+    dry_run = params.get("dry_run")
+    root = resolve_root(params.get("root"))
+    runs = runs_of(found, params)
+    if runs[0].iterations == 1:
+        fail(
+            "one iteration is trained, whose loss comes before the first backward pass: dgrad and wgrad show in the "
+            "losses of later ones. Give --train-iters"
+        )
+    if dry_run:
+        print_text(_described(found, runs))
+        return
+    titles = {rung.recipe: rung.title for rung in found.rungs}
+    for config in runs:
+        title = f"{found.name} · {titles[config.recipe]} · seed {config.seed}"
+        (job,) = add(root, arguments_of(config), title=title, tags=[f"ablation {found.name}"])
+        print_text(f"job {job.id} queued: {job.title}")
+    start_runner(root)
+
+
+def _described(found: Ladder, runs: list[RunConfig]) -> str:
+    """The rungs, and the commands that would train them here."""
+    by_seed = {config.seed: [each for each in runs if each.seed == config.seed] for config in runs}
+    width = max(len(rung.title) for rung in found.rungs)
+    return "\n".join(
+        [
+            f"ablation of {found.name}, seed {', '.join(map(str, by_seed))}: {len(runs)} runs",
+            *(f"    {rung.title:<{width}}  {rung.recipe}" for rung in found.rungs),
+            *(command_line(each) for each in by_seed.values()),
+        ]
+    )
+
+
+ablate = Command(
+    "ablate",
+    params=_params(),
+    callback=_ablate,
+    help=_ablate.__doc__,
+    cancelled="cancelled; the jobs that were queued stay",
+    failed="the queue cannot be changed",
+)

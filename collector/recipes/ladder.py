@@ -1,0 +1,118 @@
+"""The ladder of a recipe: the runs of its ablation, in the order in which papers print them. No torch.
+
+    bf16                what every gap is taken to
+    forward             the recipe with dgrad and wgrad in bf16
+    + dgrad             with wgrad in bf16
+    + wgrad             the recipe itself
+    without <name>      the recipe with one ingredient off, for each of INGREDIENTS that it has
+
+A recipe that rounds nothing in a GEMM has no rung for it. Rungs are told by the texts of recipes alone, so that runs on
+disk are found without the recipe's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from binade.collector.recipes.draft import INGREDIENTS
+from binade.collector.recipes.parse import ingredients_of, parse_recipe, split_without
+from binade.collector.recipes.recipe import BF16, RecipeError
+
+Off = frozenset[str]  # the ingredients that a text turns off
+WHOLE, DGRAD, WGRAD = Off(), Off({"dgrad"}), Off({"wgrad"})
+GEMMS = DGRAD | WGRAD
+
+
+@dataclass(frozen=True)
+class Rung:
+    """title: what stands in a table; recipe: its text; against: the recipe that shows what the rung changes, "" for
+    bf16: the step before, or, with one ingredient off, the whole recipe."""
+
+    title: str
+    recipe: str
+    against: str = ""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """name is the text of the whole recipe. The first rung is bf16."""
+
+    name: str
+    rungs: tuple[Rung, ...]
+
+
+def ladder(recipe: str) -> Ladder:
+    """The ladder of a recipe: a name, a format or the path of a .toml file, with or without `without=`.
+
+    Raises as `parse_recipe`; RecipeError if nothing of the recipe can be turned off.
+    """
+    base, given = split_without(recipe)
+    common = frozenset(given)
+    has = frozenset(ingredients_of(recipe))
+    offs = {has & GEMMS, has & WGRAD, WHOLE, *(Off({each}) for each in has - GEMMS)}
+    texts = {off: _text(base, common | off) for off in offs}
+    # Without its backward GEMMs a recipe may round nothing: that is bf16.
+    texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
+    if len(texts) < 2:
+        raise RecipeError(f"recipe {recipe} has no ingredient to turn off, of {', '.join(INGREDIENTS)}")
+    return _ladder(_text(base, common), texts)
+
+
+def ladders(recipes: Iterable[str]) -> list[Ladder]:
+    """The ladders that these recipes are rungs of, by name, each with those of its rungs that are here.
+
+    A recipe whose text is no ladder's is left out, as is one that turns off what is no ingredient.
+    """
+    found: dict[str, dict[Off, str]] = {}
+    for text in dict.fromkeys(recipes):
+        try:
+            base, off = split_without(text)
+        except RecipeError:
+            continue
+        found.setdefault(base, {})[frozenset(off)] = text
+    made = []
+    for base, texts in sorted(found.items()):
+        for common in sorted({off - GEMMS for off in texts}, key=sorted):
+            rungs = {off - common: text for off, text in texts.items() if off >= common}
+            rungs = {off: text for off, text in rungs.items() if off <= GEMMS or len(off) == 1}
+            if any(off & GEMMS for off in rungs) or (not common and any(rungs)):
+                made.append(_ladder(_text(base, common), rungs))
+    return made
+
+
+def without(recipe: str, *ingredients: str) -> str:
+    """The text of a recipe with ingredients off, besides those that it turns off already. Raises RecipeError."""
+    base, given = split_without(recipe)
+    return _text(base, Off({*given, *ingredients}))
+
+
+def _text(base: str, off: Off) -> str:
+    """The text of a recipe with ingredients off."""
+    listed = "+".join(each for each in INGREDIENTS if each in off)
+    if not off:
+        return base
+    return f"{base[:-1]}, without={listed})" if base.endswith(")") else f"{base}(without={listed})"
+
+
+def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
+    """Of the texts by what they turn off."""
+    steps = [off for off in (GEMMS, WGRAD, DGRAD, WHOLE) if off in texts]
+    if DGRAD in steps[1:]:  # that is no step on the way from forward to the whole
+        steps.remove(DGRAD)
+    before = [BF16, *(texts[off] for off in steps)]
+    rungs = [Rung(_title(off, texts), texts[off], other) for off, other in zip(steps, before, strict=False)]
+    single = [Off({each}) for each in INGREDIENTS if Off({each}) in texts and Off({each}) not in steps]
+    rungs += [Rung(_title(off, texts), texts[off], texts.get(WHOLE, "")) for off in single]
+    return Ladder(name, (Rung(BF16, BF16), *rungs))
+
+
+def _title(off: Off, texts: Mapping[Off, str]) -> str:
+    """A step is named for what it adds where the step before is here."""
+    if off == GEMMS:
+        return "forward"
+    if off == WGRAD and GEMMS in texts:
+        return "+ dgrad"
+    if off == WHOLE:
+        return "+ wgrad" if WGRAD in texts else "whole recipe"
+    return f"without {min(off)}"

@@ -1,0 +1,237 @@
+"""The view Ladder of the page Recipes: what it makes of an ablation with several seeds, and what it says is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from binade.app.figure import Drawn
+from binade.app.questions.recipes.question import RECIPES, report
+from binade.app.questions.shared.selection import Selection
+from binade.app.report.section import ReportSelection
+from binade.app.sessions import pins
+from binade.app.sessions.session import Pin
+from binade.collector.recipes.ladder import ladder
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.app.test_pages import Visit, charts, words
+from tests.data.builder import make_run
+
+# The mean gap of each rung of te_nvfp4, in the order of the ladder, and its deviation over seeds.
+GAPS = {
+    "forward": (0.010, 0.0006),
+    "+ dgrad": (0.012, 0.002),
+    "+ wgrad": (0.050, 0.001),
+    "without rounding": (0.090, 0.002),
+    "without rotation": (0.049, 0.004),
+    "without tiles": (0.020, 0.002),
+}
+RECIPE = {rung.title: rung.recipe for rung in ladder("te_nvfp4").rungs}
+SETTINGS = {"layers": 1, "warmup_iterations": 0, "micro_batches": 1, "learning_rate": 0.001}
+GRADIENT = {"tensor_name": "grad_weight", "operation": "backward", "phase": "post"}
+
+
+def noise(title: str, seeds: int) -> np.ndarray:
+    """Of mean 0 and deviation 1."""
+    values = np.random.default_rng(len(title)).normal(size=seeds)
+    return (values - values.mean()) / values.std(ddof=1) if seeds > 1 else values * 0
+
+
+def gradient(title: str, seed: int) -> torch.Tensor:
+    """That of bf16, and for a rung as much noise beside it as its number in the ladder says."""
+    random = torch.Generator().manual_seed(100 * seed)
+    exact = torch.randn(16, 32, generator=random)
+    random.manual_seed(100 * seed + len(title))
+    return exact + 0.05 * list(RECIPE).index(title) * torch.randn(16, 32, generator=random)
+
+
+def make_rung(root: Path, title: str, seed: int, gap: float, **config: Any) -> str:
+    recipe = RECIPE[title]
+    words = {"recipe": recipe, "quant_type": recipe}
+    tensors = [(gradient(title, seed), GRADIENT | words)]
+    if title != "bf16":
+        operand = torch.linspace(-3, 3, 32 * 64).reshape(32, 64) * (seed + 1)
+        tensors.append((operand, words | {"format": "nvfp4"}))
+    run = make_run(root, tensors, **SETTINGS | {"recipe": recipe, "seed": seed} | config)
+    for iteration in range(2):
+        loss = 5.0 + seed - iteration + gap + (0.001 if iteration else -0.001) * (title != "bf16")
+        run.append_loss({"iteration": iteration, "loss": loss, "time": 0.0})
+    run.update(iteration=1)
+    return run.run_id
+
+
+def make_ladder(root: Path, seeds: Iterable[int], titles: Iterable[str] = GAPS, bf16: Iterable[int] = range(9)) -> None:
+    listed = list(seeds)
+    for title in titles:
+        mean, deviation = GAPS[title]
+        for seed, gap in zip(listed, mean + deviation * noise(title, len(listed)), strict=True):
+            make_rung(root, title, seed, gap)
+    for seed in set(listed) & set(bf16):
+        make_rung(root, "bf16", seed, 0.0)
+
+
+Draw = Callable[..., Drawn]
+
+
+@pytest.fixture
+def draw(tmp_path: Path) -> Draw:
+    def of(where: Filter | None = None, **values: Any) -> Drawn:
+        usual = {"view": "ladder", "ladder": None, "gradient": "grad_weight", "at": 0}
+        with Catalog.open(tmp_path) as opened:
+            return RECIPES.draw(Selection(opened, where or Filter()), usual | values)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("ladder")
+    make_ladder(place, range(4))
+    return place
+
+
+@pytest.fixture(scope="module")
+def drawn(root: Path) -> Drawn:
+    with Catalog.open(root) as opened:
+        values = {"view": "ladder", "ladder": None, "gradient": "grad_weight", "at": 0}
+        return RECIPES.draw(Selection(opened, Filter()), values)
+
+
+class TestTable:
+    def test_the_rungs_are_in_the_order_of_the_ladder_with_scipys_intervals(self, drawn):
+        table = drawn.tables["ladder"].set_index("rung")
+        assert list(table.index) == ["bf16", *GAPS] and set(table["seeds"]) == {4}
+        for title, (mean, deviation) in GAPS.items():
+            row = table.loc[title]
+            gaps = mean + deviation * noise(title, 4)
+            low, high = scipy.stats.t.interval(0.95, 3, gaps.mean(), scipy.stats.sem(gaps))
+            assert [row["gap"], row["deviation"]] == pytest.approx([mean, deviation], rel=1e-6)
+            assert [row["low"], row["high"]] == pytest.approx([low, high], abs=1e-5)
+        assert table.loc["+ wgrad", "change"] == pytest.approx(0.038)
+        assert table.loc["without tiles", "change"] == pytest.approx(-0.030)
+
+    def test_rounding_and_gradient_errors_are_numpys(self, drawn, root):
+        table = drawn.tables["ladder"].set_index("rung")
+        for title in GAPS:
+            pairs = [[gradient(name, seed).double().flatten() for name in ("bf16", title)] for seed in range(4)]
+            cosines = [float(a @ b / a.norm() / b.norm()) for a, b in pairs]
+            bias = sum(float((b - a).square().sum()) for a, b in pairs) / sum(float(a.square().sum()) for a, _ in pairs)
+            assert table.loc[title, "cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
+            assert table.loc[title, "gradient_bias"] == pytest.approx(bias, rel=1e-5)
+        with Catalog.open(root) as opened:
+            rows = opened.tensors(Filter(recipe=("te_nvfp4",), tensor_name=("input",)))
+        power = (rows["rms"] ** 2 * rows["numel"]).sum()
+        error = (rows["mse"] * rows["numel"]).sum()
+        assert len(rows) == 4
+        assert table.loc["+ wgrad", "forward_sqnr_db"] == pytest.approx(10 * np.log10(power / error), rel=1e-9)
+        assert table.loc["bf16", ["cosine", "forward_sqnr_db"]].isna().all()
+
+
+class TestVerdict:
+    def test_names_what_is_separated_and_what_is_not(self, drawn):
+        assert drawn.verdict == (
+            "Separated: forward is higher than bf16 (+0.0100); + wgrad is higher than + dgrad (+0.0380); without "
+            "rounding is higher than + wgrad (+0.0400); without tiles is lower than + wgrad (-0.0300) (nats per token)."
+            " By the spread over 4 seeds, + dgrad is not separated from forward; without rotation is not separated from"
+            " + wgrad."
+        )
+        assert drawn.problems == ()
+
+    def test_one_seed_separates_nothing(self, tmp_path, draw):
+        make_ladder(tmp_path, [3])
+        drawn = draw()
+        assert drawn.verdict.startswith("One seed separates nothing.") and "te_nvfp4 --seeds" in drawn.verdict
+        table = drawn.tables["ladder"]
+        assert table["deviation"][1:].isna().all() and not table["separated"].any()
+        assert drawn.figures[0].spec["layer"]
+
+    def test_wide_spreads_separate_nothing(self, tmp_path, draw):
+        for seed, gap in ((0, -0.1), (1, 0.1), (2, 0.0)):
+            make_rung(tmp_path, "+ wgrad", seed, gap)
+            make_rung(tmp_path, "without tiles", seed, 2 * gap)
+            make_rung(tmp_path, "bf16", seed, 0.0)
+        assert draw().verdict == "The spread over 3 seeds separates no rung from the one it is compared with."
+
+    def test_what_is_missing_is_named(self, tmp_path, draw):
+        make_ladder(tmp_path, [0, 1, 2], ["forward", "+ dgrad", "+ wgrad"], bf16=[0, 1])
+        make_ladder(tmp_path, [0], ["without tiles"])
+        drawn = draw()
+        assert drawn.problems == (
+            "No bf16 run of seed 2 saw the same data: its runs have no gap.",
+            "Not every rung has 2 seeds: without tiles 1.",
+        )
+        assert "without tiles is not separated" in drawn.verdict or "separates no rung" in drawn.verdict
+
+    def test_without_bf16_there_is_no_ladder(self, tmp_path, draw):
+        make_ladder(tmp_path, [0, 1], bf16=[])
+        drawn = draw()
+        assert not drawn.items and "No bf16 run saw the same data" in drawn.problems[0]
+
+    def test_without_an_ablation_it_says_how_to_get_one(self, tmp_path, draw):
+        make_rung(tmp_path, "bf16", 0, 0.0)
+        make_rung(tmp_path, "+ wgrad", 0, 0.1)
+        drawn = draw()
+        assert not drawn.items and "binade ablate" in drawn.problems[0]
+
+
+def test_runs_of_other_settings_and_repeats_are_left_out_and_counted(tmp_path, draw):
+    make_ladder(tmp_path, [0, 1])
+    make_rung(tmp_path, "+ wgrad", 0, 5.0, learning_rate=0.1)
+    make_rung(tmp_path, "bf16", 0, 0.0, learning_rate=0.1)
+    make_rung(tmp_path, "without tiles", 1, 0.7)  # newer than that of the ladder
+    drawn = draw()
+    table = drawn.tables["ladder"].set_index("rung")
+    first = GAPS["without tiles"][0] + GAPS["without tiles"][1] * noise("without tiles", 2)[0]
+    assert table.loc["without tiles", "gap"] == pytest.approx((first + 0.7) / 2)
+    assert table.loc["+ wgrad", "gap"] == pytest.approx(GAPS["+ wgrad"][0])
+    assert any(text.startswith("2 runs of these recipes are left out") for text in drawn.sentences)
+
+
+def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
+    with Catalog.open(root) as opened:
+        recipes = ("te_nvfp4", "te_nvfp4(without=tiles)")
+        values = {"view": "ladder", "ladder": "te_nvfp4", "gradient": "grad_weight", "at": 0}
+        drawn = RECIPES.draw(Selection(opened, Filter(recipe=recipes)), values)
+    assert drawn.tables["ladder"]["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+
+
+def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
+    at = visit(root, "recipes", view="ladder")
+    assert charts(at) == 1 and "Separated: forward is higher than bf16" in words(at)
+    assert at.dataframe[0].value.iloc[:, 0].tolist() == ["bf16", *GAPS]
+
+
+def test_of_several_ablations_one_is_chosen(visit: Visit, tmp_path: Path):
+    make_ladder(tmp_path, [0, 1], ["+ wgrad", "without tiles"])
+    for recipe in ("linear_mxfp8", "linear_mxfp8(without=wgrad)"):
+        run = make_run(tmp_path, **SETTINGS | {"recipe": recipe, "seed": 0})
+        run.append_loss({"iteration": 0, "loss": 5.5, "time": 0.0})
+    at = visit(tmp_path, "recipes", view="ladder", ladder="te_nvfp4")
+    assert at.selectbox(key="ladder").options == ["linear_mxfp8", "te_nvfp4"]
+    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+    at.selectbox(key="ladder").set_value("linear_mxfp8").run()
+    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "without wgrad", "+ wgrad"]
+    at = visit(tmp_path, "recipes", view="ladder", ladder="linear_mxfp8", recipe=["te_nvfp4", RECIPE["without tiles"]])
+    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+
+
+def test_a_pin_draws_the_ladder_again(root: Path, drawn: Drawn):
+    with Catalog.open(root) as opened:
+        again = pins.draw(opened, Pin("recipes", {"view": ["ladder"]}, "ladder"))
+    (figure,) = again.figures
+    assert figure.table.equals(drawn.figures[0].table) and again.verdict == drawn.verdict
+
+
+def test_a_report_has_the_ladder(root: Path):
+    with Catalog.open(root) as opened:
+        sections = list(report(ReportSelection(opened, Filter())))
+    (figure,) = [figure for section in sections for figure in section.figures if figure.name == "ladder_te_nvfp4"]
+    assert figure.note.startswith("Separated: forward is higher than bf16")
+    (table,) = [table for section in sections for table in section.tables if table.name == "ladder_te_nvfp4"]
+    assert table.frame["rung"].tolist() == ["bf16", *GAPS]
