@@ -68,6 +68,12 @@ ROW, TENSOR = Block(1, None), Block(None, None)
 SCALE_BITS: dict[str, int] = dict.fromkeys((*TENSOR_OR_BLOCK, ScaleRule.FLOAT32, ScaleRule.HIF4), 32)
 """Bits of a block's scale where they are not 8."""
 
+CLIPPING = (
+    *(ScaleRule.FLOOR, ScaleRule.EVEN, ScaleRule.QUEST, ScaleRule.E4M3, ScaleRule.UE5M3),
+    *(ScaleRule.NVFP4, ScaleRule.NVFP4_ROW, ScaleRule.NVFP4_128, ScaleRule.FOUR_OVER_SIX),
+)
+"""The rules whose scale may be smaller than a block's largest value needs, for one because it is rounded down."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -141,6 +147,11 @@ class Spec:
     def random(self) -> bool:
         """Whether the result depends on a seed."""
         return self.rounding == Rounding.STOCHASTIC or self.scale == ScaleRule.EDEN or self.signs == "random"
+
+    @property
+    def biased(self) -> bool:
+        """Whether stochastic rounding is biased: the scale lets values exceed the largest code, which clips them."""
+        return self.rounding == Rounding.STOCHASTIC and self.scale in CLIPPING
 
     def options(self) -> dict[str, object]:
         """The options that are not at their defaults, in the order of the text."""

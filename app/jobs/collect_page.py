@@ -8,16 +8,18 @@ import streamlit as st
 
 from binade.app.address import plain
 from binade.app.formatting import bytes_text, duration_text
-from binade.app.jobs import collecting
+from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import wrapped
 from binade.collector import jobs
 from binade.collector.jobs import JobError
+from binade.collector.recipes.files import label
 from binade.collector.training.config import DATASETS, MODELS, ConfigError, RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
+LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, OSError)
@@ -36,6 +38,7 @@ def page() -> None:
         _fields()
     with summary, st.container(key="collect_summary"):
         _summary()
+    st.session_state[LEFT] = {name: value for name, value in st.session_state.items() if str(name).startswith(PREFIX)}
 
 
 def _begin() -> None:
@@ -57,9 +60,10 @@ def _begin() -> None:
     if f"{PREFIX}model" not in state:
         preset = collecting.PRESETS["quick"]
         _fill(preset.config, preset.recipes)
+        state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
-            state[name] = state[name]  # or it would be lost while another page is shown
+            state[name] = state[name]  # or it would be lost where its widget is not drawn this time
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: str = "") -> None:
@@ -127,13 +131,10 @@ def _fields() -> None:
         _field(shown[3], "micro_batches")
     with st.container(border=True):
         st.markdown("**What is quantized**")
-        st.multiselect(
-            "Recipes",
-            list(dict.fromkeys([*jobs.recipes(), *_value("recipes")])),
-            key=_key("recipes"),
-            help="A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything",
-        )
+        recipe_view.picker(_key("recipes"))
+        recipe_view.about(_value("recipes"))
         _field(st, "skip_layers")
+        recipe_view.editor(_key("recipes"))
     with st.container(border=True):
         st.markdown("**How long**")
         _row("warmup_iterations", "control_iter", "capture_every", "train_iters")
@@ -143,7 +144,7 @@ def _fields() -> None:
         _field(a, "tensors")
         _field(b, "modules", options=modules)
         _field(c, "capture_layers")
-        _field(st, "scores", options=list(FORMATS))
+        _field(st, "scores", options=list(dict.fromkeys([*FORMATS, *_value("scores")])), accept_new_options=True)
         a, b, c = st.columns([1, 1, 1.2], vertical_alignment="bottom")
         _field(a, "collect_micro_batches")
         _field(b, "max_bytes", disabled=not _value("raw"))
@@ -236,7 +237,7 @@ def _summary() -> None:
 def _launch(runs: list[RunConfig]) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
-    titles = [f"{title} · {run.recipe}" if title and len(runs) > 1 else title for run in runs]
+    titles = [f"{title} · {label(run.recipe)}" if title and len(runs) > 1 else title for run in runs]
     try:
         made = [
             job

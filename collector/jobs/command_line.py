@@ -9,6 +9,7 @@ import click
 
 from binade.collector.cli.options import read
 from binade.collector.errors import ConfigError
+from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.option import declared
@@ -66,7 +67,7 @@ def modules_of(config: RunConfig) -> tuple[str, ...]:
 
 
 def recipes() -> tuple[str, ...]:
-    """Every name of a recipe: the ten, then each format alone, in one part and in both."""
+    """Every name of a recipe: the ten, the published ones, then each format alone, in one part and in both."""
     parts = ("", "FA_", "linear_", "FA_linear_")
     others = [f"{part}{name}" for name in FORMATS for part in parts if name != BF16]
-    return tuple(dict.fromkeys([*TEN_RECIPES, *others]))
+    return tuple(dict.fromkeys([*TEN_RECIPES, *PUBLISHED, *others]))

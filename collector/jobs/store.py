@@ -29,6 +29,7 @@ from pydantic.dataclasses import dataclass
 from binade.collector.jobs.command_line import arguments_of, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.transitions import State
+from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, read_json, write_json
@@ -68,7 +69,7 @@ class Job:
 
 
 def default_title(config: RunConfig) -> str:
-    return f"{config.recipe} · {config.model} {config.size}"
+    return f"{label(config.recipe)} · {config.model} {config.size}"
 
 
 @dataclass(frozen=True, config=STRICT)

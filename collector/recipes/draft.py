@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe
 from binade.quant.elements import Rounding
 from binade.quant.formats import ScaleRule
-from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec
+from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecError
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
 
@@ -112,7 +112,10 @@ class Draft:
     def _part(self, part: str) -> Part:
         quant_type = self.quant_types[part]
         different = tuple(sorted((field, text) for field, text in self.overrides[part].items() if text != quant_type))
-        formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()))
+        try:
+            formats = GemmFormats(**self.formats[part], of_rounded=self.of_rounded.get(part, ()))
+        except SpecError as error:
+            raise SpecError(f"{part}: {error}") from None
         return Part(quant_type, formats, different)
 
 

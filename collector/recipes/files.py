@@ -50,6 +50,11 @@ OF_ROUNDED = ("dgrad_b", "wgrad_a")  # the backward operands that enter the forw
 START = re.compile(r"[1-9]\d{0,8}|(100|\d{1,2})(\.\d+)?%")
 
 
+def label(recipe: str) -> str:
+    """The name of a recipe in a list: a file without its folder."""
+    return Path(recipe).name if ".toml" in recipe else recipe
+
+
 def read_draft(path: Path, quant_type: str) -> Draft:
     """The recipe of a file, to go on with. quant_type is recorded for the operands that it quantizes.
 
@@ -66,9 +71,13 @@ def read_draft(path: Path, quant_type: str) -> Draft:
 def draft_of(text: str, quant_type: str) -> Draft:
     """As `read_draft`, of TOML. Raises RecipeError."""
     try:
-        given = tomllib.loads(text)
+        return draft_from(tomllib.loads(text), quant_type)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"is not TOML: {error}") from None
+
+
+def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
+    """As `read_draft`, of the tables of a file. Raises RecipeError."""
     _only(given, (*ABOUT, *SECTIONS), "the recipe")
     draft = Draft(about=_about(given))
     _fill(draft, given, quant_type)

@@ -19,6 +19,7 @@ from binade.collector.training.config import RunConfig
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
+from binade.quant.formats import FORMATS
 from tests.app import roots
 from tests.app.test_pages import Visit, metrics, rerun, words
 from tests.collector.test_jobs import SHORT, end_all
@@ -53,7 +54,7 @@ class TestForm:
         if name == "quick":
             assert runs == jobs.parse_runs(["quick", "mxfp8"])
         if name == "sweep":
-            assert {run.skip_layers for run in runs} == {"^(?!layer1[.]fc1$)"} and len(runs) == 12
+            assert {run.skip_layers for run in runs} == {"^(?!layer1[.]fc1$)"} and len(runs) == len(FORMATS)
 
     def test_what_has_no_field_is_kept(self):
         base = jobs.parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]
@@ -108,6 +109,59 @@ class TestCollect:
         at.selectbox(key="collect_size").set_value("full")
         rerun(at)
         assert "for weights, gradients and optimizer" in at.error[0].value and at.button(key="launch").disabled
+
+    def test_any_recipe_and_any_spec_may_be_typed(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.multiselect(key="collect_recipes").set_value(["nvfp4(block=16x16, rounding=stochastic)", "nvidia_nvfp4"])
+        at.multiselect(key="collect_scores").set_value(["nvfp4(scale=4over6, error=mae)"])
+        rerun(at)
+        runs = chosen(at)
+        assert [run.recipe for run in runs] == ["nvfp4(block=16x16, rounding=stochastic)", "nvidia_nvfp4"]
+        assert runs[0].scores == ("nvfp4(scale=4over6, error=mae)",)
+        assert sum(each.value.count("badge[stochastic rounding is biased: it clips]") for each in at.markdown) == 2
+        assert "NVIDIA NVFP4 pre-training" in words(at) and "not all is certain" in words(at)
+        assert "arXiv 2509.25149 (excerpt)" in words(at)  # and so on, in the popover
+        at.multiselect(key="collect_scores").set_value(["nvfp4(scale=best)"])
+        rerun(at)
+        assert "scale=best is not possible for nvfp4" in at.error[0].value.replace("\\", "")
+        assert at.button(key="launch_refused").disabled
+
+    def test_a_recipe_is_edited_saved_and_chosen(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.toggle(key="collect_edit").set_value(True)
+        rerun(at)
+        assert at.selectbox(key="collect_start").value == "mxfp8" and at.button(key="save_nameless").disabled
+        at.selectbox(key="collect_start").set_value("te_nvfp4")
+        rerun(at)
+        at.text_input(key="collect_keep").set_value("last")
+        at.text_input(key="collect_name").set_value("../mine")
+        rerun(at)
+        assert "is not a name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
+        at.text_input(key="collect_name").set_value("mine")
+        rerun(at)
+        assert not at.error and not root.exists()  # looking changes nothing
+        shown = at.code[0].value
+        press(at, "recipe_Save")
+        path = root / ".recipes" / "mine.toml"
+        assert path.read_text().rstrip() == shown and 'layers = "last"' in shown
+        assert at.multiselect(key="collect_recipes").value == ["mxfp8", str(path)]
+        run = jobs.parse_runs(shlex.split(at.code[1].value.replace("\\\n", " "))[1:])[1]
+        assert run.recipe == str(path) and run.parsed_recipe().keep == "last"
+        assert at.button(key="recipe_Saved").disabled
+        at.text_input(key="collect_keep").set_value("first")
+        rerun(at)
+        assert "exists: Replace overwrites it" in words(at) and path.read_text().rstrip() == shown
+        press(at, "recipe_Replace")
+        assert path.read_text().rstrip() == at.code[0].value != shown
+
+    def test_a_start_that_is_no_recipe_is_named(self, visit: Visit, root: Path):
+        at = visit(root, "collect")
+        at.multiselect(key="collect_recipes").set_value(["mxfp9"])
+        at.toggle(key="collect_edit").set_value(True)
+        rerun(at)
+        for said in at.error:  # by the editor, and by the summary
+            assert "recipe 'mxfp9' is unknown" in said.value.lower()
+        assert len(at.error) == 2 and at.button(key="launch_refused").disabled
 
     def test_launch_queues_what_is_shown(self, visit: Visit, root: Path):
         at = visit(root, "collect")

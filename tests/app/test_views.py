@@ -69,7 +69,7 @@ def test_what_if_over_the_selection_with_every_knob(visit: Visit, collected: Pat
     at = visit(collected, "tensor", view="whatif", **asked, **knobs)
     table = at.dataframe[0].value
     assert table["label"].tolist() == [
-        *("mxfp4", "mxfp4(scale=ceil, block=1x16, rounding=half_away, hadamard=16)"),
+        *("mxfp4", "mxfp4(block=1x16, scale=ceil, rounding=half_away, hadamard=16)"),
         *("hifp8", "hifp8(overflow=inf, hadamard=16)"),
     ]
     assert "does not apply to hifp8" in words(at)

@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 
 from binade.collector import jobs
 from binade.collector.jobs import processes
+from binade.collector.recipes.parse import parse_recipe
 from tests.browser.driver import serving, settle
 from tests.collector.test_jobs import ENDLESS, after_iteration, end_all, launch
 from tests.conftest import until
@@ -99,3 +100,47 @@ def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, root: 
         until(lambda: not jobs.view_of(root, job).active, "the job to end")
         assert jobs.view_of(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
         assert one.complaints == [] and two.complaints == []
+
+
+def test_a_recipe_is_edited_and_saved(visit: Visit, root: Path):
+    with serving(root) as app:
+        page = enter(visit, app, "Collect")
+        page.get_by_text("Edit a recipe").click()
+        start = page.get_by_role("combobox", name="Start from")
+        start.fill("te_block")
+        start.press("Enter")
+        toml = page.get_by_test_id("stCode").filter(has_text="[linear]")
+        expect(toml).to_contain_text("TransformerEngine Float8BlockScaling")
+        settle(page)
+        enter_cell(page, 0, "mxfp9")
+        expect(page.get_by_text("linear.forward.input: format 'mxfp9' is unknown")).to_be_visible()
+        expect(page.get_by_role("button", name="Save")).to_be_disabled()
+        enter_cell(page, 0, "mxfp8(scale=rceil)")
+        expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
+        name = page.get_by_label("Name", exact=True)
+        name.fill("mine")
+        name.press("Enter")
+        settle(page)
+        for other in ("Jobs", "Collect"):  # what was edited survives a look at another page
+            page.get_by_test_id("stTopNavLink").filter(has_text=other).click()
+            page.get_by_role("heading", name=other, exact=True).wait_for()
+            settle(page)
+        expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
+        page.get_by_role("button", name="Save").click()
+        path = root / ".recipes" / "mine.toml"
+        expect(page.get_by_test_id("stCode").filter(has_text=f"mxfp8,{path}")).to_be_visible()
+        assert parse_recipe(str(path)).linear.rounded_to("forward_a") == "mxfp8(scale=rceil)"
+        assert page.complaints == []
+
+
+def enter_cell(page: Page, row: int, text: str) -> None:
+    """Type into a row's spec: the last column of the table, which is drawn on a canvas."""
+    table = page.get_by_test_id("stDataFrame")
+    table.scroll_into_view_if_needed()
+    box = table.bounding_box()
+    assert box
+    page.mouse.dblclick(box["x"] + 0.8 * box["width"], box["y"] + 35 * (row + 1.5))
+    cell = page.locator("textarea.gdg-input")
+    cell.fill(text)
+    cell.press("Enter")
+    settle(page)

@@ -175,7 +175,7 @@ def test_2_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
 def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     visitor.ask(3)
     visitor.choose("Hadamard", "32")
-    visitor.until("Hadamard 32")
+    visitor.until("hadamard=32")
     x = catalog.load(board["tensor_id"].iloc[0])
     trials = what_if_compute.with_defaults(
         [what_if_compute.trial(name, hadamard=32) for name in ("mxfp8", "mxfp4", "nvfp4", "hifp8")]
@@ -187,7 +187,7 @@ def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board
         if "trial" in mark
     }
     assert shown == {row.label: pytest.approx(row.sqnr_db, rel=1e-3) for row in table.itertuples()}
-    for knob in ("Scale rule", "Rounding", "Block size", "Overflow"):
+    for knob in ("Scale", "Rounding", "Block", "Overflow"):
         assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from binade.collector.training.config import DEFAULT_SCORES
 from binade.data.catalog import STATISTICS, CatalogError
 from binade.data.filter import Filter
 from binade.quant.metrics import compare
@@ -97,7 +98,7 @@ def test_rows_of_keeps_the_order(catalog):
 
 
 def test_scored_formats(catalog):
-    assert catalog.scored_formats() == ["hifp8", "mxfp8", "mxfp4", "nvfp4"]
+    assert catalog.scored_formats() == list(DEFAULT_SCORES)
     assert catalog.scored_formats(Filter(phase=["post"], layer_type=["linear"])) == []
 
 

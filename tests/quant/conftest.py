@@ -1,6 +1,9 @@
-"""Kernels for the CPU are built once a session, in a directory of the session's own. Small tensors need one thread."""
+"""Kernels for the CPU are built once a session, in a directory of the session's own, for all its workers. Small tensors
+need one thread."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from binade.quant.backends import native
 
 @pytest.fixture(scope="session", autouse=True)
 def builds(tmp_path_factory):
+    own = tmp_path_factory.getbasetemp()
+    place = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "builds"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BINADE_CACHE_DIR", str(tmp_path_factory.mktemp("builds")))
+        patch.setenv("BINADE_CACHE_DIR", str(place))
         native.directory.cache_clear()
         yield
     native.directory.cache_clear()

@@ -7,6 +7,7 @@ import torch
 
 from binade.quant import FORMATS, fake_quantize
 from binade.quant.rounding import noise
+from binade.quant.specs import Spec
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices, formats
 
 N = 1 << 14
@@ -29,6 +30,25 @@ def test_mean_is_the_value(name):
         assert abs(error) <= 5 * spread / 2 / N**0.5 + 2e-7 * abs(value)
         if len(seen) == 2:
             assert float(seen[0]) <= float(x[0, 1]) <= float(seen[1])
+
+
+SPECS = [
+    Spec.of(name, scale=rule, rounding="stochastic")
+    for name in ("nvfp4", "mxfp4")
+    for rule in FORMATS[name].scale_rules
+    if rule != "eden"  # which fixes the rounding
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_spec_is_biased_where_the_largest_value_of_a_block_is_clipped(spec):
+    """The mean of 400 draws, where clipping shows: it takes up to 1/17 of a block's largest value, or more."""
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(3))
+    mean = sum(fake_quantize(x, spec, seed=seed).double() for seed in range(400)) / 400
+    blocks = x.reshape(-1, spec.block.columns)
+    largest = blocks.abs().argmax(1, keepdim=True)
+    share = (mean.reshape(blocks.shape).gather(1, largest) / blocks.gather(1, largest)).min().item()
+    assert (share < 0.97) == spec.biased, share
 
 
 @pytest.mark.parametrize("name", NAMES)

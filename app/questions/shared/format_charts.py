@@ -57,7 +57,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
             "value:Q",
             title=unit,
             scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
-            axis=alt.Axis(tickCount=4),
+            axis=alt.Axis(tickCount=4, titleAnchor="end"),  # beside long labels there is little room
         )
         bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
             x=x_axis, color=alt.Color("format:N", scale=colors, legend=None)

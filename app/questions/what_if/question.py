@@ -40,11 +40,13 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
+SCALES = ("scale", "block", "error", "bound")  # these stand in a row of their own
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
-    "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, except in nvfp4 "
-    "with its own scale, where a value above the largest code is clipped"
+    "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, unless "
+    "the scale lets values exceed the largest code, which clips them, as those of nvfp4 and of MX do by default"
 }
+TITLES = {"rounding": {Rounding.STOCHASTIC: "stochastic (plain nvfp4 is biased: it clips)"}}
 CONTROLS = (
     Control(
         name="formats", label="Formats", param=Many(tuple(FORMATS), ("mxfp8", "mxfp4", "nvfp4", "hifp8")),
@@ -52,8 +54,9 @@ CONTROLS = (
     ),
     *(
         Control(
-            name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list", row="options",
-            help=HINTS.get(name, OPTIONS[name].help),
+            name=NAMES[name], label=label, param=One((OWN, *allowed)), widget="list",
+            row="scales" if name in SCALES else "options", width=2 if name in TITLES else 1,
+            help=HINTS.get(name, OPTIONS[name].help), titles=TITLES.get(name, {}),
         )
         for name, (label, allowed) in VALUES.items()
     ),
@@ -119,6 +122,10 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
             said.append(f"{title} as chosen does not apply to {', '.join(without)}: at its default there.")
+    if biased := [one.label for one in trials if one.spec.biased]:
+        said.append(
+            f"Stochastic rounding is biased in {', '.join(biased)}: it clips. Scales rceil and 16over17 do not."
+        )
     trials = compute.with_defaults(trials)
     if over == "tensor":
         return Plan(trials, [selected.row["tensor_id"]], over, tuple(said))

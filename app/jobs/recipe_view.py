@@ -1,0 +1,182 @@
+"""The recipes of the Collect page: the picker, what is known of the chosen ones, and the editor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import streamlit as st
+
+from binade.app.address import plain
+from binade.app.jobs import recipe_table
+from binade.collector import jobs
+from binade.collector.recipes.files import label, to_toml
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import Recipe, RecipeError
+from binade.collector.training.config import FORM_LAYERS
+from binade.data.access import ReadOnlyError
+from binade.data.runs import resolve_root
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import SpecError
+
+REFUSED = (RecipeError, UnknownFormatError, SpecError)
+CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
+HELP = (
+    "A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published recipe; "
+    "the path of a .toml file. Type any other: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
+)
+SAVE = ":material/save:"
+COLUMNS = {
+    "part": st.column_config.TextColumn("Part", width=58, pinned=True),
+    "gemm": st.column_config.TextColumn("GEMM", width=70, pinned=True),
+    "operand": st.column_config.TextColumn("Operand", width=118, pinned=True),
+    "axis": st.column_config.TextColumn("Contracted", width=92, help="The axis that the GEMM contracts"),
+    "rounded": st.column_config.CheckboxColumn(
+        "Rounded", width=96, help="Of the rounded forward operand, not of the original: where there is one"
+    ),
+    "spec": st.column_config.TextColumn(
+        "Spec",
+        width=370,
+        help="A format, with options or without: nvfp4(block=16x16). bf16: not quantized. Stochastic rounding is "
+        "biased because it clips, unless the scale leaves room: 16over17 of nvfp4, rceil of MX",
+    ),
+}
+
+
+def _options(chosen: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys([*jobs.recipes(), *recipe_table.saved(resolve_root()), *chosen]))
+
+
+def picker(key: str) -> None:
+    """Choose recipes, or type them."""
+    state = st.session_state
+    if path := state.pop(CHOOSE, None):
+        state[key] = list(dict.fromkeys([*state[key], path]))
+    st.multiselect(
+        "Recipes", _options(state[key]), key=key, help=HELP, format_func=label, accept_new_options=True,
+        placeholder="choose or type recipes",
+    )  # fmt: skip
+
+
+def about(chosen: Sequence[str]) -> None:
+    """What is known of the chosen recipes: the title of each, with what to be careful about; all else on request."""
+    known = {}
+    for name in chosen:
+        try:
+            recipe = parse_recipe(name)
+        except REFUSED:
+            continue  # the summary says so
+        if recipe.about.title or recipe_table.warnings_of(recipe):
+            known[name] = recipe
+    if not known:
+        return
+    st.markdown("  \n".join(_headline(label(name), recipe) for name, recipe in known.items()))
+    with st.popover("Sources and what is left out", icon=":material/info:", type="tertiary"):
+        for name, recipe in known.items():
+            st.markdown("\n".join([f"**{plain(label(name))}**\n", *_details(recipe)]))
+
+
+def _details(recipe: Recipe) -> list[str]:
+    return [
+        f"- {title}\n" + "\n".join(f"    - {plain(item)}" for item in items)
+        for title, items in recipe_table.details(recipe).items()
+    ]
+
+
+def _headline(name: str, recipe: Recipe) -> str:
+    badges = " ".join(f":orange-badge[{warning}]" for warning in recipe_table.warnings_of(recipe))
+    return f":small[**{plain(name)}** {plain(recipe.about.title)} {badges}]"
+
+
+def editor(picked: str) -> None:
+    """Change the operands of a recipe, see its file and save it. `picked` is the picker's key."""
+    state = st.session_state
+    if not st.toggle("Edit a recipe", key="collect_edit"):
+        return
+    state.setdefault("collect_start", next(iter(state[picked]), "bf16"))
+    left, right = st.columns(2)
+    start = left.selectbox(
+        "Start from",
+        _options([state["collect_start"]]),
+        key="collect_start",
+        format_func=label,
+        accept_new_options=True,
+    )
+    try:
+        _begin(start)
+    except REFUSED as error:
+        _refuse(error)
+        return
+    right.text_input("Layers that it keeps in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
+    table = _table()
+    left, right = st.columns([3, 1], vertical_alignment="bottom")
+    name = left.text_input("Name", key="collect_name", placeholder="letters, digits, - and _", max_chars=64).strip()
+    place = right.container()
+    try:
+        recipe = recipe_table.recipe_of(table, state["collect_keep"], state["recipe_start"], name or "unnamed")
+        path = recipe_table.path_of(resolve_root(), name) if name else None
+    except REFUSED as error:
+        place.button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+        _refuse(error)
+        return
+    text = to_toml(recipe)
+    if path is None:
+        place.button("Save", icon=SAVE, disabled=True, width="stretch", key="save_nameless")
+    else:
+        _save(place, path, recipe, text)
+    st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
+    if biased := recipe_table.biased_specs(recipe):
+        st.caption(plain(f"{', '.join(biased)}: {recipe_table.BIASED}."))
+    st.code(text, language="toml", wrap_lines=True)
+
+
+def _refuse(error: Exception) -> None:
+    st.error(plain(f"{error}."), icon=":material/edit:")
+
+
+def _begin(start: str) -> None:
+    """Fill the table from a recipe, if another one was chosen."""
+    state = st.session_state
+    if state.get("recipe_started") != start:
+        recipe = parse_recipe(start)
+        state["recipe_started"], state["recipe_start"], state["collect_keep"] = start, recipe, recipe.keep
+        state["recipe_edited"] = recipe_table.table_of(recipe)
+        state["recipe_count"] = state.get("recipe_count", 0) + 1
+
+
+def _table() -> pd.DataFrame:
+    """The table as it was edited."""
+    state = st.session_state
+    key = f"recipe_operands_{state['recipe_count']}"
+    if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
+        state["recipe_table"] = state["recipe_edited"]
+    table: pd.DataFrame = st.data_editor(
+        state["recipe_table"], key=key, hide_index=True, disabled=["part", "gemm", "operand", "axis"],
+        column_order=list(COLUMNS),
+        column_config=COLUMNS, height=332,
+    )  # fmt: skip
+    state["recipe_edited"] = table
+    return table
+
+
+def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:
+    """The button that saves the recipe. It says so beforehand where that replaces a file."""
+    exists = path.exists()
+    done = False
+    with suppress(OSError):
+        done = path.read_bytes() == text.encode()
+    if exists:
+        st.caption(plain(f"It is saved as {path}." if done else f"{path} exists: Replace overwrites it."))
+    word = "Saved" if done else "Replace" if exists else "Save"
+    if not place.button(word, icon=SAVE, disabled=done, width="stretch", key=f"recipe_{word}"):
+        return
+    try:
+        recipe_table.save(path, recipe, replace=exists)
+    except (RecipeError, ReadOnlyError, OSError) as error:
+        st.error(plain(f"The recipe was not saved: {error}."), icon=":material/error:")
+        return
+    st.session_state[CHOOSE] = str(path)
+    st.rerun()
