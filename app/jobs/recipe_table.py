@@ -75,9 +75,6 @@ def biased(specs: Iterable[Spec]) -> tuple[str, ...]:
 def table_of(recipe: Recipe) -> pd.DataFrame:
     """A row for each operand: part, gemm, operand, axis (which the GEMM contracts), spec, and rounded: whether it is
     rounded from the rounded forward operand, missing where that is not possible."""
-    parts = {name: getattr(recipe, name) for name in PARTS} | {
-        f"{MODULES}.{name}": part for name, part in recipe.modules
-    }
     rows = [
         {
             "part": name,
@@ -87,7 +84,7 @@ def table_of(recipe: Recipe) -> pd.DataFrame:
             "spec": part.rounded_to(operand.field),
             "rounded": operand.field in part.formats.of_rounded if operand.field in OF_ROUNDED else None,
         }
-        for name, part in parts.items()
+        for name, part in recipe.by_name().items()
         for operand in PARTS.get(name, LINEAR_OPERANDS)
     ]
     return pd.DataFrame(rows).astype({"rounded": "boolean"})

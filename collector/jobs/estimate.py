@@ -193,11 +193,11 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
 
 def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tuple[float, str, bool]:
     """(seconds of a run from start to end, what they are based on, whether they were measured)."""
-    similar = [run for run in history if _similar(config, run.config)]
+    lines = config.parsed_recipe().lines()
+    similar = [run for run in history if _similar(config, run.config, _quantized(lines) > 0)]
     if not similar:
         basis = "No similar run yet: a rule of thumb for the order of magnitude."
-        return STARTUP + _by_rule(config, plan), basis, False
-    lines = config.parsed_recipe().lines()
+        return STARTUP + _by_rule(config, plan, lines), basis, False
     same = [run for run in similar if run.config.get("operands") == lines]
     if same:
         used = same[:RECENT]
@@ -210,12 +210,13 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tu
     return STARTUP + median(_scaled(config, plan, run) for run in used), basis, True
 
 
-def _similar(config: RunConfig, other: Mapping[str, Any]) -> bool:
+def _similar(config: RunConfig, other: Mapping[str, Any], quantized: bool) -> bool:
+    """Whether an earlier run's times say something of a run; quantized: whether that rounds anything."""
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
     return (
         (other.get("model"), other.get("size"), device) == (config.model, config.size, config.device)
-        and (kind == config.backend or not _quantized(config.parsed_recipe().lines()))
+        and (kind == config.backend or not quantized)
         and other.get("tp", 1) == config.tp
         and other.get("dp", 1) == config.dp
     )
@@ -269,8 +270,8 @@ def _by_weights(config: RunConfig) -> float:
     return 6 * config.shape().parameters * _tokens(config) / FLOPS[config.device] / config.tp
 
 
-def _by_rule(config: RunConfig, plan: Plan) -> float:
-    lines = config.parsed_recipe().lines()
+def _by_rule(config: RunConfig, plan: Plan, lines: Sequence[str]) -> float:
+    """The seconds of a run's iterations by rules of thumb; lines: of its recipe."""
     passing = sum(sum(elements_of(config, spec)) for spec in config.shape().specs()) * config.micro_batches
     rate = QUANTIZE[config.device, config.backend]
     quantize = _quantized(lines) / len(lines) * passing * rate / config.tp

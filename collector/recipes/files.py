@@ -189,7 +189,7 @@ def to_toml(recipe: Recipe) -> str:
     for name in ABOUT:
         if value := getattr(recipe.about, name):
             lines.append(f"{name} = {_quoted(value)}")
-    for part, made in _parts(recipe).items():
+    for part, made in recipe.by_name().items():
         if made.formats.quantized or part not in PARTS:
             lines += ["", f"[{part}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
     if recipe.keep:
@@ -197,17 +197,12 @@ def to_toml(recipe: Recipe) -> str:
     before = recipe
     for start, stage in recipe.schedule:
         lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]
-        former = _parts(before)
-        for part, made in _parts(stage).items():
+        former = before.by_name()
+        for part, made in stage.by_name().items():
             old = _cells(part, former.get(part, before.linear))
             lines += [f"{part}.{key} = {cell}" for key, cell in _cells(part, made).items() if cell != old[key]]
         before = stage
     return "\n".join(lines).lstrip() + "\n"
-
-
-def _parts(recipe: Recipe) -> dict[str, Part]:
-    modules = {f"{MODULES}.{name}": part for name, part in recipe.modules}
-    return {name: getattr(recipe, name) for name in PARTS} | modules
 
 
 def _cells(part: str, made: Part) -> dict[str, str]:

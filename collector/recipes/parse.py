@@ -34,6 +34,8 @@ from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
+# What a recipe that is named after a format covers, by what stands before the format; a longer prefix goes first.
+PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 
 
@@ -54,7 +56,7 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
 
 def _by_format(name: str) -> Draft:
     """The recipe of a format, in all parts or in those of a prefix."""
-    for prefix in ("FA_linear_", "FA_", "linear_", ""):
+    for prefix in PREFIXES:
         fmt = name.removeprefix(prefix)
         if name.startswith(prefix) and fmt.partition("(")[0] in FORMATS:
             break
@@ -65,10 +67,9 @@ def _by_format(name: str) -> Draft:
             "path of a .toml file"
         )
     draft = Draft()
-    for part in ("linear", "qk", "pv"):
-        if not prefix or {"linear": "linear_", "qk": "FA_", "pv": "?"}[part] in prefix:
-            draft.quant_types[part] = str(Spec.of(fmt))
-            draft.formats[part] = formats_of(fmt, backward=part == "linear" or not prefix)
+    for part in PREFIXES[prefix]:
+        draft.quant_types[part] = str(Spec.of(fmt))
+        draft.formats[part] = formats_of(fmt, backward=part == "linear" or not prefix)
     return draft
 
 

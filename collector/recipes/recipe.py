@@ -169,10 +169,14 @@ class Recipe:
         parts = {"linear": self.linear, "qk": self.qk, "pv": self.pv}
         return parts if self.router == Part() else parts | {"router": self.router}
 
+    def by_name(self) -> dict[str, Part]:
+        """All parts as a file names them: those of PARTS, then "modules.fc2" and the like."""
+        modules = {f"{MODULES}.{name}": part for name, part in self.modules}
+        return {name: getattr(self, name) for name in PARTS} | modules
+
     def every_part(self) -> list[Part]:
         """All parts, those of modules and of the schedule included."""
-        own = [self.linear, self.qk, self.pv, self.router, *(part for _, part in self.modules)]
-        return own + [part for _, recipe in self.schedule for part in recipe.every_part()]
+        return [*self.by_name().values()] + [part for _, recipe in self.schedule for part in recipe.every_part()]
 
     @property
     def quantized(self) -> bool:

@@ -14,7 +14,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -213,9 +212,16 @@ def _train(
         _finish_iteration(recorder, number, step, stream.digest(), report, "warm-up in bf16", recorded=False)
         progress(done + 1, total)
     launches = _launches(config)
-    skip, capture = config.skip(), config.capture()
-    chosen: dict[str, Any] = {"backend": config.backend, "skip": skip, "capture": capture, "seed": config.seed}
-    with instrument(model, recipe, recorder, **chosen, iterations=config.iterations):
+    with instrument(
+        model,
+        recipe,
+        recorder,
+        backend=config.backend,
+        skip=config.skip(),
+        capture=config.capture(),
+        seed=config.seed,
+        iterations=config.iterations,
+    ):
         for iteration in range(config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             recorded = config.records(iteration)

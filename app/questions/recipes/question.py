@@ -215,14 +215,8 @@ def gradients(
 ) -> Drawn:
     """How far each run's gradients of this name are from bf16's. compared: `compare`, or what remembers its answers;
     done is called with how many runs are through, of how many."""
-    parts, unread = [], 0
     runs = runs_compared(table)
-    for count, (_, run) in enumerate(runs.iterrows()):
-        found, missing = compared(run["run_id"], run["reference"], name, at)
-        parts.append(found.assign(group=run["label"]))
-        unread += missing
-        done(count + 1, len(runs))
-    together = pd.concat(parts, ignore_index=True)
+    together, unread = _pairs(runs, "label", name, at, compared, done)
     if together.empty:
         return Drawn(problems=("No gradient of these runs has a twin with values in its bf16 run.",))
     together["place"] = [
@@ -344,24 +338,32 @@ def _gradient_errors(
     if not iterations:
         return nothing, [f"No {label_of(name)} was recorded: there is no gradient error."]
     at = at if at in iterations else iterations[0]
-    parts, unread = [], 0
-    matched = runs[runs["reference"].notna()]
-    for count, (_, run) in enumerate(matched.iterrows()):
-        found, missing = compared(run["run_id"], run["reference"], name, at)
-        parts.append(found.assign(recipe=run["recipe"]))
-        unread += missing
-        done(count + 1, len(matched))
-    together = pd.concat(parts, ignore_index=True)
+    together, unread = _pairs(runs[runs["reference"].notna()], "recipe", name, at, compared, done)
     if together.empty:
         return nothing, [f"No {label_of(name)} has a twin with values in its bf16 run: there is no gradient error."]
     notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]
     if unread:
         notes.append(f"{unread} pairs could not be read and are left out.")
-    return compute.gradient_summary(together, ["recipe"]).drop(columns="tensors"), notes
+    summary = compute.gradient_summary(together, ["group"]).rename(columns={"group": "recipe"})
+    return summary.drop(columns="tensors"), notes
 
 
 def comparable_runs(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["quantized"] & table["reference"].notna()]
+
+
+def _pairs(
+    runs: pd.DataFrame, by: str, name: str, at: int, compared: Compare, done: Callable[[int, int], None]
+) -> tuple[pd.DataFrame, int]:
+    """(the pairs of all runs' gradients with those of their references, group being the run's `by`; how many could not
+    be read)."""
+    parts, unread = [], 0
+    for count, (_, run) in enumerate(runs.iterrows()):
+        found, missing = compared(run["run_id"], run["reference"], name, at)
+        parts.append(found.assign(group=run[by]))
+        unread += missing
+        done(count + 1, len(runs))
+    return pd.concat(parts, ignore_index=True), unread
 
 
 def runs_compared(table: pd.DataFrame) -> pd.DataFrame:
