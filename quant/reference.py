@@ -17,7 +17,7 @@ from binade.quant.elements import Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.rounding import noise
 from binade.quant.scaling import SCALINGS
-from binade.quant.specs import TENSOR, Block, Spec
+from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 
 def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,8 +79,10 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
             return torch.zeros((), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
-    blocks = to_blocks(x, dim, block).abs().amax(-1, keepdim=True).float()
-    return from_blocks(blocks.expand(-1, to_blocks(x, dim, block).shape[-1]), x, dim, block)
+    if block == ROW and x.numel():
+        return x.abs().amax(dim, keepdim=True).float().expand(x.shape)
+    blocks = to_blocks(x, dim, block)
+    return from_blocks(blocks.abs().amax(-1, keepdim=True).float().expand(blocks.shape), x, dim, block)
 
 
 def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:

@@ -44,6 +44,7 @@ class Scaling:
     outer       the block of the scale above the block scale, if there is one
     saturates   False if no finite value saturates
     follows_largest   False if `block_scale` needs more than a block's largest magnitude
+    follows_moments   True if it follows from the sums of a block's values and of their squares
     per_element       True if the values of a block have different factors
     shares      what values share, in words; {block} is `Block.words`
 
@@ -59,6 +60,7 @@ class Scaling:
     outer: ClassVar[Block | None] = None
     saturates: ClassVar[bool] = True
     follows_largest: ClassVar[bool] = True
+    follows_moments: ClassVar[bool] = False
     per_element: ClassVar[bool] = False
     shares: ClassVar[str]
 
@@ -73,8 +75,15 @@ class Scaling:
         (wanted,) = self.wanted(largest, spec, absmax)
         return wanted if self.stored is None else _nearest(wanted, self.stored)
 
+    def of_moments(self, total: Tensor, squares: Tensor, spec: Spec) -> Tensor:
+        """The scale of blocks with these sums of values and of squares, float64 [groups, 1]."""
+        raise NotImplementedError
+
     def block_scale(self, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
         """The scale of each block."""
+        if self.follows_moments:
+            rows = spec.block.rows or 1 if spec.block else 1
+            return self.of_moments(sum_in_order(x.double(), rows), sum_in_order(x.double().square(), rows), spec)
         return self.of_largest(nan_max(x), spec, absmax)
 
     def factors(self, scale: Tensor, spec: Spec, absmax: Tensor) -> Factors:
@@ -158,14 +167,21 @@ class FourThirds(Scaling):
 @dataclass(frozen=True)
 class Quest(Scaling):
     """2^floor(log2(0.4871 · σ + 1e-8)), σ the block's standard deviation about its mean, divided by n: the scale that
-    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`. There ties round towards zero."""
+    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`. There ties round towards zero.
+
+    σ² = Σx²/n - (Σx/n)² in float64, both sums as in `sum_in_order`. The zeros that fill a short block count: n is the
+    size of a whole one. float64 holds the squares exactly and cannot overflow; one pass gives both sums."""
 
     follows_largest = False
+    follows_moments = True
     stored = E8M0
     shares = "a power-of-two scale for {block}"
 
-    def block_scale(self, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
-        wanted = x.std(-1, correction=0, keepdim=True) * (2.92247856 / 6.0) + 1e-8
+    def of_moments(self, total: Tensor, squares: Tensor, spec: Spec) -> Tensor:
+        assert spec.block and spec.block.columns
+        share = 1.0 / ((spec.block.rows or 1) * spec.block.columns)  # a division by n would round otherwise on CUDA
+        variance = (squares * share - (total * share).square()).clamp(min=0)
+        wanted = variance.sqrt().float() * (2.92247856 / 6.0) + 1e-8
         exponent = floor_log2(wanted).clamp(-E8M0_MAX, E8M0_MAX)
         return torch.where(wanted.isfinite(), pow2(exponent), torch.nan)
 
@@ -427,7 +443,8 @@ def kernel_of(spec: Spec) -> int | None:
 def has_kernel(spec: Spec) -> bool:
     """Whether the compiled kernels know a spec, by themselves or with factors that they are given."""
     scaling = SCALINGS[spec.scale]
-    given = type(scaling).quantize is Scaling.quantize and not scaling.per_element
+    follows = scaling.follows_largest or scaling.follows_moments or type(scaling).wanted is not Scaling.wanted
+    given = type(scaling).quantize is Scaling.quantize and not scaling.per_element and follows
     return kernel_of(spec) is not None or given
 
 

@@ -1,5 +1,5 @@
 // The compiled CPU twin of reference.py, with the same bits. `quantize` rounds with scales that it finds itself (the rules
-// below) or with factors that it is given (GIVEN); `largest` and `run_errors` give what such factors follow from; `measure`
+// below) or with factors that it is given (GIVEN); `largest`, `moments` and `run_errors` give what such factors follow from; `measure`
 // adds up the error of a rounded tensor; `score` does both at once and keeps the error alone. See cpu.py for the calls.
 //
 // A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
@@ -158,15 +158,26 @@ struct Scales {
     }
 };
 
-inline Scale block_scale(int32_t magnitude, const Format& f, float encode, float decode) {
+// What NVFP4's block scales follow from besides the block: of a tensor's or an outer block's largest magnitude.
+struct Outer {
+    float encode, decode;
+
+    static Outer of(float absmax, const Format& f) {
+        const float limit = 448.0f * f.max;
+        float encode = absmax == 0.0f ? 1.0f : limit / absmax;
+        return {encode > FLOAT32_MAX ? FLOAT32_MAX : encode, absmax / limit};
+    }
+};
+
+inline Scale block_scale(int32_t magnitude, const Format& f, const Outer& outer) {
     float absmax = from_bits(magnitude);
     if (f.rule == NVFP4) {
         static const Format e4m3 = {GIVEN, 1, 8, 3, 448.0f, 448.0f, 0.0f, {0x1p-6f}, {0x1p-3f}};
-        float wanted = absmax * (encode * f.inverse);
+        float wanted = absmax * (outer.encode * f.inverse);
         float scale = round_to_element<1, NEAREST, false>(wanted, e4m3, 512.0f);
-        float inverse = 1.0f / (scale * (1.0f / encode));
+        float inverse = 1.0f / (scale * (1.0f / outer.encode));
         inverse = inverse > FLOAT32_MAX ? FLOAT32_MAX : inverse;
-        return {inverse, scale, decode, 1.0f};
+        return {inverse, scale, outer.decode, 1.0f};
     }
     int32_t exponent = scale_exponent(absmax, f);
     float scale = absmax <= FLOAT32_MAX ? pow2(exponent) : from_bits(0x7FC00000);
@@ -268,17 +279,14 @@ struct Quantizer {
     bool packed;  // y has room for one strip only, its rows STRIP apart
     bool divide;
     uint32_t key;
-    float top, encode, decode;
+    float top;
+    const float* absmax;  // what NVFP4 needs, of run i at absmax[i * step]
+    int64_t step;
 
     Quantizer(const Format& format, const Factors* given, const VALUE* x, VALUE* y, float* scales, const Grid& grid,
-              float absmax, uint32_t seed, bool packed)
+              const float* absmax, int64_t step, uint32_t seed, bool packed)
         : f(format), given(given), x(x), y(y), scales(given ? nullptr : scales), grid(grid), packed(packed),
-          divide(given && given->from[3]), key(mix(seed)), top(top_of(format)) {
-        const float limit = 448.0f * f.max;
-        encode = absmax == 0.0f ? 1.0f : limit / absmax;
-        encode = encode > FLOAT32_MAX ? FLOAT32_MAX : encode;
-        decode = absmax / limit;
-    }
+          divide(given && given->from[3]), key(mix(seed)), top(top_of(format)), absmax(absmax), step(step) {}
 
     // Values [first, last) of a flat tensor that shares its factors.
     void flat(int64_t first, int64_t last) const {
@@ -365,14 +373,20 @@ struct Quantizer {
             return;
         }
         const Format g = f;
-        for (int64_t n = 0; n < count; n++) {
-            const Scale scale = block_scale(magnitude[n], g, encode, decode);
-            into.in[n] = scale.in;
-            into.out[n] = scale.out;
-            into.last[n] = scale.last;
-            into.divisor[n] = 1.0f;
-            if (scales) scales[run + n] = scale.out;
-        }
+        const auto found = [&](auto outer) {
+            for (int64_t n = 0; n < count; n++) {
+                const Scale scale = block_scale(magnitude[n], g, outer(n));
+                into.in[n] = scale.in;
+                into.out[n] = scale.out;
+                into.last[n] = scale.last;
+                into.divisor[n] = 1.0f;
+            }
+        };
+        if (step)
+            found([&, of_runs = absmax + run](int64_t n) { return Outer::of(of_runs[n], g); });
+        else
+            found([shared = Outer::of(*absmax, g)](int64_t) { return shared; });
+        if (scales) std::copy(into.out, into.out + count, scales + run);
     }
 
     void hif4_rows(int64_t first, int64_t last) const {
@@ -438,54 +452,99 @@ struct Quantizer {
     }
 };
 
-// |what x became - x|, or its square, when x is rounded to nearest.
-inline float error_of(float x, const Scale& s, const Format& f, float top, bool square) {
-    float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, f, top) * s.out * s.last;
-    float error = from_bits(magnitude_of(y / s.divisor - x));
-    return square ? error * error : error;
-}
-
-// Sums of errors of blocks [first, last) of rows, inner = 1, each from left to right; many run side by side.
-void error_rows(const Format& format, const Factors& given, const VALUE* x, float* out, const Grid& grid, bool square,
-                int64_t first, int64_t last) {
-    const Format f = format;
-    const float top = top_of(f);
-    const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
-    std::vector<float> room(together * length);
-    float* errors = room.data();
-    Scales<BATCH> found;
-    for (int64_t b = first; b < last; b += together) {
-        const int64_t count = std::min(together, last - b);
-        found.take(given, b, count);
-        for (int64_t n = 0; n < count; n++) {
-            const VALUE* from = x + grid.at(b + n);
-            float* to = errors + n * length;
-            const Scale s = found.at(n);
-            const int64_t here = grid.length(b + n);
-            each(here, [=, &f](int64_t i) { to[i] = error_of(load(from + i), s, f, top, square); });
-            std::fill(to + here, to + length, 0.0f);
-        }
-        std::fill(out + b, out + b + count, 0.0f);
-        for (int64_t i = 0; i < length; i++)
-            for (int64_t n = 0; n < count; n++) out[b + n] += errors[n * length + i];
-    }
-}
-
-void error_strips(const Format& format, const Factors& given, const VALUE* x, float* out, const Grid& grid, bool square,
-                  int64_t first, int64_t last) {
-    const Format f = format;
+// What `sum_rows` and `sum_strips` add up of each run: start(run, count) begins the sums of that many runs, of(n)(x) is
+// what a value x of the n-th of them contributes, add(n, that) adds it, finish(run, count) writes the sums.
+struct Errors {  // |what x became - x|, or its square, when x is rounded to nearest
+    const Format f;
+    const Factors given;
+    const bool square;
+    float* out;
     const float top = top_of(f);
     Scales<STRIP> found;
+    float total[STRIP];
+
+    void start(int64_t run, int64_t count) {
+        found.take(given, run, count);
+        std::fill(total, total + count, 0.0f);
+    }
+
+    auto of(int64_t n) const {
+        return [s = found.at(n), g = f, t = top, squared = square](float x) {
+            const float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, g, t) * s.out * s.last;
+            const float error = from_bits(magnitude_of(y / s.divisor - x));
+            return squared ? error * error : error;
+        };
+    }
+
+    void add(int64_t n, float error) { total[n] += error; }
+
+    void finish(int64_t run, int64_t count) const { std::copy(total, total + count, out + run); }
+};
+
+struct Moments {  // x, and x² in another sum
+    double *first, *second;
+    double total[STRIP], squares[STRIP];
+
+    void start(int64_t, int64_t count) {
+        std::fill(total, total + count, 0.0);
+        std::fill(squares, squares + count, 0.0);
+    }
+
+    auto of(int64_t) const {
+        return [](float x) { return x; };
+    }
+
+    void add(int64_t n, float value) {
+        const double x = value;
+        total[n] += x;
+        squares[n] += x * x;
+    }
+
+    void finish(int64_t run, int64_t count) const {
+        std::copy(total, total + count, first + run);
+        std::copy(squares, squares + count, second + run);
+    }
+};
+
+// Of blocks [first, last) of rows, inner = 1, each from left to right; many run side by side.
+template <typename Terms>
+void sum_rows(Terms terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
+    const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
+    std::vector<float> room(together * length);
+    float* values = room.data();
+    for (int64_t b = first; b < last; b += together) {
+        const int64_t count = std::min(together, last - b);
+        terms.start(b, count);
+        for (int64_t n = 0; n < count; n++) {
+            const VALUE* from = x + grid.at(b + n);
+            float* to = values + n * length;
+            const int64_t here = grid.length(b + n);
+            const auto term = terms.of(n);
+            each(here, [=](int64_t i) { to[i] = term(load(from + i)); });
+            std::fill(to + here, to + length, 0.0f);
+        }
+        for (int64_t i = 0; i < length; i++)
+            for (int64_t n = 0; n < count; n++) terms.add(n, values[n * length + i]);
+        terms.finish(b, count);
+    }
+}
+
+template <typename Terms>
+void sum_strips(Terms terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
     for (int64_t s = first; s < last; s++) {
         const Strip strip = grid.strip(s);
-        found.take(given, strip.scale, strip.width);
-        float total[STRIP] = {};
+        terms.start(strip.scale, strip.width);
         for (int64_t i = 0; i < strip.length; i++) {
             const VALUE* from = x + strip.base + i * grid.inner;
-            for (int64_t j = 0; j < strip.width; j++) total[j] += error_of(load(from + j), found.at(j), f, top, square);
+            for (int64_t j = 0; j < strip.width; j++) terms.add(j, terms.of(j)(load(from + j)));
         }
-        std::copy(total, total + strip.width, out + strip.scale);
+        terms.finish(strip.scale, strip.width);
     }
+}
+
+template <typename Terms>
+void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
+    grid.inner == 1 ? sum_rows(terms, x, grid, first, last) : sum_strips(terms, x, grid, first, last);
 }
 
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
@@ -573,10 +632,12 @@ void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y,
 }  // namespace
 
 // Work items [first, last): values where a tensor shares its factors (block = 0), blocks where inner = 1, strips otherwise.
-// `given` is null for the rules that find the scale, which then need absmax, the tensor's largest magnitude (NVFP4).
+// `given` is null for the rules that find the scale, which then need absmax, the largest magnitude of the tensor (step 0), or
+// of what is above each run (step 1): NVFP4.
 extern "C" void quantize(const Format* format, const Factors* given, const VALUE* x, VALUE* y, float* scales, int64_t axis,
-                         int64_t inner, int64_t block, float absmax, uint32_t seed, int64_t first, int64_t last) {
-    const Quantizer q(*format, given, x, y, scales, {axis, inner, block}, absmax, seed, false);
+                         int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed, int64_t first,
+                         int64_t last) {
+    const Quantizer q(*format, given, x, y, scales, {axis, inner, block}, absmax, step, seed, false);
     if (!block)
         q.flat(first, last);
     else if (inner == 1)
@@ -599,14 +660,16 @@ extern "C" void largest(const VALUE* x, int32_t* out, int64_t axis, int64_t inne
     }
 }
 
+// For each run of the items, the float64 sums from left to right of its values and of their squares.
+extern "C" void moments(const VALUE* x, double* total, double* squares, int64_t axis, int64_t inner, int64_t block,
+                        int64_t first, int64_t last) {
+    sum(Moments{total, squares}, x, {axis, inner, block}, first, last);
+}
+
 // For each run of the items, the float32 sum from left to right of its errors, or their squares, when rounded to nearest.
 extern "C" void run_errors(const Format* format, const Factors* given, const VALUE* x, float* out, int64_t axis,
                            int64_t inner, int64_t block, int32_t square, int64_t first, int64_t last) {
-    const Grid grid{axis, inner, block};
-    if (inner == 1)
-        error_rows(*format, *given, x, out, grid, square, first, last);
-    else
-        error_strips(*format, *given, x, out, grid, square, first, last);
+    sum(Errors{*format, *given, square != 0, out}, x, {axis, inner, block}, first, last);
 }
 
 // The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,
@@ -630,14 +693,14 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int
 // quantize and measure together, a cacheful at a time. `scales` holds those of all blocks if factors are given, else has
 // room for them; null without blocks.
 extern "C" void score(const Format* format, const Factors* given, const VALUE* x, float* scales, int64_t axis,
-                      int64_t inner, int64_t block, float absmax, uint32_t seed, double left, double right, int64_t first,
-                      int64_t last, double* out) {
+                      int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed, double left,
+                      double right, int64_t first, int64_t last, double* out) {
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
     Sums sums;
     sums.left = left;
     std::vector<VALUE> kept;
-    Quantizer q(*format, given, x, nullptr, scales, grid, absmax, seed, true);
+    Quantizer q(*format, given, x, nullptr, scales, grid, absmax, step, seed, true);
     if (!scales) {
         kept.resize(VALUES);
         for (int64_t at = first; at < last; at += VALUES) {

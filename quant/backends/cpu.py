@@ -11,9 +11,10 @@ call takes far longer than a build here, and it gives no control over the loops 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from binade.quant.elements import Element, Overflow, Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.rounding import round_to_element
-from binade.quant.scaling import SCALINGS, Factors, has_kernel, kernel_of
+from binade.quant.scaling import SCALINGS, Factors, NVFP4Outer, has_kernel, kernel_of
 from binade.quant.specs import TENSOR, Spec
 
 MAX_TIERS = 8
@@ -33,6 +34,9 @@ STRIP = 256  # as in cpu.cpp
 ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 GIVEN = 0
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
+# How many groups torch finds the factors of together, in a core's cache; below native.PER_THREAD, as each such part is
+# one thread's and must not wait for another.
+PART = 1 << 15
 # A piece that keeps the reference's dozen temporaries in a core's cache.
 PIECE = 1 << 16
 
@@ -93,13 +97,15 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library, its functions' arguments declared."""
     pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
     layout, items = (size, size, size), (size, size)
-    own = (ctypes.c_float, ctypes.c_uint32)
+    own = (pointer, size, ctypes.c_uint32)
     library.quantize.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *items]
     library.largest.argtypes = [pointer, pointer, *layout, *items]
+    library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
     library.run_errors.argtypes = [pointer, pointer, pointer, pointer, *layout, ctypes.c_int32, *items]
     library.measure.argtypes = [pointer, pointer, pointer, *layout, real, real, *items, pointer]
     library.score.argtypes = [pointer, pointer, pointer, pointer, *layout, *own, real, real, *items, pointer]
-    for function in (library.quantize, library.largest, library.run_errors, library.measure, library.score):
+    functions = library.quantize, library.largest, library.moments, library.run_errors, library.measure, library.score
+    for function in functions:
         function.restype = None
     return library
 
@@ -161,6 +167,8 @@ class CpuRuns(Runs):
 
     run: ctypes.CDLL
 
+    PART = PART
+
     @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.x, self.spec, self.dim)
@@ -170,6 +178,12 @@ class CpuRuns(Runs):
         pointers = self.x.data_ptr(), out.data_ptr()
         self._share_out(lambda *items: self.run.largest(*pointers, *self.layout.sizes, *items))
         return out
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        total, squares = torch.empty(2, self.layout.rows * self.layout.inner, dtype=torch.float64)
+        pointers = self.x.data_ptr(), total.data_ptr(), squares.data_ptr()
+        self._share_out(lambda *items: self.run.moments(*pointers, *self.layout.sizes, *items))
+        return total, squares
 
     def errors(self, factors: Factors, square: bool) -> Tensor:
         out = torch.empty(self.layout.rows * self.layout.inner)
@@ -186,8 +200,17 @@ class CpuRuns(Runs):
         scale, out = scale.contiguous(), torch.empty(scale.shape)
         described, given = _describe(element, Overflow.SATURATE, GIVEN), _Factors.of(Factors())
         pointers = ctypes.addressof(described), ctypes.addressof(given), scale.data_ptr(), out.data_ptr()
-        native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, 0.0, 0, *items))
+        native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, None, 0, 0, *items))
         return out
+
+    def each(self, of: Callable[[slice], Sequence[Any]], cuts: list[slice]) -> list[Sequence[Any]]:
+        found: dict[int, Sequence[Any]] = {}
+
+        def some(first: int, last: int) -> None:
+            found.update((i, of(cuts[i])) for i in range(first, last))
+
+        native.share_out(len(cuts), self.PART, some)
+        return [found[i] for i in range(len(cuts))]
 
     def _share_out(self, part: Callable[[int, int], None]) -> None:
         native.share_out(self.layout.items, self.layout.per_item, part)
@@ -202,31 +225,35 @@ class _Call:
     given: _Factors | None
     factors: Factors | None  # what `given` points into
     scales: Tensor | None
-    largest: float  # the tensor's largest magnitude, where a kernel needs it
+    absmax: Tensor | None  # the largest magnitude of the tensor, or of what is above each run, where a kernel needs it
     seed: int
 
     @classmethod
     def of(
         cls, x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int, run: ctypes.CDLL
     ) -> _Call:
-        layout, rule = Layout.of(x, spec, dim), kernel_of(spec)
+        layout, rule, scaling = Layout.of(x, spec, dim), kernel_of(spec), SCALINGS[spec.scale]
         element, overflow = spec.format.element, spec.overflow
+        lines = x if x.dim() else x.reshape(1)
+        runs = CpuRuns(lines, spec, dim % lines.dim(), run)
+        if isinstance(scaling, NVFP4Outer):  # the rule of NVFP4, of another absmax
+            rule, absmax = SCALINGS[ScaleRule.NVFP4].kernel, runs.outer(runs.largest(), absmax).contiguous()
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
             scales = torch.empty(layout.rows * layout.inner) if want_scales else None
-            return cls(layout, _describe(element, overflow, rule), None, None, scales, float(absmax), seed)
-        lines = x if x.dim() else x.reshape(1)
-        factors, scales = CpuRuns(lines, spec, dim % lines.dim(), run).factors(absmax)
+            return cls(layout, _describe(element, overflow, rule), None, None, scales, absmax, seed)
+        factors, scales = runs.factors(absmax)
         described = _describe(element, overflow, GIVEN)
-        return cls(layout, described, _Factors.of(factors), factors, scales, 0.0, seed)
+        return cls(layout, described, _Factors.of(factors), factors, scales, None, seed)
 
     @property
     def head(self) -> tuple[int, int | None]:
         return ctypes.addressof(self.described), ctypes.addressof(self.given) if self.given else None
 
     @property
-    def tail(self) -> tuple[int, int, int, float, int]:
-        return *self.layout.sizes, self.largest, self.seed & 0xFFFFFFFF
+    def tail(self) -> tuple[int, int, int, int | None, int, int]:
+        step = int(self.absmax is not None and self.absmax.dim() > 0)
+        return *self.layout.sizes, _address(self.absmax), step, self.seed & 0xFFFFFFFF
 
 
 def compiled(

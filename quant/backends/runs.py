@@ -1,22 +1,24 @@
 """Scales and factors of any scheme, from one number for each run of a tensor.
 
 A *run* is `columns` neighbours along the contracted axis: a block, or one line of a tile. A backend's kernels read the
-tensor's values; what follows from a run's largest magnitude, or its error, is computed here in torch on the small
-tensors of these, by the same `Scaling` methods as in `reference`. They follow each other in the tensor's own order,
-[outer, runs along the axis, inner].
+tensor's values; what follows from a run's largest magnitude, its sums or its error is computed here in torch on the
+small tensors of these, by the same `Scaling` methods as in `reference`. They follow each other in the tensor's own
+order, [outer, runs along the axis, inner].
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.reference import absmax_over, from_blocks, outer_absmax, to_blocks
-from binade.quant.scaling import SCALINGS, Factors, Scaling, sum_in_order
+from binade.quant.scaling import SCALINGS, Factors, sum_in_order
 from binade.quant.specs import TENSOR, Block, Spec
 
 
@@ -28,9 +30,16 @@ class Runs(ABC):
     spec: Spec
     dim: int
 
+    PART: ClassVar[int | None] = None
+    """How many groups torch computes together; None for all. A dozen temporaries of a part stay in a core's cache."""
+
     @abstractmethod
     def largest(self) -> Tensor:
         """[runs] float32: the largest magnitude of each run, NaN if any is NaN."""
+
+    @abstractmethod
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """[runs] float64 each: the sums from left to right of the values and of their squares."""
 
     @abstractmethod
     def errors(self, factors: Factors, square: bool) -> Tensor:
@@ -50,27 +59,22 @@ class Runs(ABC):
             absmax = outer_absmax(self.x, spec, self.dim) if absmax is None else absmax
             scale = scaling.block_scale(self.x, spec, absmax).reshape(())
             return scaling.factors(scale, spec, absmax), None
-        follows = scaling.follows_largest or type(scaling).wanted is not Scaling.wanted
-        largest = self.largest() if follows else None
-        outer = self._outer(largest, absmax)
-        scale = self._scale(largest, outer)
-        return self._of_runs(scaling.factors(scale, spec, outer)), self._ungrouped(scale)
+        if scaling.follows_moments:
+            outer = torch.zeros((), device=self.x.device)
+            total, squares = (sum_in_order(self._grouped(of_runs), self._rows) for of_runs in self.moments())
+            (scale,) = self._in_parts(lambda a, b: (scaling.of_moments(a, b, spec),), total, squares)
+        else:
+            largest = self.largest()
+            outer = self.outer(largest, absmax)
+            scale = self._scale(largest, outer)
+        return self._of_runs(self._factors(scale, outer)), self._ungrouped(scale)
 
-    def _scale(self, largest: Tensor | None, absmax: Tensor) -> Tensor:
+    def _scale(self, largest: Tensor, absmax: Tensor) -> Tensor:
         """[groups, 1]"""
-        spec, scaling = self.spec, SCALINGS[self.spec.scale]
-        if largest is None:
-            scale = scaling.block_scale(to_blocks(self.x, self.dim, spec.block).float(), spec, absmax)
-            if self._rows > 1:
-                return scale
-            like = torch.empty(self._shape, device="meta")  # these follow to_blocks' order, runs the tensor's
-            return from_blocks(scale, like, self.dim, Block(1, 1)).reshape(-1, 1)
         of_groups = self._grouped(largest)
         of_groups = of_groups.amax(-1, keepdim=True) if self._rows > 1 else of_groups
-        wanted = scaling.wanted(of_groups, spec, absmax)
-        if not wanted:
-            return scaling.of_largest(of_groups, spec, absmax)
-        first, *others = (self.stored(scale, scaling.stored) if scaling.stored else scale for scale in wanted)
+        first: Tensor
+        first, *others = self._in_parts(self._tried, of_groups, absmax)
         if not others:
             return first
         error = self._error(first, absmax)
@@ -80,11 +84,37 @@ class Runs(ABC):
             first, error = torch.where(closer, other, first), torch.where(closer, found, error)
         return first
 
-    def _error(self, scale: Tensor, absmax: Tensor) -> Tensor:
-        factors = self._of_runs(SCALINGS[self.spec.scale].factors(scale, self.spec, absmax))
-        return sum_in_order(self._grouped(self.errors(factors, self.spec.error == "mse")), self._rows)
+    def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
+        """The scales of groups with these largest magnitudes, of which `_scale` chooses."""
+        scaling = SCALINGS[self.spec.scale]
+        wanted, stored = scaling.wanted(largest, self.spec, absmax), scaling.stored
+        if not wanted:
+            return (scaling.of_largest(largest, self.spec, absmax),)
+        return tuple(self.stored(scale, stored) for scale in wanted) if stored else wanted
 
-    def _outer(self, largest: Tensor | None, absmax: Tensor | None) -> Tensor:
+    def _factors(self, scale: Tensor, absmax: Tensor) -> Factors:
+        scaling = SCALINGS[self.spec.scale]
+        return Factors(*self._in_parts(lambda *of: scaling.factors(of[0], self.spec, of[1]), scale, absmax))
+
+    def _error(self, scale: Tensor, absmax: Tensor) -> Tensor:
+        errors = self.errors(self._of_runs(self._factors(scale, absmax)), self.spec.error == "mse")
+        return sum_in_order(self._grouped(errors), self._rows)
+
+    def _in_parts(self, of: Callable[..., Sequence[Any]], *given: Tensor) -> list[Any]:
+        """of(*given), where given and results are [groups, 1] or the same for all groups."""
+        groups = len(given[0])
+        if self.PART is None or groups <= self.PART:
+            return list(of(*given))
+        cuts = [slice(at, at + self.PART) for at in range(0, groups, self.PART)]
+        parts = self.each(lambda cut: of(*(tensor[cut] if tensor.dim() else tensor for tensor in given)), cuts)
+        columns = zip(*parts, strict=True)
+        return [torch.cat(each) if isinstance(each[0], Tensor) and each[0].dim() else each[0] for each in columns]
+
+    def each(self, of: Callable[[slice], Sequence[Any]], cuts: list[slice]) -> list[Sequence[Any]]:
+        """of(cut) of each; a backend may run them side by side."""
+        return [of(cut) for cut in cuts]
+
+    def outer(self, largest: Tensor, absmax: Tensor | None) -> Tensor:
         """absmax as `Scaling` methods take it: a scalar or [groups, 1]."""
         outer, run = SCALINGS[self.spec.scale].outer, self.spec.run(self.x.shape[self.dim])
         if outer is None:
@@ -95,7 +125,7 @@ class Runs(ABC):
             return self._grouped(absmax.expand(self.x.shape)[tuple(at)].reshape(-1))[:, :1]
         if absmax is not None:
             return absmax
-        assert largest is not None and run
+        assert run
         if outer == TENSOR:
             return largest.amax()
         columns = outer.columns and outer.columns // run

@@ -1,8 +1,8 @@
 """The Triton twins of `reference`, with the same bits.
 
 One kernel rounds in every format along either axis: by scales that it finds itself, in one pass over memory, or with
-factors that it is given. `runs` finds these from what the same kernel (LARGEST) and `run_errors_kernel` say of each
-run of values.
+factors that it is given. `runs` finds these from what the same kernel (LARGEST), `run_errors_kernel` and
+`run_moments_kernel` say of each run of values.
 
 A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbours along the axis, and a program takes
 `groups` blocks. With inner = 1 the tile is [groups, block] (a block's values are adjacent), else [block, groups]
@@ -332,6 +332,16 @@ def quantize_dequantize_kernel(
 
 
 @triton.jit
+def runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr):
+    """The blocks of this program, where they begin, and how many values each has."""
+    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    row_block = block // inner
+    first = (row_block % blocks_per_row) * length
+    base = (row_block // blocks_per_row) * axis * inner + first * inner + block % inner
+    return block, base, tl.where(block < blocks, tl.minimum(axis - first, length), 0)
+
+
+@triton.jit
 def run_errors_kernel(
     x_ptr,
     out_ptr,
@@ -353,11 +363,7 @@ def run_errors_kernel(
     FACTORS: tl.constexpr,
 ):
     """Of each block the float32 sum, from left to right, of |error| or of its square, rounded to nearest."""
-    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    row_block = block // inner
-    first = (row_block % blocks_per_row) * length
-    base = (row_block // blocks_per_row) * axis * inner + first * inner + block % inner
-    here = tl.where(block < blocks, tl.minimum(axis - first, length), 0)
+    block, base, here = runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS)
     total = tl.zeros([1, GROUPS], tl.float32)
     for i in range(length):
         x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float32)[None, :]
@@ -367,6 +373,22 @@ def run_errors_kernel(
         error = tl.abs(y - x)
         total += error * error if SQUARE else error
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
+
+
+@triton.jit
+def run_moments_kernel(
+    x_ptr, total_ptr, squares_ptr, blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr
+):
+    """Of each block the float64 sums, from left to right, of its values and of their squares."""
+    block, base, here = runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS)
+    total = tl.zeros([GROUPS], tl.float64)
+    squares = tl.zeros([GROUPS], tl.float64)
+    for i in range(length):
+        x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float64)
+        total += x
+        squares += x * x
+    tl.store(total_ptr + block, total, mask=block < blocks)
+    tl.store(squares_ptr + block, squares, mask=block < blocks)
 
 
 def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
@@ -462,6 +484,11 @@ def _kinds(factors: Factors) -> tuple[int, ...]:
     return tuple(0 if factor is None else EACH.value if factor.dim() else ALL.value for factor in factors)
 
 
+def _runs_to_a_program(grid: Grid) -> int:
+    """Of the kernels that add up runs."""
+    return min(TILE if INTERPRETED else 128, int(triton.next_power_of_2(grid.blocks)))
+
+
 @dataclass(frozen=True)
 class TritonRuns(Runs):
     """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks."""
@@ -479,10 +506,20 @@ class TritonRuns(Runs):
         whole = pieces.reshape(len(pieces), -1, together, grid.inner)
         return whole.amax(2).reshape(-1)
 
+    def moments(self) -> tuple[Tensor, Tensor]:
+        grid = self._whole
+        total, squares = torch.empty(2, grid.blocks, dtype=torch.float64, device=self.x.device)
+        groups = _runs_to_a_program(grid)
+        with np.errstate(all="ignore"):
+            run_moments_kernel[(triton.cdiv(grid.blocks, groups),)](
+                self.x, total, squares, *grid.sizes, grid.block, GROUPS=groups, enable_fp_fusion=False
+            )
+        return total, squares
+
     def errors(self, factors: Factors, square: bool) -> Tensor:
-        grid, element = Grid.of(self.x, self.dim, self.spec.run(self.x.shape[self.dim])), self.spec.format.element
+        grid, element = self._whole, self.spec.format.element
         out = torch.empty(grid.blocks, dtype=torch.float32, device=self.x.device)
-        groups = min(TILE if INTERPRETED else 128, triton.next_power_of_2(grid.blocks))
+        groups = _runs_to_a_program(grid)
         with np.errstate(all="ignore"):
             run_errors_kernel[(triton.cdiv(grid.blocks, groups),)](
                 self.x,
@@ -516,6 +553,10 @@ class TritonRuns(Runs):
 
         spec, factors = self.spec, Factors(*map(of_pieces, factors))
         return _launch(self.x, grid, spec.format.element, GIVEN.value, spec.rounding, spec.overflow, factors, seed=seed)
+
+    @property
+    def _whole(self) -> Grid:
+        return Grid.of(self.x, self.dim, self.spec.run(self.x.shape[self.dim]))
 
     def _pieces(self) -> tuple[Grid, int]:
         """The grid, and how many of its blocks make a run."""

@@ -179,6 +179,27 @@ def mx(x: Array, dim: int = -1, grid: Array = E4M3, block: tuple[int, int] = (1,
     return by_tiles(x, dim, *block, rule_of)
 
 
+def mxfp4_quest(x: Array, dim: int = -1, block: tuple[int, int] = (1, 32)) -> Array:
+    """MXFP4 under Quartet's scale, 2^floor(log2(0.48708 σ + 1e-8)); zeros fill a short block and count in σ.
+
+    Source: Quartet `mxfp4.py`; not run beside it. σ² = Σx²/n - (Σx/n)²: the sums correctly rounded, the rest exact.
+    """
+
+    def rule_of(tiles: Array) -> Array:
+        y = np.zeros_like(tiles)
+        for tile, result in zip(tiles, y, strict=True):
+            values = tile.astype(np.float64).ravel()
+            if np.isfinite(values).all():
+                total, squares = Fraction(math.fsum(values)), Fraction(math.fsum(values**2))
+                variance = squares / values.size - (total / values.size) ** 2
+                wanted = F32(math.sqrt(max(variance, 0))) * F32(2.92247856 / 6.0) + F32(1e-8)
+                scale = 2.0 ** (math.frexp(wanted)[1] - 1)
+                result[:] = nearest(tile.astype(np.float64) / scale, E2M1) * scale
+        return y
+
+    return by_tiles(x, dim, *block, rule_of)
+
+
 def mxint4(x: Array, dim: int = -1) -> Array:
     """Blocks of 32, INT4 -7..7 with ties to even, E8M0 scale 2^ceil(log2(amax / 7)). arXiv 2510.25602 (not run)."""
     return mx(x, dim, INT4, (1, 32), "rceil")

@@ -80,12 +80,15 @@ def test_cpp(spec, shape):
 
 @pytest.mark.slow
 @needs_compiler
-def test_cpp_in_threads_and_views():
+def test_cpp_in_threads_and_views(monkeypatch):
     """Parts of a tensor find their own factors and their own noise."""
     torch.set_num_threads(2)
+    monkeypatch.setattr(cpu.CpuRuns, "PART", 1 << 10)
+    monkeypatch.setattr(native, "PER_THREAD", 1 << 10)
     x = awkward((515, 700), seed=3, specials=False)
     assert x.numel() > 2 * native.PER_THREAD
-    for text in ("nvfp4(block=16x16)", "nvfp4(scale=4over6)", "hif4", "fp8_e4m3(block=row, rounding=stochastic)"):
+    texts = "nvfp4(block=16x16)", "nvfp4(scale=4over6)", "hif4", "fp8_e4m3(block=row, rounding=stochastic)"
+    for text in (*texts, "nvfp4(scale=nvfp4_row)", "nvfp4(scale=16over17)", "mxfp4(scale=quest, block=4x16)"):
         for view in (x, x.t(), x[::2, 1::3]):
             for dim in (0, 1):
                 got = by_cpp(view, Spec.of(text), dim)[0]

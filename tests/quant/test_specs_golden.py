@@ -63,6 +63,8 @@ SPECS = {
     ),
     "mxfp4(block=32x32)": Golden(lambda x, dim: oracles.mx(x, dim, E2M1, tiles(32)), tile=tiles(32)),
     "mxfp4(block=16x64, scale=rceil)": Golden(lambda x, dim: oracles.mx(x, dim, E2M1, tiles(16, 64), "rceil")),
+    "mxfp4(scale=quest)": Golden(oracles.mxfp4_quest),
+    "mxfp4(scale=quest, block=4x16)": Golden(lambda x, dim: oracles.mxfp4_quest(x, dim, (4, 16))),
     "fp8_e4m3(block=1x128)": Golden(oracles.fp8_blocks),
     "fp8_e4m3(block=1x128, scale=pow2)": Golden(lambda x, dim: oracles.fp8_blocks(x, dim, pow2=True)),
     "fp8_e4m3(block=128x128)": Golden(lambda x, dim: oracles.fp8_blocks(x, dim, tiles(128)), tile=tiles(128)),
