@@ -220,14 +220,17 @@ struct Strip {
 
 // Where blocks and strips of a [outer, axis, inner] tensor lie.
 struct Grid {
-    int64_t axis, inner, block;
+    int64_t axis, inner, block, per_axis;
+    bool whole;  // no block is short: where one begins takes no division, which would cost as much as rounding 16 values
 
-    int64_t per_axis() const { return (axis + block - 1) / block; }
+    Grid(int64_t axis, int64_t inner, int64_t block)
+        : axis(axis), inner(inner), block(block), per_axis(block ? (axis + block - 1) / block : 0),
+          whole(block && axis % block == 0) {}
 
     // Of block b, inner = 1: its first value. Blocks follow each other in memory.
-    int64_t at(int64_t b) const { return (b / per_axis()) * axis + (b % per_axis()) * block; }
+    int64_t at(int64_t b) const { return whole ? b * block : (b / per_axis) * axis + (b % per_axis) * block; }
 
-    int64_t length(int64_t b) const { return std::min(axis - (b % per_axis()) * block, block); }
+    int64_t length(int64_t b) const { return whole ? block : std::min(axis - (b % per_axis) * block, block); }
 
     Strip strip(int64_t s) const {
         const int64_t per_row = (inner + STRIP - 1) / STRIP;
