@@ -22,16 +22,23 @@ def floor_log2(x: Tensor) -> Tensor:
 
 
 def lift_subnormals(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with float32 subnormals multiplied by 2^24, and by how many binades each was lifted (0 or 24, int32)."""
-    subnormal = x.abs() < 2.0**-126
-    return torch.where(subnormal, x * 2.0**24, x), subnormal.to(torch.int32) * 24
+    """x with float32 subnormals multiplied by 2^24, and by how many binades each was lifted (0 or 24, int32).
+
+    Integer arithmetic: on a CPU, torch's comparisons and `where` take ten times as long as its products."""
+    exponent = (x.view(torch.int32) >> 23) & 0xFF
+    lift = (1 - exponent.clamp(max=1)) * 24
+    return x * _normal_pow2(lift), lift
 
 
 def pow2(exponent: Tensor) -> Tensor:
     """2^exponent as float32, exact for exponents -149 to 127, subnormal results included."""
-    normal = (exponent.clamp(min=-126) + 127) << 23
-    subnormal = torch.ones_like(exponent) << (exponent + 149).clamp(0, 22)
-    return torch.where(exponent >= -126, normal, subnormal).view(torch.float32)
+    normal = exponent.clamp(min=-126)
+    return _normal_pow2(normal) * _normal_pow2(exponent - normal)
+
+
+def _normal_pow2(exponent: Tensor) -> Tensor:
+    """2^exponent for int32 exponents -126 to 127."""
+    return ((exponent + 127) << 23).view(torch.float32)
 
 
 def times_pow2(x: Tensor, exponent: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class BlockPow2(Scaling):
 
     def of_largest(self, largest: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
         exponent = block_scale_exponent(largest, spec.format.element, self.rule)
-        return torch.where(largest.isfinite(), pow2(exponent), torch.nan)
+        return pow2(exponent) + nan_unless_finite(largest)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Quest(Scaling):
         variance = (squares * share - (total * share).square()).clamp(min=0)
         wanted = variance.sqrt().float() * (2.92247856 / 6.0) + 1e-8
         exponent = floor_log2(wanted).clamp(-E8M0_MAX, E8M0_MAX)
-        return torch.where(wanted.isfinite(), pow2(exponent), torch.nan)
+        return pow2(exponent) + nan_unless_finite(wanted)
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Amax(Scaling):
         scale = torch.where(largest == 0, torch.ones_like(scale), scale)
         if self.pow2:
             scale = pow2(floor_log2(scale).clamp(max=E8M0_MAX))
-        return torch.where(largest.isfinite(), scale, torch.nan)
+        return scale + nan_unless_finite(largest)
 
     def saturation(self, spec: Spec, absmax: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return (absmax.double(), spec.format.max) if spec.history else (1.0, math.inf)
@@ -244,7 +244,7 @@ class Rounded(Scaling):
 
     def wanted(self, largest: Tensor, spec: Spec, absmax: Tensor) -> tuple[Tensor, ...]:
         quotient = largest / torch.full_like(largest, spec.format.max)
-        return (torch.where(quotient.isfinite(), quotient, torch.nan),)
+        return (quotient + nan_unless_finite(quotient),)
 
     def factors(self, scale: Tensor, spec: Spec, absmax: Tensor) -> Factors:
         return Factors((torch.ones((), device=scale.device) / scale).clamp(max=FLOAT32_MAX), scale)
@@ -479,6 +479,11 @@ def read_back(values: Tensor, factors: Factors) -> Tensor:
     for factor in (factors.scale, factors.outer):
         values = values if factor is None else values * factor
     return values if factors.divisor is None else values / factors.divisor
+
+
+def nan_unless_finite(x: Tensor) -> Tensor:
+    """0 where x is finite, else NaN: what is added to a scale that must be NaN then."""
+    return x - x
 
 
 def nan_max(x: Tensor) -> Tensor:

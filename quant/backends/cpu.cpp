@@ -472,7 +472,7 @@ struct Errors {  // |what x became - x|, or its square, when x is rounded to nea
     }
 
     auto of(int64_t n) const {
-        return [s = found.at(n), g = f, t = top, squared = square](float x) {
+        return [s = found.at(n), &g = f, t = top, squared = square](float x) {
             const float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, g, t) * s.out * s.last;
             const float error = from_bits(magnitude_of(y / s.divisor - x));
             return squared ? error * error : error;

@@ -11,10 +11,9 @@ call takes far longer than a build here, and it gives no control over the loops 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -203,14 +202,12 @@ class CpuRuns(Runs):
         native.share_out(out.numel(), 1, lambda *items: run.quantize(*pointers, None, 1, 1, 0, None, 0, 0, *items))
         return out
 
-    def each(self, of: Callable[[slice], Sequence[Any]], cuts: list[slice]) -> list[Sequence[Any]]:
-        found: dict[int, Sequence[Any]] = {}
-
+    def each(self, part: Callable[[slice], None], cuts: list[slice]) -> None:
         def some(first: int, last: int) -> None:
-            found.update((i, of(cuts[i])) for i in range(first, last))
+            for cut in cuts[first:last]:
+                part(cut)
 
         native.share_out(len(cuts), self.PART, some)
-        return [found[i] for i in range(len(cuts))]
 
     def _share_out(self, part: Callable[[int, int], None]) -> None:
         native.share_out(self.layout.items, self.layout.per_item, part)

@@ -105,14 +105,25 @@ class Runs(ABC):
         groups = len(given[0])
         if self.PART is None or groups <= self.PART:
             return list(of(*given))
-        cuts = [slice(at, at + self.PART) for at in range(0, groups, self.PART)]
-        parts = self.each(lambda cut: of(*(tensor[cut] if tensor.dim() else tensor for tensor in given)), cuts)
-        columns = zip(*parts, strict=True)
-        return [torch.cat(each) if isinstance(each[0], Tensor) and each[0].dim() else each[0] for each in columns]
+        found: list[Any] = []
 
-    def each(self, of: Callable[[slice], Sequence[Any]], cuts: list[slice]) -> list[Sequence[Any]]:
-        """of(cut) of each; a backend may run them side by side."""
-        return [of(cut) for cut in cuts]
+        def part(cut: slice) -> None:
+            here = of(*(tensor[cut] if tensor.dim() else tensor for tensor in given))
+            if not found:
+                found.extend(one.new_empty(groups, 1) if isinstance(one, Tensor) and one.dim() else one for one in here)
+            for whole, one in zip(found, here, strict=True):
+                if isinstance(whole, Tensor) and whole.dim():
+                    whole[cut] = one
+
+        first, *others = (slice(at, at + self.PART) for at in range(0, groups, self.PART))
+        part(first)
+        self.each(part, others)
+        return found
+
+    def each(self, part: Callable[[slice], None], cuts: list[slice]) -> None:
+        """part(cut) of each; a backend may run them side by side."""
+        for cut in cuts:
+            part(cut)
 
     def outer(self, largest: Tensor, absmax: Tensor | None) -> Tensor:
         """absmax as `Scaling` methods take it: a scalar or [groups, 1]."""
