@@ -23,7 +23,7 @@ constexpr int MAX_TIERS = 8;
 constexpr int64_t STRIP = 256;
 constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
 
-enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4 };
+enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, UNCLIPPED };
 constexpr int NEAREST = 0, HALF_AWAY = 1, STOCHASTIC = 2;
 
 }  // namespace
@@ -162,8 +162,11 @@ struct Scales {
 struct Outer {
     float encode, decode;
 
+    // What a block's largest magnitude is scaled to.
+    static float target(const Format& f) { return f.rule == UNCLIPPED ? static_cast<float>(f.max * 16.0 / 17.0) : f.max; }
+
     static Outer of(float absmax, const Format& f) {
-        const float limit = 448.0f * f.max;
+        const float limit = static_cast<float>(448.0 * (f.rule == UNCLIPPED ? f.max * 16.0 / 17.0 : f.max));
         float encode = absmax == 0.0f ? 1.0f : limit / absmax;
         return {encode > FLOAT32_MAX ? FLOAT32_MAX : encode, absmax / limit};
     }
@@ -171,9 +174,10 @@ struct Outer {
 
 inline Scale block_scale(int32_t magnitude, const Format& f, const Outer& outer) {
     float absmax = from_bits(magnitude);
-    if (f.rule == NVFP4) {
+    if (f.rule == NVFP4 || f.rule == UNCLIPPED) {
         static const Format e4m3 = {GIVEN, 1, 8, 3, 448.0f, 448.0f, 0.0f, {0x1p-6f}, {0x1p-3f}};
         float wanted = absmax * (outer.encode * f.inverse);
+        if (f.rule == UNCLIPPED) wanted = absmax == 0.0f ? 0.0f : absmax / Outer::target(f) / outer.decode;
         float scale = round_to_element<1, NEAREST, false>(wanted, e4m3, 512.0f);
         float inverse = 1.0f / (scale * (1.0f / outer.encode));
         inverse = inverse > FLOAT32_MAX ? FLOAT32_MAX : inverse;

@@ -25,13 +25,15 @@ from binade.quant.elements import Element, Overflow, Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.rounding import round_to_element
-from binade.quant.scaling import SCALINGS, Factors, NVFP4Outer, has_kernel, kernel_of
+from binade.quant.scaling import SCALINGS, Factors, has_kernel, kernel_of
 from binade.quant.specs import TENSOR, Spec
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
 ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 GIVEN = 0
+# Rules of cpu.cpp for runs that the Triton kernels lack.
+RULES: dict[str, int] = {ScaleRule.NVFP4_ROW: 5, ScaleRule.NVFP4_128: 5, ScaleRule.UNCLIPPED: 7}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 # How many groups torch finds the factors of together, in a core's cache; below native.PER_THREAD, as each such part is
 # one thread's and must not wait for another.
@@ -233,8 +235,10 @@ class _Call:
         element, overflow = spec.format.element, spec.overflow
         lines = x if x.dim() else x.reshape(1)
         runs = CpuRuns(lines, spec, dim % lines.dim(), run)
-        if isinstance(scaling, NVFP4Outer):  # the rule of NVFP4, of another absmax
-            rule, absmax = SCALINGS[ScaleRule.NVFP4].kernel, runs.outer(runs.largest(), absmax).contiguous()
+        if rule is None and spec.block and spec.block.rows == 1 and spec.block.columns:
+            rule = RULES.get(spec.scale)
+        if scaling.outer not in (None, TENSOR):
+            absmax = runs.outer(runs.largest(), absmax).contiguous()
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
             scales = torch.empty(layout.rows * layout.inner) if want_scales else None

@@ -22,6 +22,12 @@ from binade.quant.scaling import SCALINGS, Factors, sum_in_order
 from binade.quant.specs import TENSOR, Block, Spec
 
 
+def _better(first: Tensor, error: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+    """Of two scales with their errors, that with the smaller one; the first of equal ones."""
+    closer = others < error
+    return torch.where(closer, other, first), torch.where(closer, others, error)
+
+
 @dataclass(frozen=True)
 class Runs(ABC):
     """A tensor in runs. x has at least one axis and is contiguous, dim is not negative."""
@@ -79,9 +85,7 @@ class Runs(ABC):
             return first
         error = self._error(first, absmax)
         for other in others:
-            found = self._error(other, absmax)
-            closer = found < error
-            first, error = torch.where(closer, other, first), torch.where(closer, found, error)
+            first, error = self._in_parts(_better, first, error, other, self._error(other, absmax))
         return first
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
