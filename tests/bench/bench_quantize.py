@@ -60,6 +60,9 @@ SPECS = (
 """Specs that are no format's default."""
 
 
+CLOCK = time.perf_counter
+
+
 def timed(call: Callable[[], object], device: str) -> float:
     """Seconds of one call, waited for."""
     if device == "cuda":
@@ -69,9 +72,9 @@ def timed(call: Callable[[], object], device: str) -> float:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
-    start = time.perf_counter()
+    start = CLOCK()
     call()
-    return time.perf_counter() - start
+    return CLOCK() - start
 
 
 def measure(call: Callable[[], object], copy: Callable[[], object], device: str, repeats: int) -> Timing:
@@ -167,7 +170,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="timed calls a line; 7 on a CPU, 30 on CUDA by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns on a CPU")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="on a busy machine: time of the processor, for one thread"
+    )
     args = parser.parse_args()
+    if args.processor_time:
+        global CLOCK
+        CLOCK, args.threads = time.process_time, 1
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_quantize: no CUDA device was found; --device cpu runs here\n")
     with tempfile.TemporaryDirectory() as builds:
