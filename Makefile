@@ -66,8 +66,9 @@ format: install-tests ## put the style right
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-bench: install-tests ## measure, each figure as a ratio to something measured in the same run
+bench: install-tests ## measure, each time as a ratio to something measured in the same run
 	@$(PY) -m tests.bench.bench_quantize
+	@$(PY) -m tests.bench.bench_sass
 	@$(PY) -m tests.bench.bench_recipes
 	@$(PY) -m tests.bench.bench_step
 	@$(PY) -m tests.bench.bench_explore
