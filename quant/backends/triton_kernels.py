@@ -20,13 +20,14 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from binade.quant.backends.runs import Runs
-from binade.quant.elements import E4M3, Element, Overflow, Rounding
+from binade.quant.elements import E4M3, Element, Overflow, Rounding, Tier
 from binade.quant.reference import outer_absmax
 from binade.quant.scaling import SCALINGS, Factors, kernel_of
 from binade.quant.specs import Spec
@@ -56,8 +57,9 @@ def _interpret_library() -> None:
 if INTERPRETED:
     _interpret_library()
 
-# Values a program takes. The interpreter handles at most 2^20 elements in a tile.
+# Values a program takes if blocks lie along the last axis. The interpreter handles at most 2^20 elements in a tile.
 TILE = 1 << 17 if INTERPRETED else 1 << 12
+PER_THREAD = 64  # values; what a thread does for each block and each program is divided by these
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -71,14 +73,6 @@ ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 
 
 @triton.jit
-def pow2(exponent):
-    """2^exponent for -149 <= exponent <= 127."""
-    normal = (tl.maximum(exponent, -126) + 127) << 23
-    subnormal = 1 << tl.minimum(tl.maximum(exponent + 149, 0), 22)
-    return tl.where(exponent >= -126, normal, subnormal).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def mix(h):
     """lowbias32, on uint32."""
     h = (h ^ (h >> 16)) * 0x7FEB352D
@@ -87,71 +81,139 @@ def mix(h):
 
 
 @triton.jit
+def to_grid(v, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr):
+    """v, at most 2^(EMAX + 1) in magnitude or NaN, rounded to a multiple of its binade's ulp, ties to even."""
+    LOWEST: tl.constexpr = TIERS[0][0]
+    MAGIC: tl.constexpr = 1.5 * 2.0 ** (23 - TIERS[0][1])
+    # 2^exponent is v without sign and mantissa; 0 for float32 subnormals, which lie below every lowest exponent.
+    binade = v.to(tl.int32, bitcast=True) & 0x7F800000
+    if TAPER:
+        # The length of an integer is the exponent of its float. Exponent bits are added to multiply by 2^exponent.
+        exponent = tl.maximum(binade - 0x3F800000, LOWEST * 2**23)  # times 2^23
+        length = tl.maximum(tl.abs(exponent.to(tl.float32)), 2.0**24).to(tl.int32, bitcast=True)
+        c = ((length & 0x7F800000) | 0x400000) + (exponent - (TAPER - 1) * 2**23)
+        c = c.to(tl.float32, bitcast=True)
+        return (v + c) - c
+    elif len(TIERS) == 1 and LOWEST >= EMAX:
+        return (v + MAGIC * 2.0**LOWEST) - MAGIC * 2.0**LOWEST
+    elif len(TIERS) == 1:
+        binade = tl.maximum(binade.to(tl.float32, bitcast=True), 2.0**LOWEST)
+        return tl.fma(binade, -MAGIC, tl.fma(binade, MAGIC, v))  # the products are exact
+    else:
+        binade = tl.maximum(binade.to(tl.float32, bitcast=True), 2.0**LOWEST)
+        magic = MAGIC
+        for i in tl.static_range(1, len(TIERS)):
+            magic = tl.where(binade >= 2.0 ** TIERS[i][0], 1.5 * 2.0 ** (23 - TIERS[i][1]), magic)
+        c = binade * magic
+        return (v + c) - c
+
+
+@triton.jit
+def with_sign(magnitude, bits):
+    """A magnitude with the sign of other bits."""
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def round_to_element(
     x,
     u,
     TIERS: tl.constexpr,
+    TAPER: tl.constexpr,  # see `_taper`
     EMAX: tl.constexpr,
     MAX: tl.constexpr,
     LIMIT: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
-    SCALED: tl.constexpr,  # |x| is below 2^(EMAX + 1), or NaN or Inf in a block that becomes NaN
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
-    v = tl.abs(x)
-    # 2^exponent is x without its mantissa; 0 for float32 subnormals, which lie below every element's lowest exponent.
-    # It is held within the element's own range, one binade more to see overflow.
-    binade = (bits & 0x7F800000).to(tl.float32, bitcast=True)
     WIDE: tl.constexpr = EMAX > 64
-    if WIDE:
-        # bfloat16's range is float32's: move large values down and small ones up, or the constant would leave it.
-        shift = tl.where(v < 1.0, 2.0**32, 2.0**-32)
-        binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0**EMAX) * shift
-        v = v * shift
+    if WIDE and ROUNDING != STOCHASTIC:
+        # bfloat16 has the upper bits of float32. A carry leads to the next binade, and at last to Inf.
+        DROPPED: tl.constexpr = 23 - TIERS[0][1]
+        half = 1 << (DROPPED - 1)
+        added = half if ROUNDING == HALF_AWAY else ((bits >> DROPPED) & 1) + (half - 1)
+        y = tl.where(x == x, ((bits + added) & -(1 << DROPPED)).to(tl.float32, bitcast=True), x)
+        if LIMIT == MAX:
+            y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+    elif ROUNDING != STOCHASTIC:
+        # Rounding is monotonic, so values beyond MAX may be replaced by MAX first. Without a negative zero, values keep
+        # their sign in the adder.
+        SIGNED: tl.constexpr = not SIGNED_ZERO and LIMIT == MAX
+        if SIGNED:
+            v = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            v = tl.minimum(tl.abs(x), MAX if LIMIT == MAX else 2.0 * 2.0**EMAX, propagate_nan=tl.PropagateNan.ALL)
+        if ROUNDING == HALF_AWAY:
+            # Setting float32's last bit moves a tie above the middle, and no other value to it or across it.
+            v = (v.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+        y = to_grid(v, TIERS, TAPER, EMAX)
+        if LIMIT != MAX:
+            y = tl.where(y > MAX, LIMIT, y)
+        if not SIGNED:
+            y = with_sign(y, bits)
+            if not SIGNED_ZERO:
+                y += 0.0
     else:
-        binade = tl.maximum(binade, 2.0 ** TIERS[0][0])
-        if not SCALED:
+        v = tl.abs(x)
+        # 2^exponent is x without its mantissa; 0 for float32 subnormals, which lie below every lowest exponent.
+        # It is held within the element's own range, one binade more to see overflow.
+        binade = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        if WIDE:
+            # bfloat16's range is float32's: move large values down and small ones up, or the constant would leave it.
+            shift = tl.where(v < 1.0, 2.0**32, 2.0**-32)
+            binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0**EMAX) * shift
+            v = v * shift
+        else:
+            binade = tl.maximum(binade, 2.0 ** TIERS[0][0])
             binade = tl.minimum(binade, 2.0 * 2.0**EMAX)
-    step = 2.0 ** -TIERS[0][1]
-    for i in tl.static_range(1, len(TIERS)):
-        step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
-    c = binade * (step * (1.5 * 2.0**23))
-    y = (v + c) - c
-    if ROUNDING != NEAREST:
+        step = 2.0 ** -TIERS[0][1]
+        for i in tl.static_range(1, len(TIERS)):
+            step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
+        c = binade * (step * (1.5 * 2.0**23))
+        y = (v + c) - c
         ulp = binade * step
         gap = v - y  # exact
-        if ROUNDING == HALF_AWAY:
-            y = tl.where(gap == 0.5 * ulp, y + ulp, y)
+        floor = tl.where(gap < 0, y - ulp, y)
+        y = tl.where(v - floor > u * ulp, floor + ulp, floor)
+        if WIDE:
+            y = y * tl.where(shift < 1.0, 2.0**32, 2.0**-32)
+        if LIMIT == MAX:
+            y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
         else:
-            floor = tl.where(gap < 0, y - ulp, y)
-            y = tl.where(v - floor > u * ulp, floor + ulp, floor)
-    if WIDE:
-        y = y * tl.where(shift < 1.0, 2.0**32, 2.0**-32)
-    if LIMIT == MAX:
-        y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
-    else:
-        y = tl.where(y > MAX, LIMIT, y)
-    y = (y.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
-    if not SIGNED_ZERO:
-        y += 0.0
+            y = tl.where(y > MAX, LIMIT, y)
+        y = (y.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
+        if not SIGNED_ZERO:
+            y += 0.0
     return y
 
 
 @triton.jit
-def block_scale_exponent(absmax, RULE: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr):
-    """The exponent of a block's E8M0 scale. See reference.block_scale_exponent."""
-    subnormal = absmax < 1.1754943508222875e-38
-    bits = tl.where(subnormal, absmax * 16777216.0, absmax).to(tl.int32, bitcast=True)
-    if RULE == EVEN:
-        bits += 1 << (22 - MANTISSA)
-    exponent = (bits >> 23) - 127 - tl.where(subnormal, 24, 0) - EMAX
-    if RULE == CEIL or RULE == RCEIL:
-        THRESHOLD: tl.constexpr = 1.0 if RULE == CEIL else MAX / 2.0**EMAX
-        mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-        exponent += (mantissa > THRESHOLD).to(tl.int32)
-    return tl.minimum(tl.maximum(exponent, -127), 127)
+def block_scale(absmax, RULE: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, MAX: tl.constexpr):
+    """(a block's E8M0 scale, its inverse), see reference.block_scale_exponent. A block that is not finite has NaN."""
+    ROUND_UP: tl.constexpr = (
+        1 << (22 - MANTISSA)
+        if RULE == EVEN
+        else 0x7FFFFF
+        if RULE == CEIL
+        else 0x7FFFFF - int((MAX / 2.0**EMAX - 1) * 2**23)
+        if RULE == RCEIL
+        else 0
+    )
+    bits = absmax.to(tl.int32, bitcast=True)
+    if EMAX == 0 and RULE != FLOOR:
+        # Only here may the scale of a subnormal absmax be more than 2^-127.
+        lifted = (absmax * 16777216.0).to(tl.int32, bitcast=True) - (24 << 23)
+        bits = tl.where(absmax < 1.1754943508222875e-38, lifted, bits)
+    # Bits of floats, added as integers: a carry out of the mantissa raises the exponent.
+    power = ((bits + ROUND_UP) & -8388608) - (EMAX << 23)
+    if EMAX == 0:
+        power = tl.minimum(power, 254 << 23)
+    scale = tl.maximum(power, 1 << 22)  # 2^-127 is subnormal
+    inverse = tl.maximum((254 << 23) - tl.maximum(power, 0), 1 << 22)
+    scale = tl.where(absmax <= FLOAT32_MAX, scale.to(tl.float32, bitcast=True), float("nan"))
+    return scale, inverse.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -172,7 +234,31 @@ def factor(ptr, block, blocks, KIND: tl.constexpr, ADJACENT: tl.constexpr):
 
 
 @triton.jit
-def read_back(values, block, blocks, scale_ptr, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
+def quotient(values, divisor):
+    """values / divisor, to the bit, of finite values with at most 4 significant bits, 0 or from 2^-30 to 2^60, and
+    divisors from 2^-126 to 2^64, by one reciprocal in two parts. It is also right for any normal values, results and
+    remainders over the divisors 1536 and 2688. Tests try every divisor."""
+    one = tl.full(divisor.shape, 1.0, tl.float32)
+    high = tl.div_rn(one, divisor)
+    above = tl.fma(-divisor, high, one) < 0
+    high = (high.to(tl.int32, bitcast=True) - above.to(tl.int32)).to(tl.float32, bitcast=True)
+    low = tl.div_rn(tl.fma(-divisor, high, one), divisor)  # not negative: a zero keeps its sign
+    low = tl.broadcast_to(low, values.shape)
+    return tl.fma(values, tl.broadcast_to(high, values.shape), values * low)
+
+
+@triton.jit
+def read_back(
+    values,
+    block,
+    blocks,
+    scale_ptr,
+    outer_ptr,
+    divisor_ptr,
+    FACTORS: tl.constexpr,
+    ADJACENT: tl.constexpr,
+    PRECISE: tl.constexpr,  # values have at most 4 significant bits and are finite or NaN
+):
     """What values on the element's grid stand for by given factors."""
     if FACTORS[1]:
         values = values * factor(scale_ptr, block, blocks, FACTORS[1], ADJACENT)
@@ -180,7 +266,17 @@ def read_back(values, block, blocks, scale_ptr, outer_ptr, divisor_ptr, FACTORS:
         values = values * factor(outer_ptr, block, blocks, FACTORS[2], ADJACENT)
     if FACTORS[3]:
         divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
-        values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+        ELEMENTS: tl.constexpr = PRECISE and not FACTORS[1] and not FACTORS[2]
+        if ELEMENTS:
+            unusual = (divisor < 2.0**-126) | (divisor > 2.0**64)
+            if FACTORS[3] == EACH:
+                unusual = tl.max(tl.ravel(unusual.to(tl.int32)), axis=0) > 0
+            if unusual:
+                values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+            else:
+                values = quotient(values, divisor)
+        else:
+            values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     return values
 
 
@@ -190,7 +286,7 @@ def hif4_scale(most, TIERS: tl.constexpr):
     wanted = most.to(tl.float32, bitcast=True) * 0.142578125
     wanted = tl.where(wanted < 49152.0, wanted, 49152.0)
     wanted = tl.where(wanted > 3.552713678800501e-15, wanted, 3.552713678800501e-15)
-    scale = round_to_element(to_bfloat16(wanted), 0.0, TIERS, 15, 49152.0, 49152.0, NEAREST, False, True)
+    scale = round_to_element(to_bfloat16(wanted), 0.0, TIERS, 0, 15, 49152.0, 49152.0, NEAREST, False)
     inverse = to_bfloat16(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     return tl.where(most < 0x7F800000, scale, float("nan")), inverse
 
@@ -216,6 +312,7 @@ def quantize_dequantize_kernel(
     ADJACENT: tl.constexpr,  # inner == 1
     WHOLE: tl.constexpr,  # see `_tiling`
     TIERS: tl.constexpr,
+    TAPER: tl.constexpr,
     SCALE_TIERS: tl.constexpr,  # of the block scale's element, for NVFP4 and HIF4
     EMAX: tl.constexpr,
     MANTISSA: tl.constexpr,
@@ -264,8 +361,10 @@ def quantize_dequantize_kernel(
         u = 0.0
     if RULE == GIVEN:
         encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], ADJACENT) if FACTORS[0] else x
-        values = round_to_element(encoded, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
-        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT)
+        values = round_to_element(encoded, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+        y = read_back(
+            values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, MANTISSA <= 3 and LIMIT == MAX
+        )
     else:
         # NaN must win: the largest bit pattern of |x| is a NaN's if there is one, then infinity's.
         magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -297,7 +396,7 @@ def quantize_dequantize_kernel(
                 finer = tl.reshape(finer, (64, GROUPS))
             coarser = tl.where(finer == 1.0, 1.0, tl.where(finer == 2.0, 0.5, 0.25))
             encoded = x * (inverse * coarser)
-            values = round_to_element(encoded, u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, False)
+            values = round_to_element(encoded, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
             y = values * finer * scale
         elif RULE == NVFP4:
             absmax = tl.load(absmax_ptr)
@@ -306,19 +405,15 @@ def quantize_dequantize_kernel(
             encode = tl.where(absmax == 0.0, 1.0, tl.div_rn(limit, absmax))
             encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
             wanted = block_absmax * (encode * INVERSE)
-            scale = round_to_element(wanted, 0.0, SCALE_TIERS, 8, 448.0, 448.0, NEAREST, True, False)
+            scale = round_to_element(wanted, 0.0, SCALE_TIERS, 0, 8, 448.0, 448.0, NEAREST, True)
             decode = scale * tl.div_rn(one, encode)
             inverse = tl.div_rn(one, decode)
             inverse = tl.where(inverse > FLOAT32_MAX, FLOAT32_MAX, inverse)
-            clamped = tl.minimum(x * inverse, MAX, propagate_nan=tl.PropagateNan.ALL)
-            clamped = tl.maximum(clamped, -MAX, propagate_nan=tl.PropagateNan.ALL)
-            values = round_to_element(clamped, u, TIERS, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO, True)
+            values = round_to_element(x * inverse, u, TIERS, TAPER, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO)
             y = values * scale * tl.div_rn(absmax, limit)
         else:
-            exponent = block_scale_exponent(block_absmax, RULE, EMAX, MANTISSA, MAX)
-            finite = block_absmax <= FLOAT32_MAX
-            scale = tl.where(finite, pow2(exponent), float("nan"))
-            values = round_to_element(x * pow2(-exponent), u, TIERS, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, True)
+            scale, inverse = block_scale(block_absmax, RULE, EMAX, MANTISSA, MAX)
+            values = round_to_element(x * inverse, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
             y = values * scale
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
@@ -356,6 +451,7 @@ def run_errors_kernel(
     length,  # of a whole block
     GROUPS: tl.constexpr,
     TIERS: tl.constexpr,
+    TAPER: tl.constexpr,
     EMAX: tl.constexpr,
     MAX: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
@@ -368,8 +464,8 @@ def run_errors_kernel(
     for i in range(length):
         x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float32)[None, :]
         encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
-        values = round_to_element(encoded, 0.0, TIERS, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO, False)
-        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False)
+        values = round_to_element(encoded, 0.0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
+        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, False)
         error = tl.abs(y - x)
         total += error * error if SQUARE else error
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
@@ -391,11 +487,26 @@ def run_moments_kernel(
     tl.store(squares_ptr + block, squares, mask=block < blocks)
 
 
+@lru_cache
+def _taper(tiers: tuple[Tier, ...]) -> int:
+    """P if an element has P - max(2, length of |e|) mantissa bits at each exponent e, as HiFloat8 has; else 0."""
+    most = max(bits for _, bits in tiers) + 2
+    ends = [*(lowest for lowest, _ in tiers[1:]), tiers[-1][0] + 1]
+    found = [
+        bits == most - max(2, abs(exponent).bit_length())
+        for (lowest, bits), end in zip(tiers, ends, strict=True)
+        for exponent in range(lowest, end)
+    ]
+    return most if len(tiers) > 1 and all(found) else 0
+
+
 def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
     """Blocks to a program, and whether tiles are whole: no block is short, no tile is part empty or spans two rows of
     blocks. Whole tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
     block_pow2 = triton.next_power_of_2(block_size)
-    groups = max(1, min(TILE // block_pow2, triton.next_power_of_2(blocks)))
+    # Along another axis a program is one warp, whose lanes find the largest magnitudes without shared memory.
+    tile = TILE if inner == 1 or INTERPRETED else 32 * PER_THREAD
+    groups = max(1, min(tile // block_pow2, triton.next_power_of_2(blocks)))
     fit = math.gcd(groups, blocks if inner == 1 else inner)
     # A smaller tile that fits is worth it unless it is tiny, or interpreted, where each program costs milliseconds.
     enough = groups if INTERPRETED else max(1, min(groups, 1024 // block_pow2))
@@ -464,6 +575,7 @@ def _launch(
             ADJACENT=grid.inner == 1,
             WHOLE=whole,
             TIERS=element.tiers,
+            TAPER=_taper(element.tiers),
             SCALE_TIERS=scale_element.tiers,
             EMAX=element.emax,
             MANTISSA=element.mantissa_bits,
@@ -475,6 +587,7 @@ def _launch(
             SIGNED_ZERO=element.signed_zero,
             WRITE_SCALES=scales is not None,
             FACTORS=_kinds(factors),
+            num_warps=max(1, min(4, groups * triton.next_power_of_2(grid.block) // (32 * PER_THREAD))),
             enable_fp_fusion=False,
         )
     return y
@@ -491,9 +604,11 @@ def _runs_to_a_program(grid: Grid) -> int:
 
 @dataclass(frozen=True)
 class TritonRuns(Runs):
-    """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks."""
+    """Runs of more values than SPLIT are cut where possible: a program's tile holds whole blocks, and neighbours of
+    those if they do not lie along the last axis."""
 
     SPLIT = 1024
+    SPLIT_INNER = 32
 
     def largest(self) -> Tensor:
         grid, together = self._pieces()
@@ -529,6 +644,7 @@ class TritonRuns(Runs):
                 grid.block,
                 GROUPS=groups,
                 TIERS=element.tiers,
+                TAPER=_taper(element.tiers),
                 EMAX=element.emax,
                 MAX=element.max,
                 SIGNED_ZERO=element.signed_zero,
@@ -562,8 +678,9 @@ class TritonRuns(Runs):
         """The grid, and how many of its blocks make a run."""
         axis = self.x.shape[self.dim]
         run = self.spec.run(axis)
-        if run is not None and run > self.SPLIT and (run >= axis or run % self.SPLIT == 0):
-            return Grid.of(self.x, self.dim, self.SPLIT), -(-min(run, axis) // self.SPLIT)
+        split = self.SPLIT if self.dim == self.x.dim() - 1 else self.SPLIT_INNER
+        if run is not None and run > split and (run >= axis or run % split == 0):
+            return Grid.of(self.x, self.dim, split), -(-min(run, axis) // split)
         return Grid.of(self.x, self.dim, run), 1
 
 

@@ -49,7 +49,8 @@ def quantizer(name, adjacent, rounding):
     types = dict(x_ptr="*bf16", y_ptr="*bf16", blocks="i32", axis="i32", inner="i32", blocks_per_row="i32", seed="i32")
     types |= dict.fromkeys(pointers, "*fp32")
     constants = dict(BLOCK=block, BLOCK_POW2=block, GROUPS=4096 // block, ADJACENT=adjacent, WHOLE=True,
-                     TIERS=element.tiers, EMAX=element.emax, MANTISSA=element.mantissa_bits,
+                     TIERS=element.tiers, TAPER=kernels._taper(element.tiers),
+                     EMAX=element.emax, MANTISSA=element.mantissa_bits,
                      SCALE_TIERS=(E6M2 if name == "hif4" else E4M3).tiers,
                      MAX=element.max, LIMIT=element.max if decided.overflow == "saturate" else float("inf"),
                      INVERSE=1 / element.max, FACTORS=(1, 0, 0, 1) if name.startswith("fp8") else (0, 0, 0, 0),
