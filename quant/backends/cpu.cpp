@@ -89,7 +89,9 @@ inline uint32_t mix(uint32_t h) {  // lowbias32
 // Uniform in [0, 1), of an element's flat index; 0 where rounding needs none. See rounding.noise.
 inline float noise(int64_t index, uint32_t key) {
     if (ROUNDING != STOCHASTIC) return 0.0f;
-    return static_cast<float>(static_cast<int32_t>(mix(static_cast<uint32_t>(index) ^ key) >> 8)) * 0x1p-24f;
+    uint32_t h = (static_cast<uint32_t>(index) + key) * 0xDCF94B3Bu;
+    h = (h ^ (h >> 13)) * 0x8A9D33D9u;
+    return static_cast<float>(static_cast<int32_t>((h >> 16) ^ 0x8000u)) * 0x1p-16f;
 }
 
 // x on the element's grid. (v + c) - c with c = 1.5 * 2^23 ulp rounds v to a multiple of ulp, ties to even.
@@ -114,7 +116,8 @@ inline float round_to_element(float x, const Format& f, float top, float u = 0.0
     if (Rounding == HALF_AWAY) y = v - y == 0.5f * ulp ? y + ulp : y;
     if (Rounding == STOCHASTIC) {
         y = y > v ? y - ulp : y;
-        y = v - y > u * ulp ? y + ulp : y;
+        float fraction = (v - y + ulp * 0x1.8p7f) - ulp * 0x1.8p7f;  // rounded to 16 bits
+        y = fraction > u * ulp ? y + ulp : y;
     }
     if (Wide) y *= back;
     y = y > f.max ? f.limit : y;

@@ -9,7 +9,8 @@ A tensor is [outer, axis, inner], row-major; a *block* is `block_size` neighbour
 (adjacent blocks are), so that memory is read in order both ways.
 
 Rounding uses the float adder: (v + c) - c with c = 1.5 · 2^(23 + s) rounds v to a multiple of 2^s, ties to even.
-Ties away from zero and stochastic rounding correct that result by one step where the exact difference asks for it.
+Stochastic rounding uses a c that leaves 16 bits of the fraction, and the integer adder on these. What the kernels issue
+for each value is counted by tests/bench/bench_sass.py.
 
 On a machine without CUDA, Triton's interpreter runs the same source (large tiles: its cost is per operation, not per
 value). Whether the kernels are compiled or interpreted is decided once, when this module is imported.
@@ -81,31 +82,72 @@ def mix(h):
 
 
 @triton.jit
-def to_grid(v, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr):
-    """v, at most 2^(EMAX + 1) in magnitude or NaN, rounded to a multiple of its binade's ulp, ties to even."""
+def noise(start, within, seed):
+    """16 random bits of the elements with the indices start + within, int32 from -2^15. See rounding.noise.
+
+    The terms are multiplied one by one, so that a thread multiplies once for all of its values."""
+    h = (start.to(tl.uint32) + mix(seed.to(tl.uint32))) * 0xDCF94B3B + within.to(tl.uint32) * 0xDCF94B3B
+    h = (h ^ (h >> 13)) * 0x8A9D33D9
+    return h.to(tl.int32, bitcast=True) >> 16
+
+
+@triton.jit
+def down(t, k):
+    """t without its last 16 bits, after 2^15 + k + 1 units of its last bit are subtracted. NaN stays NaN."""
+    return ((t.to(tl.int32, bitcast=True) - 32769 - k) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, STOCHASTICALLY: tl.constexpr):
+    """v, at most 2^(EMAX + 1) in magnitude or NaN, rounded to a multiple of its binade's ulp: ties to even, or up if
+    its fraction, rounded to 16 bits, is more than 2^15 + k; then v must not be negative."""
     LOWEST: tl.constexpr = TIERS[0][0]
-    MAGIC: tl.constexpr = 1.5 * 2.0 ** (23 - TIERS[0][1])
+    # Ulps. Adding so many leaves no bit of the fraction, or 16 bits. In the second case one ulp more is added, which
+    # `down` takes away again unless the fraction is more than 2^15 + k.
+    ADDED: tl.constexpr = 129.0 if STOCHASTICALLY else 1.5 * 2.0**23
+    TAKEN: tl.constexpr = 128.0 if STOCHASTICALLY else 1.5 * 2.0**23
     # 2^exponent is v without sign and mantissa; 0 for float32 subnormals, which lie below every lowest exponent.
     binade = v.to(tl.int32, bitcast=True) & 0x7F800000
+    STEP: tl.constexpr = 2.0 ** -TIERS[0][1]
     if TAPER:
         # The length of an integer is the exponent of its float. Exponent bits are added to multiply by 2^exponent.
         exponent = tl.maximum(binade - 0x3F800000, LOWEST * 2**23)  # times 2^23
         length = tl.maximum(tl.abs(exponent.to(tl.float32)), 2.0**24).to(tl.int32, bitcast=True)
+        if STOCHASTICALLY:
+            taken = (length & 0x7F800000) + (exponent - (TAPER + 15) * 2**23)
+            t = down(v + (taken | 0x10000).to(tl.float32, bitcast=True), k)
+            return t - taken.to(tl.float32, bitcast=True)
         c = ((length & 0x7F800000) | 0x400000) + (exponent - (TAPER - 1) * 2**23)
         c = c.to(tl.float32, bitcast=True)
         return (v + c) - c
     elif len(TIERS) == 1 and LOWEST >= EMAX:
-        return (v + MAGIC * 2.0**LOWEST) - MAGIC * 2.0**LOWEST
+        t = v + ADDED * STEP * 2.0**LOWEST
+        t = down(t, k) if STOCHASTICALLY else t
+        return t - TAKEN * STEP * 2.0**LOWEST
     elif len(TIERS) == 1:
         binade = tl.maximum(binade.to(tl.float32, bitcast=True), 2.0**LOWEST)
-        return tl.fma(binade, -MAGIC, tl.fma(binade, MAGIC, v))  # the products are exact
+        t = tl.fma(binade, ADDED * STEP, v)  # the product is exact
+        t = down(t, k) if STOCHASTICALLY else t
+        return tl.fma(binade, -TAKEN * STEP, t)
     else:
         binade = tl.maximum(binade.to(tl.float32, bitcast=True), 2.0**LOWEST)
-        magic = MAGIC
+        step = STEP
         for i in tl.static_range(1, len(TIERS)):
-            magic = tl.where(binade >= 2.0 ** TIERS[i][0], 1.5 * 2.0 ** (23 - TIERS[i][1]), magic)
-        c = binade * magic
-        return (v + c) - c
+            step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
+        t = v + binade * (step * ADDED)
+        t = down(t, k) if STOCHASTICALLY else t
+        return t - binade * (step * TAKEN)
+
+
+@triton.jit
+def to_fine_grid(v, k, LOWEST: tl.constexpr, BITS: tl.constexpr, EMAX: tl.constexpr):
+    """As `to_grid`, stochastically, for elements with one tier of so many mantissa bits that 16 more have no place."""
+    binade = tl.maximum((v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**LOWEST)
+    ulp = binade * 2.0**-BITS
+    y = (v + ulp * (1.5 * 2.0**23)) - ulp * (1.5 * 2.0**23)
+    y = tl.where(y > v, y - ulp, y)
+    fraction = ((v - y) + ulp * 192.0) - ulp * 192.0
+    return tl.where(fraction > (k + 32768).to(tl.float32) * (ulp * 2.0**-16), y + ulp, y)
 
 
 @triton.jit
@@ -117,7 +159,7 @@ def with_sign(magnitude, bits):
 @triton.jit
 def round_to_element(
     x,
-    u,
+    k,  # 16 random bits, int32 from -2^15
     TIERS: tl.constexpr,
     TAPER: tl.constexpr,  # see `_taper`
     EMAX: tl.constexpr,
@@ -128,19 +170,24 @@ def round_to_element(
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
-    WIDE: tl.constexpr = EMAX > 64
-    if WIDE and ROUNDING != STOCHASTIC:
+    BITS: tl.constexpr = TIERS[0][1]
+    if EMAX > 64:
         # bfloat16 has the upper bits of float32. A carry leads to the next binade, and at last to Inf.
-        DROPPED: tl.constexpr = 23 - TIERS[0][1]
+        DROPPED: tl.constexpr = 23 - BITS
         half = 1 << (DROPPED - 1)
-        added = half if ROUNDING == HALF_AWAY else ((bits >> DROPPED) & 1) + (half - 1)
+        if ROUNDING == STOCHASTIC:
+            added = (1 << (DROPPED - 1)) - 1 - (k >> (16 - DROPPED))
+        elif ROUNDING == HALF_AWAY:
+            added = half
+        else:
+            added = ((bits >> DROPPED) & 1) + (half - 1)
         y = tl.where(x == x, ((bits + added) & -(1 << DROPPED)).to(tl.float32, bitcast=True), x)
         if LIMIT == MAX:
             y = tl.clamp(y, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
-    elif ROUNDING != STOCHASTIC:
+    else:
         # Rounding is monotonic, so values beyond MAX may be replaced by MAX first. Without a negative zero, values keep
         # their sign in the adder.
-        SIGNED: tl.constexpr = not SIGNED_ZERO and LIMIT == MAX
+        SIGNED: tl.constexpr = not SIGNED_ZERO and LIMIT == MAX and ROUNDING != STOCHASTIC
         if SIGNED:
             v = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         else:
@@ -148,44 +195,16 @@ def round_to_element(
         if ROUNDING == HALF_AWAY:
             # Setting float32's last bit moves a tie above the middle, and no other value to it or across it.
             v = (v.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
-        y = to_grid(v, TIERS, TAPER, EMAX)
+        if ROUNDING == STOCHASTIC and BITS > 6:
+            y = to_fine_grid(v, k, TIERS[0][0], BITS, EMAX)
+        else:
+            y = to_grid(v, k, TIERS, TAPER, EMAX, ROUNDING == STOCHASTIC)
         if LIMIT != MAX:
             y = tl.where(y > MAX, LIMIT, y)
         if not SIGNED:
             y = with_sign(y, bits)
             if not SIGNED_ZERO:
                 y += 0.0
-    else:
-        v = tl.abs(x)
-        # 2^exponent is x without its mantissa; 0 for float32 subnormals, which lie below every lowest exponent.
-        # It is held within the element's own range, one binade more to see overflow.
-        binade = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        if WIDE:
-            # bfloat16's range is float32's: move large values down and small ones up, or the constant would leave it.
-            shift = tl.where(v < 1.0, 2.0**32, 2.0**-32)
-            binade = tl.minimum(tl.maximum(binade, 2.0 ** TIERS[0][0]), 2.0**EMAX) * shift
-            v = v * shift
-        else:
-            binade = tl.maximum(binade, 2.0 ** TIERS[0][0])
-            binade = tl.minimum(binade, 2.0 * 2.0**EMAX)
-        step = 2.0 ** -TIERS[0][1]
-        for i in tl.static_range(1, len(TIERS)):
-            step = tl.where(binade >= 2.0 ** TIERS[i][0], 2.0 ** -TIERS[i][1], step)
-        c = binade * (step * (1.5 * 2.0**23))
-        y = (v + c) - c
-        ulp = binade * step
-        gap = v - y  # exact
-        floor = tl.where(gap < 0, y - ulp, y)
-        y = tl.where(v - floor > u * ulp, floor + ulp, floor)
-        if WIDE:
-            y = y * tl.where(shift < 1.0, 2.0**32, 2.0**-32)
-        if LIMIT == MAX:
-            y = tl.minimum(y, MAX, propagate_nan=tl.PropagateNan.ALL)
-        else:
-            y = tl.where(y > MAX, LIMIT, y)
-        y = (y.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
-        if not SIGNED_ZERO:
-            y += 0.0
     return y
 
 
@@ -235,9 +254,9 @@ def factor(ptr, block, blocks, KIND: tl.constexpr, ADJACENT: tl.constexpr):
 
 @triton.jit
 def quotient(values, divisor):
-    """values / divisor, to the bit, of finite values with at most 4 significant bits, 0 or from 2^-30 to 2^60, and
-    divisors from 2^-126 to 2^64, by one reciprocal in two parts. It is also right for any normal values, results and
-    remainders over the divisors 1536 and 2688. Tests try every divisor."""
+    """values / divisor, to the bit, by a reciprocal in two parts: for finite values with at most 4 significant bits, 0
+    or from 2^-30 to 2^60 in magnitude, and divisors from 2^-126 to 2^64; for the divisors 1536 and 2688, any values
+    that are 0 or from 2^-90 to 2^90. The tests try every significand."""
     one = tl.full(divisor.shape, 1.0, tl.float32)
     high = tl.div_rn(one, divisor)
     above = tl.fma(-divisor, high, one) < 0
@@ -257,7 +276,7 @@ def read_back(
     divisor_ptr,
     FACTORS: tl.constexpr,
     ADJACENT: tl.constexpr,
-    PRECISE: tl.constexpr,  # values have at most 4 significant bits and are finite or NaN
+    PRECISE: tl.constexpr,  # values have at most 4 significant bits and are finite or NaN; False in loops
 ):
     """What values on the element's grid stand for by given factors."""
     if FACTORS[1]:
@@ -266,17 +285,17 @@ def read_back(
         values = values * factor(outer_ptr, block, blocks, FACTORS[2], ADJACENT)
     if FACTORS[3]:
         divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
-        ELEMENTS: tl.constexpr = PRECISE and not FACTORS[1] and not FACTORS[2]
-        if ELEMENTS:
-            unusual = (divisor < 2.0**-126) | (divisor > 2.0**64)
-            if FACTORS[3] == EACH:
-                unusual = tl.max(tl.ravel(unusual.to(tl.int32)), axis=0) > 0
-            if unusual:
-                values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
-            else:
-                values = quotient(values, divisor)
+        whole = tl.broadcast_to(divisor, values.shape)
+        if PRECISE and not FACTORS[1] and not FACTORS[2]:
+            usual = ((divisor >= 2.0**-126) & (divisor <= 2.0**64)).to(tl.int32)
+            usual = tl.min(tl.ravel(usual), axis=0) if FACTORS[3] == EACH else usual
+            values = quotient(values, divisor) if usual else tl.div_rn(values, whole)
+        elif PRECISE and FACTORS[2] == ALL and FACTORS[3] == ALL:
+            outer = tl.load(outer_ptr)
+            usual = ((divisor == 1536.0) | (divisor == 2688.0)) & (outer > 2.0**-60) & (outer < 2.0**60)
+            values = quotient(values, divisor) if usual else tl.div_rn(values, whole)
         else:
-            values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
+            values = tl.div_rn(values, whole)
     return values
 
 
@@ -286,7 +305,7 @@ def hif4_scale(most, TIERS: tl.constexpr):
     wanted = most.to(tl.float32, bitcast=True) * 0.142578125
     wanted = tl.where(wanted < 49152.0, wanted, 49152.0)
     wanted = tl.where(wanted > 3.552713678800501e-15, wanted, 3.552713678800501e-15)
-    scale = round_to_element(to_bfloat16(wanted), 0.0, TIERS, 0, 15, 49152.0, 49152.0, NEAREST, False)
+    scale = round_to_element(to_bfloat16(wanted), 0, TIERS, 0, 15, 49152.0, 49152.0, NEAREST, False)
     inverse = to_bfloat16(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     return tl.where(most < 0x7F800000, scale, float("nan")), inverse
 
@@ -339,7 +358,6 @@ def quantize_dequantize_kernel(
             strips = inner // GROUPS
             start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
             within = lane[:, None] * inner + group[None, :]  # [BLOCK, GROUPS]
-        offsets = start + within
         x = tl.load(x_ptr + start + within).to(tl.float32)
     else:
         column = block % inner
@@ -348,20 +366,19 @@ def quantize_dequantize_kernel(
         base = (row_block // blocks_per_row) * axis * inner + first * inner + column
         length = tl.where(block < blocks, tl.minimum(axis - first, BLOCK), 0)
         if ADJACENT:
-            offsets = base[:, None] + lane[None, :]  # [GROUPS, BLOCK]
+            start, within = base[:, None], lane[None, :]  # [GROUPS, BLOCK]
             inside = lane[None, :] < length[:, None]
         else:
-            offsets = base[None, :] + lane[:, None].to(tl.int64) * inner  # [BLOCK, GROUPS]
+            start, within = base[None, :], lane[:, None].to(tl.int64) * inner  # [BLOCK, GROUPS]
             inside = lane[:, None] < length[None, :]
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + within, mask=inside, other=0.0).to(tl.float32)
     if ROUNDING == STOCHASTIC:
-        hashed = mix(offsets.to(tl.uint32) ^ mix(seed.to(tl.uint32)))
-        u = (hashed >> 8).to(tl.float32) * 5.9604644775390625e-08
+        k = noise(start, within, seed)
     else:
-        u = 0.0
+        k = 0
     if RULE == GIVEN:
         encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], ADJACENT) if FACTORS[0] else x
-        values = round_to_element(encoded, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+        values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
         y = read_back(
             values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, MANTISSA <= 3 and LIMIT == MAX
         )
@@ -396,7 +413,7 @@ def quantize_dequantize_kernel(
                 finer = tl.reshape(finer, (64, GROUPS))
             coarser = tl.where(finer == 1.0, 1.0, tl.where(finer == 2.0, 0.5, 0.25))
             encoded = x * (inverse * coarser)
-            values = round_to_element(encoded, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+            values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
             y = values * finer * scale
         elif RULE == NVFP4:
             absmax = tl.load(absmax_ptr)
@@ -405,15 +422,15 @@ def quantize_dequantize_kernel(
             encode = tl.where(absmax == 0.0, 1.0, tl.div_rn(limit, absmax))
             encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
             wanted = block_absmax * (encode * INVERSE)
-            scale = round_to_element(wanted, 0.0, SCALE_TIERS, 0, 8, 448.0, 448.0, NEAREST, True)
+            scale = round_to_element(wanted, 0, SCALE_TIERS, 0, 8, 448.0, 448.0, NEAREST, True)
             decode = scale * tl.div_rn(one, encode)
             inverse = tl.div_rn(one, decode)
             inverse = tl.where(inverse > FLOAT32_MAX, FLOAT32_MAX, inverse)
-            values = round_to_element(x * inverse, u, TIERS, TAPER, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO)
+            values = round_to_element(x * inverse, k, TIERS, TAPER, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO)
             y = values * scale * tl.div_rn(absmax, limit)
         else:
             scale, inverse = block_scale(block_absmax, RULE, EMAX, MANTISSA, MAX)
-            values = round_to_element(x * inverse, u, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+            values = round_to_element(x * inverse, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
             y = values * scale
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
@@ -423,16 +440,16 @@ def quantize_dequantize_kernel(
     elif WHOLE:
         tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty))
     else:
-        tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + start + within, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr):
     """The blocks of this program, where they begin, and how many values each has."""
-    block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    block = tl.program_id(0).to(blocks.dtype) * GROUPS + tl.arange(0, GROUPS)  # 64 bits if 32 are too few
     row_block = block // inner
     first = (row_block % blocks_per_row) * length
-    base = (row_block // blocks_per_row) * axis * inner + first * inner + block % inner
+    base = ((row_block // blocks_per_row).to(tl.int64) * axis + first) * inner + block % inner
     return block, base, tl.where(block < blocks, tl.minimum(axis - first, length), 0)
 
 
@@ -464,7 +481,7 @@ def run_errors_kernel(
     for i in range(length):
         x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float32)[None, :]
         encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
-        values = round_to_element(encoded, 0.0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
+        values = round_to_element(encoded, 0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
         y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, False)
         error = tl.abs(y - x)
         total += error * error if SQUARE else error

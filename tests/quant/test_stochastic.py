@@ -84,3 +84,12 @@ def test_noise_is_uniform_and_a_function_of_the_index():
     assert torch.equal(u[:1000], noise(1000, 5, torch.device("cpu")))
     near = torch.corrcoef(torch.stack([u[1:], u[:-1]]))[0, 1]
     assert abs(float(near)) < 5 / 2**8
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 8, 16, 32, 64, 128, 1000, 1024, 3072, 4096, 8192, 14336, 65536])
+def test_noise_of_neighbours_is_independent(distance):
+    """Neighbours in a block, a row or a tile: all pairs of 16 × 16 cells are equally frequent."""
+    cells = (noise((1 << 18) + distance, 5, torch.device("cpu")) * 16).long()
+    counts = torch.bincount(cells[:-distance] * 16 + cells[distance:], minlength=256).double()
+    chi_square = float(((counts - 1024) ** 2 / 1024).sum())
+    assert 150 < chi_square < 380  # 255 degrees of freedom: mean 255, deviation 22.6
