@@ -358,6 +358,8 @@ def quantize_dequantize_kernel(
             strips = inner // GROUPS
             start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
             within = lane[:, None] * inner + group[None, :]  # [BLOCK, GROUPS]
+            if RULE == HIF4 and GROUPS >= 64:  # so narrow that a thread has whole blocks, with all of their fours
+                within = tl.max_contiguous(within, [1, 2])
         x = tl.load(x_ptr + start + within).to(tl.float32)
     else:
         column = block % inner
@@ -517,12 +519,12 @@ def _taper(tiers: tuple[Tier, ...]) -> int:
     return most if len(tiers) > 1 and all(found) else 0
 
 
-def _tiling(block_size: int, axis: int, inner: int, blocks: int) -> tuple[int, bool]:
+def _tiling(block_size: int, axis: int, inner: int, blocks: int, per_thread: int = PER_THREAD) -> tuple[int, bool]:
     """Blocks to a program, and whether tiles are whole: no block is short, no tile is part empty or spans two rows of
     blocks. Whole tiles need no mask and no division per block, which would otherwise cost more than the rounding."""
     block_pow2 = triton.next_power_of_2(block_size)
     # Along another axis a program is one warp, whose lanes find the largest magnitudes without shared memory.
-    tile = TILE if inner == 1 or INTERPRETED else 32 * PER_THREAD
+    tile = TILE if inner == 1 or INTERPRETED else 32 * per_thread
     groups = max(1, min(tile // block_pow2, triton.next_power_of_2(blocks)))
     fit = math.gcd(groups, blocks if inner == 1 else inner)
     # A smaller tile that fits is worth it unless it is tiny, or interpreted, where each program costs milliseconds.
@@ -575,7 +577,8 @@ def _launch(
     bfloat16's subnormals to zero."""
     global launches
     launches += 1
-    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks)
+    per_thread = 2 * PER_THREAD if rule == HIF4.value and grid.inner > 1 else PER_THREAD
+    groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, per_thread)
     y = x if rule == LARGEST.value else torch.empty_like(x)
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
         quantize_dequantize_kernel[(triton.cdiv(grid.blocks, groups),)](
@@ -604,7 +607,7 @@ def _launch(
             SIGNED_ZERO=element.signed_zero,
             WRITE_SCALES=scales is not None,
             FACTORS=_kinds(factors),
-            num_warps=max(1, min(4, groups * triton.next_power_of_2(grid.block) // (32 * PER_THREAD))),
+            num_warps=max(1, min(4, groups * triton.next_power_of_2(grid.block) // (32 * per_thread))),
             enable_fp_fusion=False,
         )
     return y
