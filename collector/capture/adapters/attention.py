@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -61,13 +62,28 @@ class ModuleMode(Interception):
 
 
 class CoreMode(ModuleMode):
-    """One pass through an attention core."""
+    """One pass through an attention core. It notes what dropout was applied to: probabilities are recorded before."""
 
     def __init__(
         self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
     ) -> None:
         super().__init__(name, module)
         self.quantization, self.qk, self.pv = quantization, qk, pv
+        self.dropped: tuple[Tensor, Tensor] | None = None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().call(func, args, kwargs)
+        before = args[0] if args else kwargs.get("input")
+        if func is F.dropout and isinstance(before, Tensor) and result.data_ptr() != before.data_ptr():
+            self.dropped = result, before
+        return result
+
+    def before_dropout(self, probs: Tensor) -> Tensor:
+        """What dropout made these probabilities (or what they are a view of) from; themselves, if it did not."""
+        result, before = self.dropped or (None, probs)
+        if result is None or (result.data_ptr(), result.numel()) != (probs.data_ptr(), probs.numel()):
+            return probs
+        return before.reshape(probs.shape)
 
 
 def run_under(forward: Callable[..., Any], start: Callable[[], ModuleMode | None]) -> Callable[..., Any]:
@@ -124,6 +140,21 @@ def product(
         return observed_product(original, a, b, tap, -1 if transpose_b else -2)
 
 
+def context(
+    original: Product, probs: Tensor, before: Tensor, value: Tensor, how: Quantization, tap: Tap | None
+) -> Tensor:
+    """probs [..., s, t] · value [..., t, v]. before: the probabilities before dropout, which are what is recorded."""
+    if tap is None or before is probs:
+        return product(original, probs, value, how, tap, transpose_b=False)
+    y = product(original, probs, value, how, lambda seen: None if seen.name == "a" else tap(seen), transpose_b=False)
+    with computing:
+        if how.formats == UNQUANTIZED:
+            tap(Observed("a", before.detach()))
+        else:
+            replace(how.rounding(), again=True).operand(before.to(product_dtype(before)), "forward_a", -1, tap, "a")
+    return y
+
+
 def show_scores(tap: Tap | None, scores: Tensor) -> None:
     """Show the scaled scores; a copy, as models mask them in place."""
     if tap:
@@ -160,7 +191,8 @@ def attend(
     """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
 
     Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed again for the
-    taps, before dropout. Quantized, the softmax is in float32 and the probabilities in the query's dtype.
+    taps. Probabilities are shown before dropout, whose mask is the same either way on a CPU. Quantized, the softmax is
+    in float32 and the probabilities in the query's dtype.
     """
     options: dict[str, Any] = {
         "attn_mask": attn_mask,
@@ -184,10 +216,10 @@ def attend(
         return output
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
     _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
-    probs = F.dropout(probs, dropout_p) if dropout_p else probs
-    stacked, by_head = _stacked(probs, value, enable_gqa)
-    tap = reshaped(pv, by_head, STACKED)
-    output = product(torch.matmul, stacked, value, quantization.pv, tap, transpose_b=False)
+    dropped = F.dropout(probs, dropout_p) if dropout_p else probs
+    stacked, by_head = _stacked(dropped, value, enable_gqa)
+    before = _stacked(probs, value, enable_gqa)[0] if dropout_p else stacked
+    output = context(torch.matmul, stacked, before, value, quantization.pv, reshaped(pv, by_head, STACKED))
     return output.reshape(*probs.shape[:-1], value.shape[-1])
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import SdpaMode, product, show_scores
+from binade.collector.capture.adapters.attention import SdpaMode, context, product, show_scores
 from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
 from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer, site
@@ -68,12 +68,12 @@ class InterfaceMode(SdpaMode):
                 return self._scores(func, *args)
             self._see(self.unscaled)
             probs, value = args
-            return product(func, probs, value, self.quantization.pv, self.pv, transpose_b=False)
+            return context(func, probs, self.before_dropout(probs), value, self.quantization.pv, self.pv)
         if self.unscaled is None or not args or args[0] is not self.unscaled:
-            return func(*args, **kwargs)
+            return super().call(func, args, kwargs)
         if func not in SCALINGS:
             self._see(self.unscaled)
-            return func(*args, **kwargs)
+            return super().call(func, args, kwargs)
         scaled = func(*args, **kwargs)
         self._see(scaled)
         return scaled

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, core_forward, product, show_scores
+from binade.collector.capture.adapters.attention import CoreMode, context, core_forward, product, show_scores
 from binade.collector.capture.adapters.layer import (
     HEAD,
     Detach,
@@ -241,4 +241,5 @@ class MegatronCore(CoreMode):
         return scores
 
     def context(self, probs: Tensor, value: Tensor) -> Tensor:
-        return product(torch.bmm, probs, value, self.quantization.pv, self.by_head(self.pv), transpose_b=False)
+        before, tap = self.before_dropout(probs), self.by_head(self.pv)
+        return context(torch.bmm, probs, before, value, self.quantization.pv, tap)

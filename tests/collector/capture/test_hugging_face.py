@@ -7,10 +7,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector.recipes.parse import parse_recipe
 from tests.collector.instrumented import (
     CORE,
     LINEAR,
@@ -152,6 +162,48 @@ def test_gpt2_and_its_conv1d(tmp_path):
     assert torch.equal(weight, weights["transformer.h.0.attn.c_attn.weight"].t())
     with instrument(made := model(), "linear_mxfp8", backend="torch"):
         assert not torch.equal(loss(made, 0), plain[0])
+
+
+def dropping(kind: str, attention: str) -> nn.Module:
+    """A model of one layer whose attention drops a third of its probabilities."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=VOCAB, n_embd=64, n_layer=1, n_head=4, n_positions=LENGTH, attn_pdrop=1 / 3,
+            embd_pdrop=0.0, resid_pdrop=0.0, attn_implementation=attention,
+        )  # fmt: skip
+        return GPT2LMHeadModel(config).train()
+    config = BertConfig(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96,
+        attention_probs_dropout_prob=1 / 3, hidden_dropout_prob=0.0, attn_implementation=attention,
+    )  # fmt: skip
+    return BertForMaskedLM(config).train()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@ATTENTION
+def test_probabilities_are_recorded_before_dropout_and_the_mask_is_the_same(tmp_path, kind, attention):
+    tokens = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    found = {}
+    for recipe in ("bf16", "bf16 recorded", "fp16", "FA_mxfp4"):  # fp16 loses nothing that matters here
+        model = dropping(kind, attention)
+        torch.manual_seed(2)
+        if recipe == "bf16":
+            output = model(input_ids=tokens).logits
+        else:
+            options = {"pv": "fp16"} if recipe == "fp16" else {}
+            made = parse_recipe(recipe.split()[0] if recipe != "fp16" else "bf16", **options)
+            with Recorder(tmp_path / recipe, tensors=("attention_probs",), label="x") as recorder:
+                with instrument(model, made, recorder):
+                    output = model(input_ids=tokens).logits
+        found[recipe] = output.detach()
+    assert torch.equal(found["bf16 recorded"], found["bf16"])
+    assert torch.allclose(found["fp16"], found["bf16"], atol=1e-3)  # another mask would differ by far more
+    recorded = ("bf16 recorded", "fp16", "FA_mxfp4")
+    probs = {name: value(rows(tmp_path / name), 1, "core", "attention_probs") for name in recorded}
+    for each in probs.values():
+        assert torch.allclose(each.float().sum(-1), torch.ones(()), atol=1e-2)  # a third of them would be missing
+    assert torch.allclose(probs["fp16"], probs["bf16 recorded"], atol=1e-6)
 
 
 class TestRefusals:
