@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -73,18 +74,25 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
         elif each.module not in excluded:
             layers.setdefault(each.module, each)
     if refused:
-        name, reason = next(iter(refused.items()))
-        more = f", and {len(refused) - 1} more" if len(refused) > 1 else ""
-        raise InstrumentError(
-            f"{name or 'the model'} ({type(modules[name]).__name__}) cannot be intercepted{more}: {reason}, or leave "
-            f"it out on purpose with exclude=[{name!r}]"
-        )
+        raise InstrumentError("; ".join(_refusals(modules, refused)))
     if not layers:
         raise InstrumentError(
             f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
             "megatron.core, transformers or torch.nn"
         )
     return Found(distinct(list(layers.values())), frozenset(excluded), watched=not ours)
+
+
+def _refusals(modules: dict[str, nn.Module], refused: dict[str, str]) -> Iterator[str]:
+    """A sentence for each kind of module and reason, with the patterns of `exclude` that leave these modules out."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, reason in refused.items():
+        kinds.setdefault((type(modules[name]).__name__, reason), []).append(name)
+    for (kind, reason), names in kinds.items():
+        patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
+        shown = names[0] or "the model"
+        more = f" and {len(names) - 1} more" * (len(names) > 1)
+        yield f"{shown}{more} ({kind}) cannot be intercepted: {reason}, or leave out on purpose with exclude={patterns}"
 
 
 @contextmanager

@@ -1,7 +1,10 @@
 """Plain torch modules: nn.Linear, and modules whose own code calls F.scaled_dot_product_attention.
 
 A layer's number is one more than the first number in its path ("layers.3.mlp.up" is of layer 4, a module without one of
-layer 0), its module a word of collector's where the name is a usual one, else the last part of the path.
+layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. What
+DistributedDataParallel, FSDP and torch.compile put before a name is no part of it.
+
+The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
 weights that are not plain floating-point tensors, and what torch.compile or torch.jit has compiled. An attention that
@@ -14,6 +17,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import CodeType
 from typing import ClassVar
 
@@ -22,13 +26,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, ModuleMode, SdpaMode, core_forward, run_under
-from binade.collector.capture.adapters.layer import Layer, Refused, replaces, whole
+from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
 
-# Usual names of linear layers, and what collector calls them.
+# Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
 WORDS = {
+    "c_q": "q",
+    "q_lin": "q",
+    "query": "q",
+    "c_k": "k",
+    "k_lin": "k",
+    "key": "k",
+    "c_v": "v",
+    "v_lin": "v",
+    "value": "v",
+    "out_lin": "proj",
+    "attn.c_proj": "proj",
+    "attention.dense": "proj",
+    "self_attention.dense": "proj",
+    "self_attn.dense": "proj",
+    "attention.output.dense": "proj",
+    "intermediate.dense": "fc1",
+    "dense_h_to_4h": "fc1",
+    "lin1": "fc1",
+    "mlp.c_proj": "fc2",
+    "output.dense": "fc2",
+    "dense_4h_to_h": "fc2",
+    "lin2": "fc2",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "fc2",
     "q_proj": "q",
     "k_proj": "k",
     "v_proj": "v",
@@ -43,6 +72,8 @@ WORDS = {
     "c_fc": "fc1",
     "down_proj": "fc2",
 }
+HEADS = ("lm_head", "embed_out", "unembed", "output_head")
+WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 HIDDEN = (
     (nn.MultiheadAttention, "it computes its products itself: use F.scaled_dot_product_attention and nn.Linear"),
     (nn.RNNBase, "a recurrent network's products are out of sight"),
@@ -55,6 +86,7 @@ HIDDEN = (
 
 def find(model: nn.Module) -> Iterator[Layer | Refused]:
     inside = ""
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if inside and name.startswith(inside):  # of a module that was refused
             continue
@@ -62,7 +94,9 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             yield Refused(name, reason)
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
-            yield linear_layer(name, module)
+            found = linear_layer(name, module)
+            is_head = module.weight in tables or name.rpartition(".")[2] in HEADS
+            yield replace(found, site=HEAD, is_head=True) if is_head else found
         elif calls(module, "scaled_dot_product_attention"):
             yield core_layer(name, module, SdpaMode)
 
@@ -106,7 +140,7 @@ def _uses(code: CodeType, word: str) -> bool:
 
 def site(name: str, module: str | None = None) -> tuple[Site, str]:
     """The site of a module by its path, and the other word for it: the path without the layer's number."""
-    parts = name.split(".") if name else []
+    parts = [part for part in name.split(".") if part and part not in WRAPPERS]
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     number = 0 if at is None else int(parts[at]) + 1
     below = parts if at is None else parts[at + 1 :]
@@ -115,7 +149,9 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
     if module == "core":
         path = f"{path}.core"
-    return Site(number, module or WORDS.get(last, last), int(expert[1]) if expert else None), path
+    ends = (".".join(below[start:]) for start in range(len(below)))
+    word = next((WORDS[end] for end in ends if end in WORDS), last)
+    return Site(number, module or word, int(expert[1]) if expert else None), path
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from binade.collector import Recorder, instrument
+from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
 from tests.collector.instrumented import (
@@ -545,3 +546,50 @@ def test_a_copy_made_inside_is_a_model_of_its_own():
         for parameter in model.parameters():
             parameter.zero_()
     assert torch.equal(loss(twin, 0), loss(build(), 0))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("module.layers.3._orig_mod.mlp.up_proj", "layer4.up"),
+        ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.self_attn.q_proj", "layer1.q"),
+        ("bert.encoder.layer.2.attention.self.query", "layer3.q"),
+        ("bert.encoder.layer.2.attention.output.dense", "layer3.proj"),
+        ("bert.encoder.layer.2.intermediate.dense", "layer3.fc1"),
+        ("bert.encoder.layer.2.output.dense", "layer3.fc2"),
+        ("transformer.h.5.attn.c_proj", "layer6.proj"),
+        ("transformer.h.5.mlp.c_proj", "layer6.fc2"),
+        ("gpt_neox.layers.1.attention.dense", "layer2.proj"),
+        ("distilbert.transformer.layer.0.attention.q_lin", "layer1.q"),
+        ("model.layers.0.block_sparse_moe.experts.7.w2", "layer1.expert7.fc2"),
+    ],
+)
+def test_usual_paths_have_the_same_words(path: str, expected: str):
+    assert torch_modules.site(path)[0].name == expected
+
+
+class Tied(nn.Module):
+    def __init__(self, name: str, tied: bool) -> None:
+        super().__init__()
+        self.table, self.fc1 = nn.Embedding(40, 32), nn.Linear(32, 32)
+        self.add_module(name, nn.Linear(32, 40, bias=False))
+        self.head = getattr(self, name)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.fc1(self.table(x)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "is_head"), [("out", True, True), ("lm_head", False, True), ("out", False, False)]
+)
+def test_the_head_of_a_plain_model_stays_as_it_is(tmp_path: Path, name: str, tied: bool, is_head: bool):
+    found = {}
+    for head in (False, True):
+        model = Tied(name, tied)
+        with Recorder(tmp_path / f"head {head}") as recorder, instrument(model, "linear_mxfp8", recorder, head=head):
+            model(torch.arange(40)[None])
+        found[head] = set(rows(tmp_path / f"head {head}")["module"])
+    plain = {"fc1", "out"}
+    assert found == ({False: {"fc1"}, True: {"fc1", "head"}} if is_head else {False: plain, True: plain})
