@@ -49,6 +49,8 @@ STATISTICS = {
     "dynamic_range": "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END",
     "zero_share": "zeros / nullif(numel, 0)",
 }
+# The score along the axis of the tensor's own GEMM, not of another that takes it too.
+OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 # What makes a tensor of one run the same tensor as one of another.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch")
@@ -369,14 +371,14 @@ class Catalog:
         )
 
     def scores(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """What each format would do: the score rows of the selection with the tensor's layer, names,
-        numel, finite (how many are), zeros and rms."""
+        """What each format would do in the tensor's own GEMM: the score rows of the selection with the tensor's layer,
+        names, numel, finite (how many are), zeros and rms."""
         condition, parameters = self._selection(where, tensor_ids)
         metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
         return self._frame(
             "SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, quant_type,"
             f" numel, numel - nans - infs AS finite, zeros, rms, {metrics}"
-            f" FROM score JOIN tensor USING (tensor_id) WHERE {condition}"
+            f" FROM score JOIN tensor USING (tensor_id) WHERE {condition} AND {OWN_SCORE}"
             " ORDER BY tensor_id, score.format",
             parameters,
         )
@@ -401,7 +403,7 @@ class Catalog:
                 SELECT {columns}, tensor.tensor_id, numel, numel - nans - infs AS finite, zeros, rms, score.mse,
                        score.flush_to_zero, score.saturated, CASE WHEN isnan({key}) THEN NULL ELSE {key} END AS badness
                 FROM score JOIN tensor USING (tensor_id)
-                WHERE {condition} AND score.format = ? AND NOT isnan(score.mse) AND NOT isnan(rms)
+                WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT isnan(score.mse) AND NOT isnan(rms)
             ), totals AS (
                 SELECT {", ".join(by)}, count(*) AS tensors, sum(rms * rms * finite) AS signal,
                        sum(mse * finite) AS noise,

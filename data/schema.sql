@@ -73,6 +73,8 @@ CREATE TABLE tensor (
     stage         VARCHAR,              -- before, after: taken before or after it was quantized, as its log tells
     corrections   VARCHAR,              -- sentences, one a line: what is not as the log says, and why
     file_key      VARCHAR,              -- of the tensor in a file that holds several
+    gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM of contracted_axis and format, or whose result it is
+    result_sqnr_db DOUBLE,              -- of a result: against the same GEMM on operands that are not rounded
     format        VARCHAR,              -- the exact format this operand was rounded to; null for results and bf16
     sqnr_db       DOUBLE,               -- from here on: the error that format made here, null where format is
     mse           DOUBLE,
@@ -95,10 +97,14 @@ CREATE TABLE sketch (
     count         BIGINT
 );
 
--- What each format would do to a tensor, blocks along its contracted axis.
+-- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.
 CREATE TABLE score (
     tensor_id     VARCHAR,
     format        VARCHAR,
+    gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
+    used          BOOLEAN,              -- whether that GEMM took the tensor rounded so
+    loss_first    DOUBLE,               -- predicted change of the loss: sum of gradient * error
+    loss_fisher   DOUBLE,               -- half the sum of their squares; times the tokens if the loss is their mean
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,

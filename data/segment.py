@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,9 +89,28 @@ class Origin:
 
 
 @dataclass(frozen=True)
+class Score:
+    """What rounding a tensor to a format does, along the axis that one GEMM contracts.
+
+    gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
+    used         whether the GEMM took the tensor rounded so
+    loss_first, loss_fisher   see quant.metrics.loss_change_later; None where the tensor's gradient is not known
+    """
+
+    format: str
+    error: Errors
+    gemm: str | None = None
+    used: bool = False
+    loss_first: float | None = None
+    loss_fisher: float | None = None
+
+
+@dataclass(frozen=True)
 class TensorRow:
     """All that the index keeps of one tensor.
 
+    gemm: the GEMM that contracted_axis and error belong to, or whose result it is; None if it is not known. The scores
+    are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
     tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
     a quantized operand. path is relative to the run's directory; for an imported tensor, which has an origin, it is
     absolute. captured and shard are None if the log does not contain them. recomputed: the layer's forward pass ran a
@@ -109,7 +129,9 @@ class TensorRow:
     summary: Summary
     format: str | None = None
     error: Errors | None = None
-    scores: dict[str, Errors] = field(default_factory=dict)
+    scores: Sequence[Score] = ()
+    gemm: str | None = None
+    result_sqnr_db: float | None = None
     shard: Shard | None = Shard()
     recomputed: bool | None = None
     origin: Origin | None = None
@@ -147,8 +169,9 @@ _ORIGIN = (
     ("corrections", _TEXT, "correction_lines"),
     ("file_key", _TEXT, "key"),
 )
+_SCORE = (("gemm", _TEXT), ("used", pa.bool_()), ("loss_first", _REAL), ("loss_fisher", _REAL))  # fields of a Score
 # Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset((*(name for name, _, _ in (*_SHARD, *_ORIGIN)), "recomputed"))
+ADDED_LATER = frozenset((*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db"))
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -167,11 +190,11 @@ TENSOR_SCHEMA = pa.schema(
     + [column[:2] for column in _SHARD]
     + [("recomputed", pa.bool_())]
     + [column[:2] for column in _ORIGIN]
-    + [("format", _TEXT)]
+    + [("gemm", _TEXT), ("result_sqnr_db", _REAL), ("format", _TEXT)]
     + [(name, _REAL) for name in ERROR_COLUMNS]
 )
 SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", _LONG)])
-SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *((name, _REAL) for name in ERROR_COLUMNS)])
+SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *((name, _REAL) for name in ERROR_COLUMNS)])
 # The files of a segment, and the tables of the index.
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
 
@@ -191,6 +214,8 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
         **{column: getattr(row.origin, name, None) for column, _, name in _ORIGIN},
+        "gemm": row.gemm,
+        "result_sqnr_db": row.result_sqnr_db,
         "format": row.format,
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
@@ -209,7 +234,10 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         schema=SKETCH_SCHEMA,
     )
     scores = [
-        {"tensor_id": row.tensor_id, "format": name} | vars(error) for row in rows for name, error in row.scores.items()
+        {"tensor_id": row.tensor_id, **{name: getattr(score, name) for name in ("format", *dict(_SCORE))}}
+        | vars(score.error)
+        for row in rows
+        for score in row.scores
     ]
     tables = {
         "tensor": pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),

@@ -20,6 +20,22 @@ class Product(StrEnum):
     PV = "pv"  # attention: probabilities · value
 
 
+class Gemm(StrEnum):
+    """The three GEMMs of a product."""
+
+    FORWARD = "forward"
+    DGRAD = "dgrad"  # the gradient of its first operand
+    WGRAD = "wgrad"  # the gradient of its second operand
+
+
+class Measure(StrEnum):
+    """What is measured of a GEMM beside the error of its operands, at a cost."""
+
+    RESULT = "result"  # the error of its result, for which it runs a second time on operands that are not rounded
+    LOSS = "loss"  # what the error of each forward operand does to the loss, by its gradient
+    BLOCKS = "blocks"  # scales, errors and crest factors by block
+
+
 class Operation(StrEnum):
     """When a tensor is computed or used."""
 
@@ -60,6 +76,11 @@ class TensorKind:
     label: str
 
     @property
+    def gemm(self) -> Gemm:
+        """The GEMM that takes or gives it; a tensor that is an operand of two is of the first."""
+        return Gemm(self.operand.partition("_")[0])
+
+    @property
     def layer_type(self) -> str:
         return "linear" if self.product is Product.LINEAR else "attention"
 
@@ -96,6 +117,10 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("grad_key", QK, "grad_b", BACKWARD, POST, "wgrad_grad", None, "key", "#2f9e6e", "gradient of key"),
     TensorKind("grad_value", PV, "grad_b", BACKWARD, POST, "wgrad_grad", None, "value", "#b0578d", "gradient of value"),
 ]
+
+
+# What a product shows an operand as in a later GEMM, and what it showed it as before.
+LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 
 
 def tensor_names(layer_type: str | None = None) -> tuple[str, ...]:

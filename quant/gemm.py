@@ -27,7 +27,7 @@ from torch import Tensor
 
 from binade.quant.delayed import ScaleHistory
 from binade.quant.quantizer import apply, unrotated
-from binade.quant.rotation import rotate
+from binade.quant.rotation import rotate, rotate_back
 from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 
@@ -35,7 +35,8 @@ from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 class Observed:
     """What a tap receives: an operand (with the quantized tensor, if any) or a result of a GEMM.
 
-    name       "a", "b", "y" of the forward product; "grad", "grad_a", "grad_b" of the backward
+    name       of the forward product "a", "b", "y"; of dgrad "grad", "dgrad_b", "grad_a"; of wgrad "wgrad_grad",
+               "wgrad_a", "grad_b". An operand that had a name in an earlier GEMM is shown before it is rounded
     spec       of the operand; None if it runs as it is, and None for a result
     quantized  the operand as the product takes it: of the rotated values, if the spec rotates
     coded      what was rounded to `quantized`: `tensor`, or its rotation
@@ -43,6 +44,8 @@ class Observed:
     dim        the axis of `tensor` that was contracted (operands)
     absmax     the scale that delayed scaling used
     shape      the shape to show the tensor in, where the product works on a reshaped one
+    rounded    rounds a forward operand to the same values once more, rotated back
+    exact      the result of the same GEMM on operands that are not rounded; None where none is
     """
 
     name: str
@@ -54,6 +57,8 @@ class Observed:
     dim: int = -1
     absmax: Tensor | None = None
     shape: tuple[int, ...] | None = None
+    rounded: Callable[[], Tensor] | None = None
+    exact: Callable[[], Tensor] | None = None
 
 
 Tap = Callable[[Observed], None]
@@ -90,12 +95,23 @@ class Rounding:
             histories = self.histories if self.histories is not None else {}
             again = self.again and which.startswith("forward")
             scale = histories.setdefault(which, ScaleHistory(spec)).use(coded, again)
-        q, scales = apply(
-            coded, unrotated(spec), dim, self.backend, tap is not None, self.seed * len(OPERAND_FIELDS) + index, scale
-        )
+        seed, plain = self.seed * len(OPERAND_FIELDS) + index, unrotated(spec)
+        q, scales = apply(coded, plain, dim, self.backend, tap is not None, seed, scale)
         if tap:
-            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale))
+            signs = self.seed * 3 + index // 2
+
+            def rounded() -> Tensor:
+                if not spec.hadamard:
+                    return apply(x.detach(), plain, dim, self.backend, False, seed, scale)[0]
+                turned = apply(rotate(x, spec, dim, signs).to(x.dtype), plain, dim, self.backend, False, seed, scale)[0]
+                return rotate_back(turned, x, spec, dim, signs)
+
+            tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, rounded=rounded))
         return q
+
+    def exact(self, gemm: str, product: Callable[[], Tensor]) -> Callable[[], Tensor] | None:
+        """The product, for `Observed.exact`; None if this GEMM rounds neither operand."""
+        return product if any(self.formats[name] for name in OPERAND_FIELDS if name.startswith(gemm)) else None
 
     def forward_again(self, x: Tensor, which: str, forward: str, dim: int) -> Tensor:
         """What a backward operand is rounded from: the original, or its rounded forward value."""
@@ -115,7 +131,8 @@ class _Matmul(torch.autograd.Function):
         bq = how.operand(b, "forward_b", -1 if transpose_b else -2, tap, "b")
         y = aq @ (bq.transpose(-1, -2) if transpose_b else bq)
         if tap:
-            tap(Observed("y", y))
+            exact = how.exact("forward", lambda: a.detach() @ (b.transpose(-1, -2) if transpose_b else b).detach())
+            tap(Observed("y", y, exact=exact))
         return y
 
     @staticmethod
@@ -126,20 +143,25 @@ class _Matmul(torch.autograd.Function):
         da = db = None
         if ctx.needs_input_grad[0]:  # [m, n] · [n, k]
             source = how.forward_again(b, "dgrad_b", "forward_b", -1 if transpose_b else -2)
-            bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1)
+            bq = how.operand(source, "dgrad_b", -2 if transpose_b else -1, tap, "dgrad_b")
             da = gq @ (bq if transpose_b else bq.transpose(-1, -2))
             if tap:
-                tap(Observed("grad_a", da))
+                exact = how.exact("dgrad", lambda: grad @ (b if transpose_b else b.transpose(-1, -2)))
+                tap(Observed("grad_a", da, exact=exact))
         if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b has not
-            a = how.forward_again(a, "wgrad_a", "forward_a", -1)
+            source = how.forward_again(a, "wgrad_a", "forward_a", -1)
             if b.dim() == 2:
-                grad, a = grad.flatten(0, -2), a.flatten(0, -2)
-            gq = how.operand(grad, "wgrad_grad", -2)
-            aq = how.operand(a, "wgrad_a", -2)
-            db = gq.transpose(-1, -2) @ aq if transpose_b else aq.transpose(-1, -2) @ gq
+                grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
+            gq = how.operand(grad, "wgrad_grad", -2, tap, "wgrad_grad")
+            aq = how.operand(source, "wgrad_a", -2, tap, "wgrad_a")
+            db = _wgrad(gq, aq, transpose_b)
             if tap:
-                tap(Observed("grad_b", db))
+                tap(Observed("grad_b", db, exact=how.exact("wgrad", lambda: _wgrad(grad, a, transpose_b))))
         return da, db, None, None, None
+
+
+def _wgrad(grad: Tensor, a: Tensor, transpose_b: bool) -> Tensor:
+    return grad.transpose(-1, -2) @ a if transpose_b else a.transpose(-1, -2) @ grad
 
 
 def matmul(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, tap: Tap | None = None) -> Tensor:
@@ -160,7 +182,7 @@ def linear(x: Tensor, weight: Tensor, how: Rounding, *, tap: Tap | None = None) 
         return matmul(x, weight, how, transpose_b=True, tap=tap)
 
     def show(seen: Observed) -> None:
-        by_token = seen.name in ("a", "y", "grad", "grad_a")
+        by_token = seen.name not in ("b", "dgrad_b", "grad_b")
         tap(replace(seen, shape=(*x.shape[:-1], seen.tensor.shape[-1])) if by_token else seen)  # type: ignore[misc]
 
     y = matmul(x.flatten(0, -2), weight, how, transpose_b=True, tap=show if tap else None)

@@ -145,6 +145,38 @@ def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
     )
 
 
+def sqnr_later(x: Tensor, q: Tensor) -> Callable[[], float]:
+    """`sqnr_db` of q against x, tensors of one shape, as a function: nothing waits for a GPU until it is called."""
+    sums = _error_sums(x, q)
+    return lambda: sqnr_db(float(sums[0]), float(sums[3]))
+
+
+def loss_change_later(x: Tensor, q: Tensor, gradient: Tensor) -> Callable[[], tuple[float, float]]:
+    """What rounding x to q does to the loss, predicted from the loss' gradient with respect to x: tensors of one shape.
+
+    Returns a function, so that nothing waits for a GPU until it is called. It gives, in the units of the loss:
+
+        first    Σ g·e, e = q - x: the change to first order
+        fisher   ½ Σ g²·e²: the change to second order, if the loss is a sum over independent terms and the squared
+                 gradients stand for the diagonal of its Hessian. Of a mean over N terms, N times this
+
+    Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite. Definitions: the
+    `loss_shift_first` and `loss_shift_fisher` of common pruning and quantization papers.
+    """
+    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
+    total = torch.zeros(2, dtype=torch.float64, device=x.device)
+    parts = (torch.split(t.detach().reshape(-1), chunk) for t in (x, q, gradient))
+    for each, rounded, slope in zip(*parts, strict=True):
+        change = ((rounded.float() - each.float()) * slope.float()).double()
+        total += torch.stack((change.sum(), change @ change / 2))
+
+    def fetch() -> tuple[float, float]:
+        first, fisher = total.tolist()
+        return (first, fisher) if math.isfinite(first) and math.isfinite(fisher) else (math.nan, math.nan)
+
+    return fetch
+
+
 def compare(
     x: Tensor, y: Tensor, fmt: str | Format | Spec | None = None, dim: int = -1, **options: object
 ) -> dict[str, float]:

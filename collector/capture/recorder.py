@@ -23,6 +23,7 @@ from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import running_backward
+from binade.collector.capture.tried import Tried, try_formats
 from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
@@ -31,12 +32,23 @@ from binade.collector.training.config import ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
-from binade.data.tensor_kinds import TENSOR_KINDS, Operation, Phase, Product, kind_of, tensor_names
+from binade.data.tensor_kinds import (
+    LATER,
+    TENSOR_KINDS,
+    Gemm,
+    Measure,
+    Operation,
+    Phase,
+    Product,
+    TensorKind,
+    kind_of,
+    tensor_names,
+)
 from binade.data.text import describe, plain_name
 from binade.quant.backends.counts import counted
 from binade.quant.gemm import Observed, Tap
-from binade.quant.metrics import errors_later, score_later
-from binade.quant.quantizer import DTYPES, unrotated
+from binade.quant.metrics import sqnr_later
+from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 from binade.quant.summary import Summary, summarize_later
 
@@ -55,6 +67,7 @@ def saving_enabled() -> bool:
     return SWITCH[word.lower()]
 
 
+FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
 Pass = tuple[Site, Moment]  # a layer's forward pass
 # A row to be published: the pass and the file of its tensor, and the function that makes the row, given whether that
 # pass was recomputed.
@@ -73,6 +86,9 @@ class Recorder:
     config      kept as run.json; its model, size, dataset and recipe describe each tensor
     tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
     scores      formats or specs that every operand is tried in
+    measures    what else is measured of each GEMM, see data.tensor_kinds.Measure; default: all
+    loss_scale  what the loss is multiplied by before its backward pass, as 1 / accumulated micro-batches, or a function
+                that returns it, as GradScaler.get_scale
     raw         keep values, not only statistics, sketch and scores, while this rank's files stay within max_bytes
     ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
                 torch.distributed and megatron.core, if they are initialized
@@ -98,6 +114,8 @@ class Recorder:
         config: dict[str, Any] | None = None,
         tensors: Sequence[str] = (),
         scores: Sequence[str] = (),
+        measures: Sequence[str] = tuple(Measure),
+        loss_scale: float | Callable[[], float] = 1.0,
         raw: bool = True,
         max_bytes: int = 4 << 30,
         ranks: Ranks | None = None,
@@ -115,6 +133,10 @@ class Recorder:
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
         self.scores = _formats(scores)
+        self.measures = frozenset(_names("measures", measures))
+        for name in self.measures.difference(Measure):
+            raise ConfigError(f"measure {name!r} is unknown: {', '.join(Measure)}")
+        self.loss_scale = loss_scale
         self.raw = raw
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
@@ -139,6 +161,7 @@ class Recorder:
         self._recomputed: set[Pass] = set()
         self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
         self._captured: list[Captured] = []
+        self._measured: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = {}
         self._count = 0
 
     @property
@@ -298,40 +321,17 @@ class Recorder:
         words = {"layer_type": layer_type, "component": component, "tensor_name": name, "quant_type": BF16}
         identity = self._identity(Site(layer, module, expert), moment, operation=operation, phase=phase, **words)
         seen = Observed(name, tensor.detach(), dim=axis)
-        self._record(seen, identity, moment, formats, None if dim is None else axis, Shard())
+        self._record(seen, identity, moment, formats, None, None if dim is None else axis, Shard())
 
-    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment) -> Tap | None:
-        """The observer of one call of one product at that moment; None if that is not recorded."""
+    def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
+        """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
+        product is a second one of the same, of which only the gradients are recorded."""
         if not moment.recording:
             return None
-        site = layer.site
-
-        def observe(seen: Observed) -> None:
-            kind = kind_of(product, seen.name)
-            if site.expert is not None and not seen.tensor.numel():  # no token was routed to it
-                return
-            if kind is None or (self.tensors and kind.name not in self.tensors):
-                return
-            if seen.tensor.dtype not in DTYPES:
-                raise InstrumentError(
-                    f"{layer.name} ({site.name}) computes in {_dtype(seen.tensor)}, which is not recorded: convert the "
-                    "model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
-                )
-            identity = self._identity(
-                site,
-                moment,
-                quant_type=part.quant_type_of(kind.operand),
-                layer_type=kind.layer_type,
-                component=kind.component,
-                operation=kind.operation.value,
-                phase=kind.phase.value,
-                tensor_name=kind.name,
-            )
-            is_operand = kind.contracted_axis is not None
-            scores, axis = (self.scores, seen.dim) if is_operand else ((), None)
-            self._record(seen, identity, moment, scores, axis, layer.shard(seen.name))
-
-        return observe
+        key = layer.site, product, moment
+        rows = self._measured.get(key, {}) if again else {}
+        self._measured[key] = rows
+        return _Observer(self, layer, part, product, moment, rows, again)
 
     def _identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
         return Identity(
@@ -351,31 +351,29 @@ class Recorder:
         identity: Identity,
         moment: Moment,
         scores: Sequence[str],
+        gemm: Gemm | None,
         contracted_axis: int | None,
         shard: Shard,
-    ) -> None:
-        """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published."""
+        result_sqnr: Callable[[], float] | None = None,
+    ) -> list[Tried]:
+        """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published. Returns its scores:
+        those of later GEMMs may be added to them until then."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x = seen.tensor
         shown = x.reshape(seen.shape or x.shape)
         codes = counted(x) if x.device.type == "cpu" else None
         summary = cache(summarize_later(x, codes=codes))  # the file has it too
-        error = None
-        fmt = None if seen.spec is None else str(seen.spec)
-        if seen.spec and seen.coded is not None and seen.quantized is not None:
-            rounded = unrotated(seen.spec)
-            error = errors_later(seen.coded, seen.quantized, rounded, seen.scales, seen.dim, seen.absmax)
-        tried = {
-            name: error if error and name == fmt else score_later(x, Spec.of(name), seen.dim, codes=codes)
-            for name in scores
-        }
+        tried = try_formats(seen, scores, gemm, codes)
+        used = next((each for each in tried if each.used), None)
+        fmt = used.format if used else None
         captured = datetime.now(UTC)
         path = self._save(shown, identity, summary, fmt, captured)
         self._count += 1
         tensor_id = f"r{self.rank:02d}-{self._count:06d}"
 
         def row(recomputed: bool) -> TensorRow:
+            found = [each.score() for each in tried]
             return TensorRow(
                 tensor_id=tensor_id,
                 run_id=self.writer.run_id,
@@ -388,14 +386,17 @@ class Recorder:
                 contracted_axis=contracted_axis,
                 summary=summary(),
                 format=fmt,
-                error=error() if error else None,
-                scores={name: score() for name, score in tried.items()},
+                error=next((score.error for score in found if score.used and score.gemm == gemm), None),
+                scores=found,
+                gemm=gemm,
+                result_sqnr_db=result_sqnr() if result_sqnr else None,
                 shard=replace(shard, replica=self.ranks.replica),
                 recomputed=recomputed,
             )
 
         site = Site(identity.layer_index or 0, identity.module or "", identity.expert)
         self._captured.append(((site, moment), path, row))
+        return tried
 
     def _save(
         self, x: Tensor, identity: Identity, summary: Callable[[], Summary], fmt: str | None, captured: datetime
@@ -440,11 +441,96 @@ class Recorder:
         if not self.entered:
             return
         captured, self._captured = self._captured, []
+        self._measured.clear()
         rows = [Pending(path, partial(row, each in self._recomputed)) for each, path, row in captured]
         self._recomputed = {(site, moment) for site, moment in self._recomputed if moment.iteration >= self.iteration}
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
         self._writing.publish(rows, **done)
+
+
+class _Observer:
+    """The tap of one call of one product.
+
+    rows       the scores of each operand that was recorded, by the name that it has in the product
+    operands   forward operands that wait for their gradient: as shown, and the version of the values. They are kept
+               alive by the backward pass, which needs them
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layer: Layer,
+        part: Part,
+        product: Product,
+        moment: Moment,
+        rows: dict[str, list[Tried]],
+        again: bool,
+    ) -> None:
+        self.recorder, self.layer, self.part, self.product, self.moment = recorder, layer, part, product, moment
+        self.rows, self.again = rows, again
+        self.operands: dict[str, tuple[Observed, int]] = {}
+        self.result_sqnr: Callable[[], float] | None = None
+
+    def __call__(self, seen: Observed) -> None:
+        recorder, name = self.recorder, seen.name
+        if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
+            return
+        kind = kind_of(self.product, LATER.get(name, name))
+        if seen.exact and Measure.RESULT in recorder.measures:
+            self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)
+        if name in LATER:
+            if kind and kind.observed in self.rows:
+                gemm = Gemm(name.partition("_")[0])
+                self.rows[kind.observed] += try_formats(seen, recorder.scores, gemm)
+        elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
+            self.rows[name] = self._record(seen, kind)
+        if Measure.LOSS in recorder.measures:
+            self._wait_for_gradient(seen)
+
+    def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:
+        recorder, site = self.recorder, self.layer.site
+        if seen.tensor.dtype not in DTYPES:
+            raise InstrumentError(
+                f"{self.layer.name} ({site.name}) computes in {_dtype(seen.tensor)}, which is not recorded: convert "
+                "the model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
+            )
+        identity = recorder._identity(
+            site,
+            self.moment,
+            quant_type=self.part.quant_type_of(kind.operand),
+            layer_type=kind.layer_type,
+            component=kind.component,
+            operation=kind.operation.value,
+            phase=kind.phase.value,
+            tensor_name=kind.name,
+        )
+        is_operand = kind.contracted_axis is not None
+        scores, axis = (recorder.scores, seen.dim) if is_operand else ((), None)
+        sqnr = None
+        if not is_operand:
+            sqnr, self.result_sqnr = self.result_sqnr, None
+        shard = self.layer.shard(seen.name)
+        return recorder._record(seen, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
+
+    def _wait_for_gradient(self, seen: Observed) -> None:
+        """Keep a forward operand; with its gradient, predict what its errors do to the loss."""
+        if seen.name in ("a", "b"):
+            self.operands[seen.name] = seen, _version(seen.tensor)
+        elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
+            operand, version = kept
+            if _version(operand.tensor) != version:  # written over since: its error is not known any more
+                return
+            scale = self.recorder.loss_scale
+            scale = scale() if callable(scale) else scale
+            for tried in self.rows.get(operand.name, []):
+                if tried.gemm == Gemm.FORWARD:
+                    tried.predict(operand, seen.tensor, scale)
+
+
+def _version(x: Tensor) -> int:
+    """Counts how often x's values were written over."""
+    return 0 if x.is_inference() else x._version
 
 
 def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ from binade.data.access import check_writable
 from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
 from binade.data.json_files import parse_json
 from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
-from binade.data.segment import Identity, Origin, TensorRow, drop_rows, segment_names, write_segment
+from binade.data.segment import Identity, Origin, Score, TensorRow, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
 from binade.data.text import describe
 from binade.quant.metrics import score
@@ -181,7 +181,7 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
         path=job.file.path,
         contracted_axis=axis,
         summary=summarize(x),
-        scores={name: score(x, name, -1 if axis is None else axis) for name in scores},
+        scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
         origin=Origin(log.version, log.original_quant_type, log.stage, tuple(notes), found.key),
     )

@@ -126,7 +126,7 @@ class Quantization:
 
 
 # What a tap sees of a product whose first operand is stacked or reshaped.
-STACKED = ("a", "y", "grad", "grad_a")
+STACKED = ("a", "y", "product", "grad", "grad_a", "wgrad_grad", "wgrad_a")
 
 
 def reshaped(tap: Tap | None, shape: Callable[[Tensor], tuple[int, ...]], names: Sequence[str] = ()) -> Tap | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import Identity, TensorRow, write_segment
+from binade.data.segment import Identity, Score, TensorRow, write_segment
 from binade.data.store import save
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
@@ -56,7 +56,7 @@ def row(run_id: str, number: int, x: Tensor, path: str | None, **words: Any) -> 
         summary=summarize(x),
         format=fmt,
         error=score(x, fmt) if fmt else None,
-        scores={name: score(x, name) for name in ("hifp8", "mxfp4")} if fmt else {},
+        scores=[Score(name, score(x, name)) for name in ("hifp8", "mxfp4")] if fmt else [],
         recomputed=(True, False, None)[number % 3],
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from binade.quant import fake_quantize
 from binade.quant.gemm import Observed, Rounding, linear, matmul
+from binade.quant.rotation import rotate
 from binade.quant.specs import GemmFormats, Spec
 from tests.quant.helpers import assert_same_bits, devices
 
@@ -90,8 +91,18 @@ def test_tap_sees_operands_and_results():
     y.backward(grad)
     names = [(o.name, o.spec and str(o.spec), o.dim) for o in seen]
     assert names[:3] == [("a", "mxfp8", -1), ("b", "mxfp4", -1), ("y", None, -1)]
-    assert names[3] == ("grad", "mxfp8_e5m2", -1) and [n for n, *_ in names[4:]] == ["grad_a", "grad_b"]
-    a, b, result, g, grad_a, grad_b = seen
+    of_gradients = [str(EACH[name]) for name in ("dgrad_grad", "dgrad_b", "wgrad_grad", "wgrad_a")]
+    assert names[3:6] == [("grad", of_gradients[0], -1), ("dgrad_b", of_gradients[1], -2), ("grad_a", None, -1)]
+    wgrad = ("wgrad_grad", of_gradients[2], -2), ("wgrad_a", of_gradients[3], -2), ("grad_b", None, -1)
+    assert names[6:] == [*wgrad]
+    a, b, result, g, b_again, grad_a, g_again, a_again, grad_b = seen
+    for again, of, spec in zip(
+        (b_again, g_again, a_again), (w.detach(), grad, x.detach()), of_gradients[1:], strict=True
+    ):
+        assert_same_bits(again.quantized, fake_quantize(of.flatten(0, -2), spec, -2))
+    for exact, one in ((x.detach().flatten(0, 1) @ w.detach().T, result), (grad.flatten(0, 1) @ w.detach(), grad_a)):
+        assert_same_bits(one.exact(), exact)
+    assert_same_bits(a.rounded(), a.quantized)
     assert [o.shape for o in (a, b, result, g)] == [(2, 40, 64), None, (2, 40, 33), (2, 40, 33)]
     assert_same_bits(a.tensor, x.detach().flatten(0, 1))
     assert_same_bits(a.quantized, fake_quantize(x.detach(), "mxfp8").flatten(0, 1))
@@ -100,6 +111,20 @@ def test_tap_sees_operands_and_results():
     assert a.scales.shape == (80, 2, 1) and not a.tensor.requires_grad
     for observed, value in ((result, y), (grad_a, x.grad), (grad_b, w.grad)):
         assert_same_bits(observed.tensor.reshape(value.shape), value.detach())
+
+
+@pytest.mark.parametrize("spec", ["nvfp4(rounding=stochastic)", "mxfp4(hadamard=32, signs=7)", "fp8_e4m3(history=4)"])
+def test_a_forward_operand_can_be_rounded_again(spec):
+    """To the same values, drawn and delayed ones too, in the operand's own axes."""
+    seen: dict[str, Observed] = {}
+    x, w = random(40, 64, seed=1), random(33, 64, seed=2)
+    linear(x, w, Rounding(GemmFormats(spec, spec), seed=5), tap=lambda o: seen.setdefault(o.name, o))
+    again = seen["a"].rounded()
+    if "hadamard" in spec:
+        turned = rotate(again, Spec.of(spec), -1, 15)
+        torch.testing.assert_close(turned, seen["a"].quantized, atol=1e-5, rtol=1e-5)
+    else:
+        assert_same_bits(again, seen["a"].quantized)
 
 
 def test_only_needed_gradients_are_computed():

@@ -212,7 +212,7 @@ def attend(
         pv(Observed("a", probs))
         pv(Observed("b", value.detach(), dim=-2))
         pv(Observed("y", output.detach()))
-        listen_to_result(output, pv)
+        listen_to_result(output, _attention_backward(qk, pv, query, key, value, probs, dropout_p > 0))
         return output
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
     _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
@@ -221,6 +221,28 @@ def attend(
     before = _stacked(probs, value, enable_gqa)[0] if dropout_p else stacked
     output = context(torch.matmul, stacked, before, value, quantization.pv, reshaped(pv, by_head, STACKED))
     return output.reshape(*probs.shape[:-1], value.shape[-1])
+
+
+def _attention_backward(
+    qk: Tap, pv: Tap, query: Tensor, key: Tensor, value: Tensor, probs: Tensor, dropout: bool
+) -> Tap:
+    """A tap of the output that with its gradient shows the operands of the backward GEMMs, and without dropout the
+    gradient of the probabilities, which torch's own call never holds."""
+    query, key, value = query.detach(), key.detach(), value.detach()
+
+    def show(seen: Observed) -> None:
+        pv(seen)
+        pv(Observed("dgrad_b", value))
+        pv(Observed("wgrad_grad", seen.tensor, dim=-2))
+        pv(Observed("wgrad_a", probs, dim=-2))
+        qk(Observed("dgrad_b", key, dim=-2))
+        qk(Observed("wgrad_a", query, dim=-2))
+        if not dropout:
+            per_group = probs.shape[-3] // value.shape[-3] if value.dim() > 2 else 1
+            each = value.repeat_interleave(per_group, -3) if per_group > 1 else value
+            pv(Observed("grad_a", seen.tensor.to(value.dtype) @ each.transpose(-1, -2)))
+
+    return show
 
 
 def _probabilities(

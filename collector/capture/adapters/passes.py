@@ -36,7 +36,6 @@ from binade.quant.gemm import Tap
 if TYPE_CHECKING:
     from binade.collector.capture.recorder import Recorder
 
-FORWARD = frozenset(("a", "b", "y", "scores"))
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
 IN_FLIGHT = 1024
 
@@ -103,11 +102,10 @@ class Listener:
         last = torch.is_grad_enabled()
         self.moment = self._repeated(last)
         part = self._part()
-        tap = self.recorder.tap(self.layer, part, self.product, self.moment) if observed and last else None
-        if tap is None:
-            return None
-        self.recorder.recomputed(self.layer.site, self.moment)
-        return lambda seen: None if seen.name in FORWARD else tap(seen)
+        tap = self.recorder.tap(self.layer, part, self.product, self.moment, again=True) if observed and last else None
+        if tap:
+            self.recorder.recomputed(self.layer.site, self.moment)
+        return tap
 
     def _part(self) -> Part:
         """The part of the pass that begins, whose formats the product takes."""

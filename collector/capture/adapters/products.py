@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
 
 
 def _but_result(tap: Tap | None) -> Tap | None:
-    """A tap for a product whose bias is still to be added."""
-    return tap and (lambda seen: None if seen.name == "y" else tap(seen))
+    """A tap for a product whose bias is still to be added: what it gives is not the result yet."""
+    return tap and (lambda seen: tap(replace(seen, name="product") if seen.name == "y" else seen))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -105,8 +106,27 @@ def observed_product(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: in
     tap(Observed("b", b.detach(), dim=dim_b))
     y = product(listened(a, tap, "grad_a"), listened(b, tap, "grad_b"))
     tap(Observed("y", y.detach()))
-    listen_to_result(y, tap)
+    listen_to_result(y, showing_operands(tap, a, b, dim_b))
     return y
+
+
+def showing_operands(tap: Tap, a: Tensor, b: Tensor, dim_b: int) -> Tap:
+    """A tap that with a result's gradient shows the other operands of dgrad and wgrad, as quant.gemm does."""
+    dgrad, wgrad = a.requires_grad, b.requires_grad
+    b_again, a_again = b.detach() if dgrad else None, a.detach() if wgrad else None
+    flat = b.dim() == 2
+
+    def show(seen: Observed) -> None:
+        tap(seen)
+        if seen.name != "grad":
+            return
+        if b_again is not None:
+            tap(Observed("dgrad_b", b_again, dim=-3 - dim_b))
+        if a_again is not None:
+            for name, x in (("wgrad_grad", seen.tensor), ("wgrad_a", a_again)):
+                tap(Observed(name, x.reshape(-1, x.shape[-1]) if flat else x, dim=-2))
+
+    return show
 
 
 def listened(x: Tensor, tap: Tap, name: str) -> Tensor:

@@ -16,6 +16,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.quant.metrics import errors
 from tests.collector.small_model import SCORES, SHAPE, Hooks, build, check_errors, step
 
 LINEARS = ("qkv", "proj", "fc1", "fc2")
@@ -174,19 +175,78 @@ class TestRecorded:
         assert checked == 2 * by_layer
 
     def test_scores_are_recomputed_from_the_file(self, recorded):
-        _, catalog, _ = recorded
-        scores = catalog.scores()
+        """Of every format, and along every axis that a GEMM contracts: tokens are one axis to wgrad."""
+        recipe, catalog, _ = recorded
         frame = catalog.tensors().set_index("tensor_id")
         operands = frame[frame["contracted_axis"].notna()]
         assert set(operands["tensor_name"]) == {
             "input", "weight", "query", "key", "value", "attention_probs", "grad_output"
         }  # fmt: skip
-        assert Counter(scores["tensor_id"]) == dict.fromkeys(operands.index, len(SCORES))
-        assert set(scores["format"]) == set(SCORES)
-        for tensor_id, rows in scores.groupby("tensor_id"):
-            x, axis = catalog.load(tensor_id), int(frame.loc[tensor_id, "contracted_axis"])
-            for row in rows.itertuples():
-                check_errors(x, row.format, axis, row._asdict())
+        assert set(catalog.scores()["tensor_id"]) == set(operands.index)
+        found = catalog.table("score").to_pandas()
+        assert found.groupby("tensor_id")["gemm"].nunique().eq(2).all()
+        for (tensor_id, gemm), rows in found.groupby(["tensor_id", "gemm"]):
+            row = frame.loc[tensor_id]
+            fmt = part_formats(recipe)[kind_of(row)]
+            quantized = fmt != "bf16" and not (kind_of(row) == "qk" and recipe.startswith("FA") and gemm != "forward")
+            in_gradients = row.tensor_name == "grad_output" and fmt == "mxfp8"
+            used = {"mxfp8_e5m2" if in_gradients else fmt} if quantized else set()
+            assert set(rows["format"]) == {*SCORES, *used}
+            assert set(rows[rows["used"]]["format"]) == used
+            x, axis = catalog.load(tensor_id), int(row.contracted_axis)
+            if gemm != row.gemm:
+                x, axis = (x.flatten(0, -2) if row.module != "core" else x), -3 - axis
+            if row.tensor_name in ("query", "attention_probs", "grad_output") and row.module == "core":
+                continue  # heads of a group are one axis in the product: test_group_of_heads
+            for one in rows.itertuples():
+                check_errors(x, one.format, axis, one._asdict())
+
+    def test_loss_changes_follow_from_operand_and_gradient(self, recorded):
+        _, catalog, _ = recorded
+        frame = catalog.tensors().set_index("tensor_id")
+        twin = {"input": "grad_input", "weight": "grad_weight", "query": "grad_query", "key": "grad_key"}
+        twin["value"] = "grad_value"
+        checked = 0
+        for one in catalog.table("score").to_pandas().itertuples():
+            row = frame.loc[one.tensor_id]
+            if one.gemm != "forward":
+                assert pd.isna(one.loss_first) and pd.isna(one.loss_fisher)
+                continue
+            if row.tensor_name == "attention_probs":
+                assert one.loss_fisher > 0
+                continue
+            where = Filter(layer_index=[row.layer_index], module=[row.module], tensor_name=[twin[row.tensor_name]])
+            (gradient,) = catalog.tensors(where)["tensor_id"]
+            x, g = catalog.load(one.tensor_id), catalog.load(gradient).double()
+            change = g * (quant.fake_quantize(x, one.format, int(row.contracted_axis)).double() - x.double())
+            scale = change.abs().sum().item()
+            assert one.loss_first == pytest.approx(change.sum().item(), abs=1e-6 * scale)
+            assert one.loss_fisher == pytest.approx(change.square().sum().item() / 2, rel=1e-6)
+            checked += 1
+        assert checked >= 2 * (2 * len(LINEARS) + 3) * len(SCORES)
+
+    def test_errors_of_results(self, recorded):
+        """Of linear layers, against the GEMMs of the operands in the files."""
+        recipe, catalog, _ = recorded
+        fmt = part_formats(recipe)["linear"]
+        frame = catalog.tensors()
+        results = frame[frame["phase"] == "post"]
+        if fmt == "bf16":
+            assert results["result_sqnr_db"].isna().all()
+            return
+        for (_, module), rows in frame[frame["module"] != "core"].groupby(["layer_index", "module"]):
+            x, w, dy = (
+                catalog.load(rows[rows["tensor_name"] == name]["tensor_id"].item()).flatten(0, -2)
+                for name in ("input", "weight", "grad_output")
+            )
+            for name, exact in (("output", x @ w.T), ("grad_input", dy @ w), ("grad_weight", dy.T @ x)):
+                row = rows[rows["tensor_name"] == name].iloc[0]
+                got = catalog.load(row["tensor_id"]).flatten(0, -2)
+                expected = errors(exact, got).sqnr_db
+                assert row["result_sqnr_db"] == pytest.approx(expected, abs=1e-3), (module, name)
+        attention = results[results["module"] == "core"].set_index("tensor_name")["result_sqnr_db"]
+        quantized = attention if not recipe.startswith("FA") else attention[["attention_scores"]]
+        assert quantized.drop(["attention_probs"], errors="ignore").between(0, 80).all()
 
     def test_files_describe_themselves(self, recorded):
         _, catalog, _ = recorded
