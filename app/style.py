@@ -95,6 +95,12 @@ class Measure:
 
 
 OWN_METRICS = {
+    "loss_change": Metric(
+        "Predicted loss change",
+        "Σg·e + N·½Σg²e², g the gradient of the loss through this operand, e its rounding error, N the tokens of the "
+        "micro-batch; the mean over micro-batches",
+        "nats",
+    ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "of the population"),
     "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),

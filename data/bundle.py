@@ -35,7 +35,7 @@ from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
-from binade.data.segment import ADDED_LATER, TABLES
+from binade.data.segment import ADDED_LATER, TABLES, table_files
 from binade.data.store import staged_file
 from binade.data.text import describe
 from binade.data.untrusted import Record, RefusedError
@@ -193,8 +193,9 @@ class _Writer:
             rows = self._temporary(f"{run.run_id}-{segment}")
             pq.write_table(table.set_column(place, field, pa.array(paths, field.type)), rows)
             files.append((f"{prefix}/segments/{segment}/tensor.parquet", rows))
-            for name in ("sketch.parquet", "score.parquet"):
-                files.append((f"{prefix}/segments/{segment}/{name}", directory / name))
+            for name, path in table_files(directory).items():
+                if name != "tensor":
+                    files.append((f"{prefix}/segments/{segment}/{name}.parquet", path))
         for path in dict.fromkeys(raw):
             files.append((f"{prefix}/{path}", run.directory / path))
             nbytes += (run.directory / path).stat().st_size
@@ -438,14 +439,14 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
 def _check_rows(directory: Path) -> None:
     """Columns, how many rows, and that a path is that of a tensor file which came along."""
     for segment in sorted((directory / "segments").iterdir()):
-        for name, schema in TABLES.items():
-            with pq.ParquetFile(segment / f"{name}.parquet") as file:
+        for name, path in table_files(segment).items():
+            with pq.ParquetFile(path) as file:
                 groups = range(file.metadata.num_row_groups)
                 size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
                 if file.metadata.num_rows > MOST_ROWS or size > LARGEST_TABLE:
                     _refuse(f"{segment.name}/{name}.parquet has more than {MOST_ROWS:,} rows, or too long ones")
                 found = {field.name: field.type for field in file.schema_arrow}
-                for field in schema:
+                for field in TABLES[name]:
                     if field.name in ADDED_LATER and field.name not in found:
                         continue
                     if not found.get(field.name, pa.null()).equals(field.type):

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
 from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
-from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, TABLES, TENSOR_SCHEMA, Identity
+from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, TABLES, TENSOR_SCHEMA, Identity, table_files
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
@@ -51,9 +51,14 @@ STATISTICS = {
 }
 # The score along the axis of the tensor's own GEMM, not of another that takes it too.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
+MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
+# The product that a tensor belongs to; the parameter is the names of QK's.
+PART = """CASE WHEN tensor.layer_type = 'attention'
+               THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
+               WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
 # What makes a tensor of one run the same tensor as one of another.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
-PUBLIC_TABLES = ("run", "tensor", "score", "sketch")
+PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block")
 
 
 class CatalogError(ValueError):
@@ -189,7 +194,7 @@ class Catalog:
     @staticmethod
     def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
         with _transaction(cursor):
-            for table in ("sketch", "score"):
+            for table in ("sketch", "score", "block"):
                 cursor.execute(
                     f"DELETE FROM {table} WHERE tensor_id IN (SELECT tensor_id FROM tensor WHERE run_id = ?)", [run_id]
                 )
@@ -200,11 +205,10 @@ class Catalog:
         directory = run.directory / "segments" / name
         try:
             with _transaction(cursor):
-                for table, schema in TABLES.items():
-                    file = directory / f"{table}.parquet"
+                for table, file in table_files(directory).items():
                     described = cursor.execute("DESCRIBE SELECT * FROM read_parquet($file)", {"file": str(file)})
                     absent = ADDED_LATER - {column for column, *_ in described.fetchall()}
-                    columns = ", ".join(name for name in schema.names if name not in absent)
+                    columns = ", ".join(name for name in TABLES[table].names if name not in absent)
                     # The directory's name is the run's id, so a copied or renamed run speaks for itself.
                     cursor.execute(
                         f"INSERT INTO {table} ({columns}) SELECT {columns} FROM (SELECT * REPLACE ("
@@ -419,6 +423,60 @@ class Catalog:
             [*parameters, str(Spec.of(fmt))],
         )
 
+    def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
+        """What rounding the selection's forward operands to a format is predicted to do to the loss of each
+        micro-batch: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second
+        order, in the loss' units), and the tensor_id of the largest change.
+
+        Several operands add up. The second order is of a loss that is a mean over the tokens of the micro-batch, which
+        are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN where an operand's are.
+        Operands whose gradient was not recorded are left out. Raises CatalogError for another column.
+        """
+        condition, parameters = self._selection(where)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in dict.fromkeys((*by, *MICRO_BATCH)))
+        same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM batch.{name}" for name in MICRO_BATCH)
+        return self._frame(
+            f"""
+            WITH batch AS (
+                SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
+                WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
+            ), chosen AS (
+                SELECT {columns}, tensor.tensor_id, loss_first AS first, loss_fisher * coalesce(tokens, 'nan') AS second
+                FROM score JOIN tensor USING (tensor_id) LEFT JOIN batch ON {same}
+                WHERE {condition} AND score.gemm = 'forward' AND score.format = ? AND loss_first IS NOT NULL
+            )
+            SELECT * EXCLUDE (tensor_id, first, second), count(*) AS tensors, sum(first) AS first,
+                   sum(second) AS second, arg_max(tensor_id, first + second) AS tensor_id
+            FROM chosen GROUP BY ALL ORDER BY ALL
+            """,
+            [*parameters, str(Spec.of(fmt))],
+        )
+
+    def results(self, where: Filter | None = None) -> pd.DataFrame:
+        """The selection's GEMM results whose error was measured, one row each: tensor_id, run_id, layer_index, module,
+        part (linear, QK, PV), gemm, iteration, result_sqnr_db, and operand_noise, the sum of its operands' noise
+        ratios 10^(-sqnr_db/10) as they entered this GEMM: null where an operand that was rounded is not recorded."""
+        condition, parameters = self._selection(where)
+        same = " AND ".join(
+            f"operand.{name} IS NOT DISTINCT FROM tensor.{name}"
+            for name in (*MICRO_BATCH, "layer_index", "module", "expert", "rank")
+        )
+        return self._frame(
+            f"""
+            WITH operand AS (
+                SELECT tensor.*, {PART} AS part, score.gemm AS of_gemm, score.sqnr_db AS own
+                FROM score JOIN tensor USING (tensor_id) WHERE score.used
+            ), result AS (
+                SELECT tensor.*, {PART} AS part FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
+            )
+            SELECT tensor.tensor_id, tensor.run_id, tensor.layer_index, tensor.module, tensor.part, tensor.gemm,
+                   tensor.iteration, tensor.result_sqnr_db, sum(pow(10, -own / 10)) AS operand_noise
+            FROM result AS tensor LEFT JOIN operand ON {same} AND operand.part = tensor.part AND of_gemm = tensor.gemm
+            GROUP BY ALL ORDER BY ALL
+            """,
+            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]] * 2 + parameters,
+        )
+
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """The maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors, `metric`
         and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.
@@ -478,10 +536,8 @@ class Catalog:
         """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router),
         format (forward operands), gradient_format. A part that ran as it is has no row."""
         return self._frame(
-            """
-            SELECT run_id, CASE WHEN layer_type = 'attention'
-                                THEN CASE WHEN list_contains(?, tensor_name) THEN 'QK' ELSE 'PV' END
-                                WHEN module = 'router' THEN 'router' ELSE 'linear' END AS part,
+            f"""
+            SELECT run_id, {PART} AS part,
                    min(format) FILTER (operation = 'forward') AS format,
                    min(format) FILTER (operation = 'backward') AS gradient_format
             FROM tensor WHERE format IS NOT NULL GROUP BY ALL ORDER BY ALL
@@ -497,7 +553,7 @@ class Catalog:
         )
 
     def table(self, name: str) -> pa.Table:
-        """A whole table of the index (run, tensor, score, sketch), for `sandbox`. Raises CatalogError for another."""
+        """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor:

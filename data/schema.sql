@@ -116,6 +116,15 @@ CREATE TABLE score (
     saturated     DOUBLE
 );
 
+-- How the blocks of an operand differ in a format: see quant.block_histograms for what a bin is.
+CREATE TABLE block (
+    tensor_id     VARCHAR,
+    format        VARCHAR,
+    measure       VARCHAR,              -- scale_exponent, sqnr_db, crest_db
+    bin           SMALLINT,
+    count         BIGINT                -- how many blocks
+);
+
 -- Segments taken in. mtime_ns tells a replaced segment from a known one.
 CREATE TABLE segment (
     run_id        VARCHAR,

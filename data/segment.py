@@ -1,6 +1,6 @@
-"""Segments: the rows of some captured tensors as three Parquet files in a directory that appears all at once.
+"""Segments: the rows of some captured tensors as four Parquet files in a directory that appears all at once.
 
-segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet
+segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet
                          files.jsonl     of an import: the files that the rows come from
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from binade.data.store import staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
+    from binade.quant.block_histograms import Histogram
     from binade.quant.metrics import Errors
     from binade.quant.summary import Summary
 
@@ -95,6 +96,7 @@ class Score:
     gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
     used         whether the GEMM took the tensor rounded so
     loss_first, loss_fisher   see quant.metrics.loss_change_later; None where the tensor's gradient is not known
+    blocks       see quant.block_histograms; empty where they were not measured
     """
 
     format: str
@@ -103,6 +105,7 @@ class Score:
     used: bool = False
     loss_first: float | None = None
     loss_fisher: float | None = None
+    blocks: Mapping[str, Histogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -195,8 +198,18 @@ TENSOR_SCHEMA = pa.schema(
 )
 SKETCH_SCHEMA = pa.schema([("tensor_id", _TEXT), ("bin", pa.int16()), ("count", _LONG)])
 SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *((name, _REAL) for name in ERROR_COLUMNS)])
-# The files of a segment, and the tables of the index.
-TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+BLOCK_SCHEMA = pa.schema(
+    [("tensor_id", _TEXT), ("format", _TEXT), ("measure", _TEXT), ("bin", pa.int16()), ("count", _LONG)]
+)
+# The files of a segment, and the tables of the index. Segments of an earlier version have no blocks.
+TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA, "block": BLOCK_SCHEMA}
+
+
+def table_files(directory: Path) -> dict[str, Path]:
+    """The files of a segment by table; a segment of an earlier version lacks `block`. Whether they are there otherwise
+    is not checked."""
+    files = {name: directory / f"{name}.parquet" for name in TABLES}
+    return {name: file for name, file in files.items() if name != "block" or file.exists()}
 
 
 def _tensor_record(row: TensorRow) -> dict[str, Any]:
@@ -239,10 +252,24 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         for row in rows
         for score in row.scores
     ]
+    histograms = [
+        (row.tensor_id, score.format, measure, bins, counts)
+        for row in rows
+        for score in row.scores
+        for measure, (bins, counts) in score.blocks.items()
+    ]
+    lengths = [len(bins) for *_, bins, _ in histograms]
+    *words, bins, counts = zip(*histograms, strict=True) if histograms else ((),) * 5
+    none = np.zeros(0, np.int64)  # concatenate takes no empty list
+    blocks = [
+        *(np.repeat(each, lengths) for each in words),
+        *(np.concatenate((none, *each)) for each in (bins, counts)),
+    ]
     tables = {
         "tensor": pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
+        "block": pa.table(dict(zip(BLOCK_SCHEMA.names, blocks, strict=True)), schema=BLOCK_SCHEMA),
     }
     with staged_directory(directory / name) as part:
         _fill(part, tables, files)
@@ -254,8 +281,8 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
     raises OSError, the old version stays."""
     tables = {}
-    for stem in TABLES:
-        table = pq.read_table(directory / name / f"{stem}.parquet", partitioning=None)
+    for stem, file in table_files(directory / name).items():
+        table = pq.read_table(file, partitioning=None)
         tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
     with staged_directory(directory / name, replace=True) as part:
         _fill(part, tables, files)
@@ -278,11 +305,12 @@ def segment_names(run_directory: Path) -> list[str]:
 
 
 def segment_digest(directory: Path) -> bytes:
-    """SHA-256 of a segment's content: the bytes of sketches and scores, and the values of rows except `path`. Raises
-    OSError, and ValueError for a file that is not Parquet."""
+    """SHA-256 of a segment's content: the bytes of its files, of tensor.parquet the values but `path`. Raises OSError,
+    and ValueError for a file that is not Parquet."""
     total = hashlib.sha256()
-    for name in ("sketch.parquet", "score.parquet"):
-        total.update(hashlib.sha256((directory / name).read_bytes()).digest())
+    for name, path in table_files(directory).items():
+        if name != "tensor":
+            total.update(hashlib.sha256(path.read_bytes()).digest())
     with pq.ParquetFile(directory / "tensor.parquet") as file:
         names = [name for name in file.schema_arrow.names if name != "path"]
         for group in range(file.num_row_groups):

@@ -50,6 +50,6 @@ def _controls(formats: One) -> None:
             formats.allowed,
             key="format",
             required=True,
-            disabled=not boards.is_error(metric),
+            disabled=not boards.of_format(metric),
             help="What this format would do to each operand, as scored when it was captured",
         )

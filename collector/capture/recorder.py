@@ -364,7 +364,7 @@ class Recorder:
         shown = x.reshape(seen.shape or x.shape)
         codes = counted(x) if x.device.type == "cpu" else None
         summary = cache(summarize_later(x, codes=codes))  # the file has it too
-        tried = try_formats(seen, scores, gemm, codes)
+        tried = try_formats(seen, scores, gemm, Measure.BLOCKS in self.measures, codes)
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
         captured = datetime.now(UTC)
@@ -482,7 +482,7 @@ class _Observer:
         if name in LATER:
             if kind and kind.observed in self.rows:
                 gemm = Gemm(name.partition("_")[0])
-                self.rows[kind.observed] += try_formats(seen, recorder.scores, gemm)
+                self.rows[kind.observed] += try_formats(seen, recorder.scores, gemm, blocks=False)
         elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
             self.rows[name] = self._record(seen, kind)
         if Measure.LOSS in recorder.measures:

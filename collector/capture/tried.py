@@ -10,10 +10,12 @@ from torch import Tensor
 from binade.data.segment import Score
 from binade.data.tensor_kinds import Gemm
 from binade.quant.backends.counts import Counted
+from binade.quant.block_histograms import Histogram, block_histograms_later
 from binade.quant.gemm import Observed
 from binade.quant.metrics import Errors, errors_later, loss_change_later, score_later
-from binade.quant.quantizer import fake_quantize, unrotated
-from binade.quant.specs import Spec
+from binade.quant.quantizer import apply, fake_quantize, unrotated
+from binade.quant.rotation import rotate
+from binade.quant.specs import TENSOR, Spec
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Tried:
     gemm: Gemm | None
     used: bool
     errors: Callable[[], Errors]
+    blocks: Callable[[], dict[str, Histogram]] | None = None
     loss: Callable[[], tuple[float, float]] | None = None
 
     def predict(self, operand: Observed, gradient: Tensor, loss_scale: float) -> None:
@@ -41,18 +44,36 @@ class Tried:
 
     def score(self) -> Score:
         first, fisher = self.loss() if self.loss else (None, None)
-        return Score(self.format, self.errors(), self.gemm, self.used, first, fisher)
+        blocks = self.blocks() if self.blocks else {}
+        return Score(self.format, self.errors(), self.gemm, self.used, first, fisher, blocks)
 
 
-def try_formats(seen: Observed, formats: Sequence[str], gemm: Gemm | None, codes: Counted | None = None) -> list[Tried]:
-    """The format that the operand was rounded to, with the error that this made, and each of the formats. codes:
-    `counted` of its tensor, if known. On a GPU nothing waits for it."""
+def try_formats(
+    seen: Observed, formats: Sequence[str], gemm: Gemm | None, blocks: bool, codes: Counted | None = None
+) -> list[Tried]:
+    """The format that the operand was rounded to, with the error that this made, and each of the formats. blocks:
+    whether to measure them too. codes: `counted` of its tensor, if known. On a GPU nothing waits for it."""
     found = []
     used = None if seen.spec is None else str(seen.spec)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
-        error = errors_later(seen.coded, seen.quantized, unrotated(seen.spec), seen.scales, seen.dim, seen.absmax)
-        found.append(Tried(used, gemm, True, error))
-    for name in formats:
-        if name != used:
-            found.append(Tried(name, gemm, False, score_later(seen.tensor, Spec.of(name), seen.dim, codes=codes)))
+        found.append(_measured(seen, seen.spec, gemm, blocks, seen.coded, seen.quantized, seen.scales))
+    for spec in (Spec.of(name) for name in formats if name != used):
+        x = seen.tensor
+        if blocks and x.numel() and spec.block not in (None, TENSOR):
+            coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
+            q, scales = apply(coded, unrotated(spec), seen.dim, want_scales=True)
+            found.append(_measured(seen, spec, gemm, blocks, coded, q, scales))
+        else:
+            found.append(Tried(str(spec), gemm, False, score_later(x, spec, seen.dim, codes=codes)))
     return found
+
+
+def _measured(
+    seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool, x: Tensor, q: Tensor, scales: Tensor | None
+) -> Tried:
+    """Of x rounded to q; x is the operand or its rotation."""
+    used, plain = spec is seen.spec, unrotated(spec)
+    tried = Tried(str(spec), gemm, used, errors_later(x, q, plain, scales, seen.dim, seen.absmax if used else None))
+    if blocks and scales is not None and x.numel():
+        tried.blocks = block_histograms_later(x, q, plain, scales, seen.dim)
+    return tried

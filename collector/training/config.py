@@ -16,7 +16,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.option import Group, check_options, declared, option
-from binade.data.tensor_kinds import tensor_names
+from binade.data.tensor_kinds import Measure, tensor_names
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -142,6 +142,9 @@ class RunConfig:
         help="Record only what these ranks hold")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. It takes time, hardly any space", placeholder="no format")
+    measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
+        help="Also measure the error of each GEMM's result, what rounding does to the loss, and single blocks",
+        label="Also measured", form_help="", placeholder="nothing")
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",
         help="Record statistics, sketches and scores, without the values")

@@ -137,6 +137,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         config=description,
         tensors=config.tensors,
         scores=config.scores,
+        measures=config.measures,
+        loss_scale=1 / config.micro_batches,
         raw=config.raw,
         max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,

@@ -11,7 +11,7 @@ import pandas as pd
 from binade.app.figure import Column, Drawn, Figure, Table
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import charts, compute
-from binade.app.questions.shared import board_charts, boards
+from binade.app.questions.shared import board_charts
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.shared.unscaled import with_scale, would_be
 from binade.app.report.section import OF_VALUES, ReportSelection, Section
@@ -51,7 +51,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 def _places(board: Board, table: pd.DataFrame) -> Table:
     """Every place; a row opens its worst tensor."""
     metric = board.measure.key
-    metrics = {name: Column() for name in SHOWN_ERRORS} if boards.is_error(metric) else {}
+    metrics = {name: Column() for name in SHOWN_ERRORS} if metric in SHOWN_ERRORS else {}
     columns = {
         "rank": Column("Rank", width=60),
         "place": Column("Tensor", width=220),

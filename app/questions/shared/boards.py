@@ -12,20 +12,46 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
-METRICS = (*SHOWN_ERRORS, *STATISTICS)
+LOSS_CHANGE = "loss_change"
+METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 
-def is_error(metric: str) -> bool:
+def of_format(metric: str) -> bool:
     """Whether the metric says what a format does, and not how the values themselves lie."""
-    return metric in SHOWN_ERRORS
+    return metric in SHOWN_ERRORS or metric == LOSS_CHANGE
 
 
 def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str, ...]) -> pd.DataFrame:
     """by's columns, tensors, value, tensor_id; for an error metric also all three of SHOWN_ERRORS."""
-    if is_error(metric):
+    if metric == LOSS_CHANGE:
+        return loss_changes(catalog, where, fmt, by)
+    if metric in SHOWN_ERRORS:
         table = catalog.errors(fmt, by, where, metric)
         return table.assign(value=table[metric])
     return catalog.extremes(metric, by, where).rename(columns={metric: "value"})
+
+
+def loss_changes(catalog: Catalog, where: Filter, fmt: str, by: tuple[str, ...]) -> pd.DataFrame:
+    """The predicted change of the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id,
+    micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN of one)."""
+    table = catalog.loss_changes(fmt, by, where)
+    table = table.assign(value=table["first"] + table["second"])
+    groups = table.groupby(list(by), dropna=False, sort=True)
+    found = groups.agg(
+        tensors=("tensors", "sum"),
+        micro_batches=("value", "size"),
+        first=("first", _mean),
+        second=("second", _mean),
+        value=("value", _mean),
+        spread=("value", "sem"),
+    ).reset_index()
+    worst = table.loc[groups["value"].idxmax().dropna()] if len(table) else table
+    return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
+
+
+def _mean(values: pd.Series) -> float:
+    """NaN if one is: a mean of the others would be of other data."""
+    return float(values.mean(skipna=False))
 
 
 def place_names(table: pd.DataFrame) -> pd.Series:

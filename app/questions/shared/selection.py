@@ -44,8 +44,11 @@ class Board(Selection):
     @property
     def definition(self) -> str:
         measure = self.measure
-        if boards.is_error(measure.key):
-            pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
+        if boards.of_format(measure.key):
+            if measure.key == boards.LOSS_CHANGE:
+                pooled = "their sum"
+            else:
+                pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
             return f"{measure.label} in {self.format}: {measure.definition}; several tensors together: {pooled}."
         return f"{measure.label}: {measure.definition}; the largest of the tensors that are taken together."
 
@@ -53,14 +56,19 @@ class Board(Selection):
         return f"{source(self.where, what)}\n{self.definition}"
 
     def title(self, rest: str = "") -> str:
-        scored = boards.is_error(self.measure.key)
+        scored = boards.of_format(self.measure.key)
         return f"{self.measure.label} in {self.format}{rest}" if scored else f"{self.measure.label}{rest}"
 
     @property
     def nothing(self) -> Drawn:
         """The answer where no tensor has a value."""
-        scored = boards.is_error(self.measure.key)
+        scored = boards.of_format(self.measure.key)
         what = "operands of a GEMM, which alone are scored" if scored else "tensors with a value"
+        if self.measure.key == boards.LOSS_CHANGE:
+            what = (
+                f"forward operands whose gradient was recorded and which were scored in {self.format}: record a run "
+                "with a backward pass, with “loss” among what is also measured"
+            )
         return Drawn(problems=(f"The filter selects no {what}.",))
 
 

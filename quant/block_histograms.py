@@ -1,0 +1,106 @@
+"""How the blocks of a tensor differ: histograms of their scales, of their errors and of their crest factors.
+
+A histogram adds up over tensors, iterations and layers, so that "which blocks fail" needs no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from binade.quant.reference import to_blocks
+from binade.quant.rounding import floor_log2
+from binade.quant.specs import TENSOR, Spec
+
+CHUNK = 1 << 18  # values measured at once
+
+
+@dataclass(frozen=True)
+class BlockMeasure:
+    """A quantity of each block. Bin b holds the values in [b·width, (b+1)·width); those out of the range lie in the
+    first or last bin.
+
+    bins   the first bin, and the one after the last
+    """
+
+    label: str
+    definition: str
+    unit: str
+    width: float
+    bins: tuple[int, int]
+
+
+BLOCK_MEASURES = {
+    "scale_exponent": BlockMeasure(
+        "Scale exponent",
+        "floor(log₂ scale) of the block; all-zero blocks left out",
+        "",
+        1,
+        (-160, 160),
+    ),
+    "sqnr_db": BlockMeasure(
+        "SQNR by block",
+        "10·log₁₀(Σx² / Σ(q−x)²) of the block; without error in the last bin",
+        "dB",
+        2,
+        (-20, 64),
+    ),
+    "crest_db": BlockMeasure("Crest factor by block", "20·log₁₀(max |x| / rms) of the block", "dB", 0.25, (0, 240)),
+}
+Histogram = tuple[np.ndarray, np.ndarray]  # bins that are not empty, ascending, and how many blocks lie in each
+
+
+def block_histograms_later(
+    x: Tensor, q: Tensor, spec: Spec, scales: Tensor, dim: int
+) -> Callable[[], dict[str, Histogram]]:
+    """The histogram of each of BLOCK_MEASURES over the blocks of x, which was rounded to q along `dim`.
+
+    x, q: of one shape, float32, bfloat16 or float16; of a spec with a rotation both rotated. scales: as
+    `quantizer.apply` returns them. Blocks that hold NaN or Inf, or zeros only, are left out. Sums in float32.
+    Returns a function, so that nothing waits for a GPU until it is called. Raises ValueError for a spec without blocks.
+    """
+    block = spec.block
+    if block is None or block == TENSOR:
+        raise ValueError(f"{spec} has no blocks: a format with block scales was expected")
+    found = {
+        name: torch.zeros(one.bins[1] - one.bins[0] + 1, dtype=torch.int64, device=x.device)
+        for name, one in BLOCK_MEASURES.items()
+    }
+    lines = scales.transpose(1, 2).reshape(-1, scales.shape[1])  # one of each row of tiles is enough
+    stored = lines[:: block.rows or 1].reshape(-1)
+    xs, qs = to_blocks(x.detach(), dim, block), to_blocks(q.detach(), dim, block)
+    valid = xs.shape[-1] * len(xs) == x.numel()
+    counts = None if valid else to_blocks(torch.ones_like(x, dtype=torch.bool), dim, block).sum(-1)
+    step = max(1, CHUNK // xs.shape[-1])
+    for start, end in pairwise((*range(0, len(xs), step), len(xs))):
+        some, rounded = xs[start:end].float(), qs[start:end].to(torch.float32, copy=True)
+        error = rounded.sub_(some)
+        signal, noise = torch.linalg.vecdot(some, some), torch.linalg.vecdot(error, error)
+        crest = some.abs().amax(-1).square() * (xs.shape[-1] if counts is None else counts[start:end]) / signal
+        used = signal.isfinite() & noise.isfinite() & (signal > 0)
+        scale = stored[start:end]
+        values = {
+            "scale_exponent": floor_log2(torch.where(scale > 0, scale, 1.0)).double(),
+            "sqnr_db": 10 * torch.log10(signal / noise),
+            "crest_db": 10 * torch.log10(crest),
+        }
+        for name, one in BLOCK_MEASURES.items():
+            ok = used & scale.isfinite() & (scale > 0) if name == "scale_exponent" else used
+            low, high = one.bins
+            bins = (values[name] / one.width).nan_to_num(0.0, high, low).floor().clamp(low, high - 1).long() - low
+            found[name].index_add_(0, torch.where(ok, bins, high - low), torch.ones_like(bins))
+
+    def fetch() -> dict[str, Histogram]:
+        result = {}
+        for name, total in found.items():
+            each = total[:-1].cpu().numpy()
+            used = np.flatnonzero(each)
+            result[name] = (used + BLOCK_MEASURES[name].bins[0]).astype(np.int16), each[used]
+        return result
+
+    return fetch
