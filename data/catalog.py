@@ -433,7 +433,8 @@ class Catalog:
         Operands whose gradient was not recorded are left out. Raises CatalogError for another column.
         """
         condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in dict.fromkeys((*by, *MICRO_BATCH)))
+        groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
+        columns = ", ".join(f"tensor.{name}" for name in groups)
         same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM batch.{name}" for name in MICRO_BATCH)
         return self._frame(
             f"""
@@ -455,23 +456,25 @@ class Catalog:
     def results(self, where: Filter | None = None) -> pd.DataFrame:
         """The selection's GEMM results whose error was measured, one row each: tensor_id, run_id, layer_index, module,
         part (linear, QK, PV), gemm, iteration, result_sqnr_db, and operand_noise, the sum of its operands' noise
-        ratios 10^(-sqnr_db/10) as they entered this GEMM: null where an operand that was rounded is not recorded."""
+        ratios 10^(-sqnr_db/10) as they entered this GEMM: null unless both operands were recorded and scored."""
         condition, parameters = self._selection(where)
-        same = " AND ".join(
-            f"operand.{name} IS NOT DISTINCT FROM tensor.{name}"
-            for name in (*MICRO_BATCH, "layer_index", "module", "expert", "rank")
-        )
+        place = ("layer_index", "module", "expert", "rank", *MICRO_BATCH)
+        same = " AND ".join(f"operand.{name} IS NOT DISTINCT FROM result.{name}" for name in place)
+        columns = ", ".join(f"tensor.{name}" for name in place)
         return self._frame(
             f"""
             WITH operand AS (
-                SELECT tensor.*, {PART} AS part, score.gemm AS of_gemm, score.sqnr_db AS own
-                FROM score JOIN tensor USING (tensor_id) WHERE score.used
+                SELECT {columns}, {PART} AS part, score.gemm, tensor.tensor_id,
+                       sum(pow(10, -score.sqnr_db / 10)) FILTER (score.used) AS noise
+                FROM score JOIN tensor USING (tensor_id) GROUP BY ALL
             ), result AS (
-                SELECT tensor.*, {PART} AS part FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
+                SELECT {columns}, {PART} AS part, gemm, tensor_id, result_sqnr_db
+                FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
             )
-            SELECT tensor.tensor_id, tensor.run_id, tensor.layer_index, tensor.module, tensor.part, tensor.gemm,
-                   tensor.iteration, tensor.result_sqnr_db, sum(pow(10, -own / 10)) AS operand_noise
-            FROM result AS tensor LEFT JOIN operand ON {same} AND operand.part = tensor.part AND of_gemm = tensor.gemm
+            SELECT result.tensor_id, result.run_id, result.layer_index, result.module, result.part, result.gemm,
+                   result.iteration, result_sqnr_db,
+                   CASE WHEN count(operand.tensor_id) = 2 THEN sum(noise) END AS operand_noise
+            FROM result LEFT JOIN operand ON {same} AND operand.part = result.part AND operand.gemm = result.gemm
             GROUP BY ALL ORDER BY ALL
             """,
             [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]] * 2 + parameters,

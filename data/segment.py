@@ -258,18 +258,17 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         for score in row.scores
         for measure, (bins, counts) in score.blocks.items()
     ]
-    lengths = [len(bins) for *_, bins, _ in histograms]
-    *words, bins, counts = zip(*histograms, strict=True) if histograms else ((),) * 5
-    none = np.zeros(0, np.int64)  # concatenate takes no empty list
-    blocks = [
-        *(np.repeat(each, lengths) for each in words),
-        *(np.concatenate((none, *each)) for each in (bins, counts)),
-    ]
+    block = BLOCK_SCHEMA.empty_table()
+    if histograms:
+        *words, bins, counts = zip(*histograms, strict=True)
+        columns = [np.repeat(each, [len(one) for one in bins]) for each in words]
+        columns += [np.concatenate(each) for each in (bins, counts)]
+        block = pa.table(dict(zip(BLOCK_SCHEMA.names, columns, strict=True)), schema=BLOCK_SCHEMA)
     tables = {
         "tensor": pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
-        "block": pa.table(dict(zip(BLOCK_SCHEMA.names, blocks, strict=True)), schema=BLOCK_SCHEMA),
+        "block": block,
     }
     with staged_directory(directory / name) as part:
         _fill(part, tables, files)

@@ -9,10 +9,12 @@ from binade.app.questions.depth.question import DEPTH
 from binade.app.questions.directions.question import DIRECTIONS
 from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
+from binade.app.questions.loss.question import LOSS
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.question import Question
 from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes.question import RECIPES
+from binade.app.questions.results.question import RESULTS
 from binade.app.questions.training.question import TRAINING
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
@@ -21,12 +23,14 @@ from binade.data.text import markdown_table
 QUESTIONS: tuple[Question, ...] = (
     DISTRIBUTION,
     RANKING,
+    LOSS,
     WHY,
     WHAT_IF,
     NORMALITY,
     DEPTH,
     TRAINING,
     DIRECTIONS,
+    RESULTS,
     RECIPES,
     DRIFT,
     BLOCKS,

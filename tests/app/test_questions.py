@@ -17,8 +17,10 @@ from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.depth import compute as depth_compute
 from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.drift import compute as drift_compute
+from binade.app.questions.loss import compute as loss_compute
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.recipes import compute as recipes_compute
+from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import boards, distributions, laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.rounded import subject
@@ -26,7 +28,7 @@ from binade.app.questions.shared.runs import PARTS, runs_with_reference
 from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
-from binade.data.catalog import SHOWN_ERRORS, Catalog
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import read_losses
 from binade.quant.formats import FORMATS
@@ -403,7 +405,7 @@ class TestBoards:
             table = ranking_compute.ranking(catalog, Filter(), "mxfp4", metric)
             values = table["value"].dropna()
             assert values.is_monotonic_increasing if metric == "sqnr_db" else values.is_monotonic_decreasing, metric
-            assert table["place"].is_unique or metric not in SHOWN_ERRORS
+            assert table["place"].is_unique or not boards.of_format(metric)
             assert table["rank"].tolist() == list(range(1, len(table) + 1))
 
     def test_depth_and_training_are_cuts_of_the_same(self, catalog):
@@ -431,6 +433,50 @@ class TestBoards:
         for operation, part in table.groupby("operation"):
             assert part["value"].is_monotonic_decreasing
             assert part["value"].min() <= total[operation] <= part["value"].max()
+
+    def test_loss_changes_of_several_micro_batches(self, catalog):
+        """Of an operand and its gradient in the files; N is the run's 128 tokens."""
+        where = Filter(quant_type=["mxfp4"])
+        found = loss_compute.costs(catalog, where, "nvfp4")
+        table = found.table.set_index("place")
+        changes = []
+        for iteration in (0, 1):
+            at = {"quant_type": ["mxfp4"], "layer_index": [2], "module": ["fc2"], "iteration": [iteration]}
+            x, g = (catalog.load(first(catalog, tensor_name=[name], **at)) for name in ("input", "grad_input"))
+            change = (quant.fake_quantize(x, "nvfp4").double() - x.double()) * g.double()
+            changes.append((change.sum().item(), 128 * change.square().sum().item() / 2))
+        row, both = table.loc["L2 fc2 input"], np.sum(changes, 1)
+        assert row["first"] == pytest.approx(np.mean(changes, 0)[0], rel=1e-4)
+        assert row["second"] == pytest.approx(np.mean(changes, 0)[1], rel=1e-5)
+        assert row["value"] == pytest.approx(both.mean(), rel=1e-4)
+        assert row["spread"] == pytest.approx(stats.sem(both), rel=1e-4) and row["micro_batches"] == 2
+        assert table["value"].is_monotonic_decreasing
+        assert found.agreement == pytest.approx(stats.spearmanr(-table["value"], table["sqnr_db"]).statistic)
+        of = [Filter(quant_type=["mxfp4"], iteration=[i]) for i in (0, 1)]
+        both = pd.merge(*(loss_compute.costs(catalog, each, "nvfp4").table for each in of), on="place")
+        assert found.reliability == pytest.approx(stats.spearmanr(both["value_x"], both["value_y"]).statistic)
+        assert math.isnan(loss_compute.costs(catalog, of[0], "nvfp4").reliability)
+
+    def test_results_and_what_their_operands_predict(self, catalog):
+        where = Filter(quant_type=["mxfp4"])
+        table = results_compute.results(catalog, where).set_index(list(results_compute.PRODUCT))
+        assert set(table.index.get_level_values("gemm")) == {"forward", "dgrad", "wgrad"}
+        exact, predicted = [], []
+        for iteration in (0, 1):
+            at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["fc1"], "iteration": [iteration]}
+            x, dy = (catalog.load(first(catalog, tensor_name=[name], **at)) for name in ("input", "grad_output"))
+            dw = catalog.load(first(catalog, tensor_name=["grad_weight"], **at))
+            x, dy = x.flatten(0, -2), dy.flatten(0, -2)
+            exact.append(errors(dy.T @ x, dw).sqnr_db)
+            noise = [errors(a, quant.fake_quantize(a, "mxfp4", 0)).sqnr_db for a in (x, dy)]
+            predicted.append(np.sum(10 ** (-np.array(noise) / 10)))
+        row = table.loc[(1, "fc1", "linear", "wgrad")]
+        assert row["results"] == 2
+        assert row["result_db"] == pytest.approx(-10 * np.log10(np.mean(10 ** (-np.array(exact) / 10))), abs=1e-3)
+        assert row["operands_db"] == pytest.approx(-10 * np.log10(np.mean(predicted)), abs=1e-3)
+        backward = table.loc[(1, "core", "QK", "dgrad")]
+        assert math.isnan(backward["operands_db"]) and backward["result_db"] > 0  # the scores' gradient is not recorded
+        assert results_compute.results(catalog, Filter(quant_type=["bf16"])).empty
 
     def test_slope(self):
         table = pd.DataFrame(

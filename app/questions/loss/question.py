@@ -1,0 +1,124 @@
+"""What costs the loss? The predicted change of the loss by operand, beside its SQNR."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from binade.app import style
+from binade.app.figure import Column, Drawn, Figure, Table
+from binade.app.questions.loss import charts, compute
+from binade.app.questions.question import Question
+from binade.app.questions.ranking import charts as ranking_charts
+from binade.app.questions.shared.board_charts import BARS
+from binade.app.questions.shared.boards import LOSS_CHANGE
+from binade.app.questions.shared.selection import Board
+from binade.app.report.section import ReportSelection, Section
+from binade.app.style import MEASURES
+
+RELIABLE = 0.8  # between halves of the micro-batches, from which a ranking is called reliable
+COLUMNS = {
+    "rank": Column("Rank", width=60),
+    "place": Column("Tensor", width=200),
+    "value": Column(format="%.2e", metric=LOSS_CHANGE),
+    "spread": Column("± standard error", "%.1e", help="of the mean over micro-batches; none of a single one"),
+    "first": Column("First order", "%.2e", help="Σg·e, the mean over micro-batches. Of few tokens it is mostly noise"),
+    "second": Column("Second order", "%.2e", help="N·½Σg²e², the mean over micro-batches. Never negative"),
+    "sqnr_db": Column(),
+    "sqnr_rank": Column("Rank by SQNR", width=90),
+    "micro_batches": Column("Micro-batches", "localized", 90),
+}
+
+
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    measure = MEASURES[LOSS_CHANGE]
+    board = replace(board, measure=measure)
+    found = compute.costs(board.opened, board.where, board.format) if board.format else None
+    if found is None or found.table.empty:
+        return board.nothing
+    table = found.table
+    batches = int(table["micro_batches"].max())
+    over = f"the mean over {batches:,} micro-batches" if batches > 1 else "of one micro-batch"
+    bars = ranking_charts.ranking(
+        table, measure, board.title(", largest first"), f"{min(len(table), BARS)} of {len(table):,} places · {over}"
+    )
+    ranked = Figure(
+        "loss_ranking",
+        bars,
+        table,
+        board.caption(f"{len(table):,} places (layer, module, tensor)"),
+        note=board.definition,
+        hint="Choose a bar to look into its tensor.",
+        height=ranking_charts.ranking_height(table),
+        choose="tensor_id",
+        group="both",
+    )
+    height = 380 + style.legend_height(sorted(set(table["tensor_name"].dropna())))
+    against = Figure(
+        "loss_against_sqnr",
+        charts.scatter(table, measure, f"Loss and SQNR in {board.format}", over),
+        table,
+        board.caption(f"{len(table):,} places (layer, module, tensor)"),
+        note="If SQNR told what costs the loss, the points would fall from left to right.",
+        hint="Choose a point to look into its tensor.",
+        height=height,
+        choose="tensor_id",
+        group="both",
+    )
+    places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
+    return Drawn((ranked, against, places), _verdict(found, board.format))
+
+
+def _verdict(found: compute.Costs, fmt: str) -> str:
+    table = found.table
+    unknown = int(table["value"].isna().sum())
+    if unknown == len(table):
+        return (
+            "No change can be predicted: gradients are not finite, or the tokens of a micro-batch are not known, which "
+            "the recorded inputs of linear layers tell."
+        )
+    worst, of = table.iloc[0], len(table)
+    lines = [f"{worst['place']} costs most in {fmt}: {_signed(worst['value'])} nats predicted"]
+    total = table["value"].sum()
+    lines.append(f", {_signed(total)} over all {of:,} operands. SQNR ranks it {int(worst['sqnr_rank'])} of {of}")
+    if not math.isnan(found.agreement):
+        lines.append(f"; the two rankings agree with ρ = {found.agreement:.2f}")
+    lines.append(". ")
+    if math.isnan(found.reliability):
+        lines.append("With one micro-batch the ranking holds for its tokens only: record several.")
+    elif found.reliability < RELIABLE:
+        lines.append(
+            f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f} only: record more tokens before "
+            "you act on the ranking."
+        )
+    else:
+        lines.append(f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f}.")
+    if unknown:
+        lines.append(f" For {unknown} operands nothing can be predicted: a gradient is not finite.")
+    return "".join(lines)
+
+
+def _signed(value: float) -> str:
+    return ("+" if value >= 0 else "−") + style.short(abs(value))
+
+
+def report(selection: ReportSelection) -> Iterator[Section]:
+    for board in selection.boards((LOSS_CHANGE,)):
+        drawn = draw(board, {})
+        if drawn.figures:
+            figures = [replace(figure, name=f"{figure.name}_{board.name}") for figure in drawn.figures]
+            yield Section("statistics", figures=figures, verdict=drawn.verdict)
+
+
+LOSS = Question(
+    text="What costs the loss?",
+    title="Loss",
+    icon=":material/trending_down:",
+    help="Predicted change of the loss by operand, beside its SQNR",
+    page="worst",
+    view="loss",
+    draw=draw,
+    report=report,
+)

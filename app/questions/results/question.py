@@ -1,0 +1,92 @@
+"""Which GEMM loses it? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from binade.app import style
+from binade.app.figure import Column, Drawn, Figure, Table, source
+from binade.app.questions.depth import charts as depth_charts
+from binade.app.questions.question import Question
+from binade.app.questions.results import charts, compute
+from binade.app.questions.shared.selection import Selection
+from binade.app.style import MEASURES
+
+NOTHING = (
+    "The filter selects no result of a quantized GEMM whose error was measured: choose a quantized run that was "
+    "recorded with “result” among what is also measured."
+)
+DEFINITION = (
+    "SQNR of a result: 10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²), both products in the tensors’ dtype. Predicted: the noise "
+    "ratios of the two operands added, as if their errors were independent."
+)
+COLUMNS = {
+    "place": Column("Product", width=160),
+    "gemm": Column("GEMM", width=90),
+    "result_db": Column("SQNR of the result", "%.1f"),
+    "operands_db": Column("Predicted from the operands", "%.1f"),
+    "gain_db": Column("Difference", "%+.1f", help="Above 0: the errors cancel in the sum more than the values do"),
+    "results": Column("Results", "localized", 90),
+}
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    table = compute.results(selection.opened, selection.where)
+    if table.empty:
+        return Drawn(problems=(NOTHING,))
+    layer = table["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
+    name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])
+    table = table.assign(place=layer + name, row=name + " " + table["gemm"])
+    words = f"{source(selection.where, f'{len(table):,} products and GEMMs')}\n{DEFINITION}"
+    cells = table.assign(
+        value=table["result_db"],
+        operation=table["gemm"].map({"forward": "forward"}).fillna("backward"),
+        tensors=table["results"],
+    )
+    measure = MEASURES["sqnr_db"]
+    heat = Figure(
+        "results",
+        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations of the filter together"),
+        table,
+        words,
+        note="Bright is bad.",
+        hint="Choose a cell to look into its result.",
+        height=depth_charts.depth_height(cells),
+        choose="tensor_id",
+    )
+    items: list[Figure | Table] = [heat]
+    if table["operands_db"].notna().any():
+        height = 380 + style.legend_height(sorted(set(table["gemm"])))
+        chart = charts.against(table, "Do the operands tell?", "above the line: better than independent errors")
+        items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
+    items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
+    return Drawn(tuple(items), _verdict(compute.results(selection.opened, selection.where, ("gemm",)), table))
+
+
+def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
+    """by_gemm: of all products together."""
+    found = by_gemm.set_index("gemm")["result_db"].sort_values()
+    if len(found) == 1:
+        return f"Only results of {found.index[0]} were measured: {found.iloc[0]:.1f} dB."
+    others = ", ".join(f"{name} {value:.1f}" for name, value in zip(found.index[1:], found.iloc[1:], strict=True))
+    text = f"{found.index[0]} loses most: its results have {found.iloc[0]:.1f} dB, {others}."
+    gains = table.dropna(subset=["gain_db"]).groupby("gemm")["gain_db"].median()
+    near = [str(name) for name, gain in gains.items() if abs(gain) < 1]
+    if near:
+        text += f" The errors of the operands, added up, tell those of {' and '.join(near)} results within 1 dB."
+    for name, gain in gains.items():
+        if name not in near:
+            text += f" Results of {name} are {abs(gain):.1f} dB {'better' if gain > 0 else 'worse'} than that."
+    return text
+
+
+RESULTS = Question(
+    text="Which GEMM loses it?",
+    title="GEMMs",
+    icon=":material/calculate:",
+    help="Errors of results in forward, dgrad and wgrad, beside those of their operands",
+    page="gemms",
+    draw=draw,
+)
