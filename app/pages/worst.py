@@ -31,7 +31,7 @@ def params(opened: Catalog) -> dict[str, Param]:
 def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
     """What is ranked; the answer itself where that is nothing."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
-    if boards.of_format(measure.key) and not fmt:
+    if boards.of_format(measure.key) and not fmt and "format" not in VIEWS[values["view"]].ignores:
         return Drawn(problems=("No operand of a GEMM is scored here: choose a statistic of the values.",))
     return Board(selection.opened, selection.where, format=fmt, measure=measure)
 

@@ -36,20 +36,23 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
 
 def _controls(formats: One) -> None:
     st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
-    left, right = st.columns([1, 2])
-    metric = left.selectbox(
-        "Metric",
-        boards.METRICS,
-        key="metric",
-        format_func=lambda name: MEASURES[name].axis,
-        help="\n\n".join(f"**{MEASURES[m].label}**: {plain(MEASURES[m].definition)}" for m in boards.METRICS),
-    )
-    if formats.allowed:
-        right.segmented_control(
+    ignored = VIEWS[st.session_state["view"]].ignores
+    metric, place = st.session_state["metric"], st.container()
+    if "metric" not in ignored:
+        left, place = st.columns([1, 2])
+        metric = left.selectbox(
+            "Metric",
+            boards.METRICS,
+            key="metric",
+            format_func=lambda name: MEASURES[name].axis,
+            help="\n\n".join(f"**{MEASURES[m].label}**: {plain(MEASURES[m].definition)}" for m in boards.METRICS),
+        )
+    if formats.allowed and "format" not in ignored:
+        place.segmented_control(
             "If rounded to",
             formats.allowed,
             key="format",
             required=True,
-            disabled=not boards.of_format(metric),
+            disabled=not boards.of_format(metric) and "metric" not in ignored,
             help="What this format would do to each operand, as scored when it was captured",
         )

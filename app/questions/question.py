@@ -30,6 +30,7 @@ class Question:
     controls     the parameters of its own, besides those of the page, and the widgets that set them
     narrow       the controls above the answer where they depend on what is selected and on the values; by default all
                  that are not inline
+    ignores      parameters of its page that the answer does not depend on: their controls are not shown
     slow         what takes long in draw, as a title, "" if nothing does. draw then takes `done` as well, which it calls
                  with (how many steps are through, of how many)
     link         parameters that the overview's link sets
@@ -48,6 +49,7 @@ class Question:
     view: str = ""
     controls: tuple[Control, ...] = ()
     narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None
+    ignores: frozenset[str] = frozenset()
     slow: str = ""
     link: dict[str, str] = field(default_factory=dict)
     note: str = ""

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.slow
 VIEWS_OF = {
     "overview": [{}],
     "explore": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
-    "worst": [{"view": view} for view in ("board", "loss", "depth", "training", "directions")],
-    "gemms": [{}],
+    "worst": [{"view": view} for view in ("board", "loss", "gemms", "depth", "training", "directions")],
     "tensor": [{"view": view, "format": "mxfp8", "recipe": "mxfp4"} for view in VIEWS],
     "recipes": [{"view": "cost"}, {"view": "gradients", "gradient": "grad_input"}],
     "runs": [{}],

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from binade.app.pages import tensor
+from binade.app.pages import tensor, worst
 from tests.browser.driver import launch, new_page, settle
 
 PAGES = {
     "overview": "/",
     "explore": "/explore",
-    **{f"worst-{view}": f"/worst?view={view}" for view in ("board", "depth", "training", "directions")},
+    **{f"worst-{view}": f"/worst?view={view}" for view in worst.VIEWS},
     **{f"tensor-{view}": f"/tensor?view={view}" for view in tensor.VIEWS},
     "recipes-cost": "/recipes",
     "recipes-gradients": "/recipes?view=gradients",

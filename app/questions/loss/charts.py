@@ -21,7 +21,9 @@ def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
     )  # fmt: skip
     groups = sorted(set(shown["group"].dropna()))
     choice = style.choice("tensor_id")
-    x = alt.X("sqnr_db:Q", title=sqnr.axis, scale=alt.Scale(zero=False, nice=False, padding=16))
+    x = alt.X(
+        "sqnr_db:Q", title=sqnr.axis, scale=alt.Scale(zero=False, nice=False, padding=16), axis=alt.Axis(tickCount=8)
+    )
     base = alt.Chart(shown).encode(x=x)
     zero = alt.Chart(pd.DataFrame({"zero": [0]})).mark_rule(color=style.GREY, strokeDash=[4, 3]).encode(y="zero:Q")
     spread = (
@@ -31,7 +33,7 @@ def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
             x=x,
             y=alt.Y("low:Q", title=measure.axis),
             y2="high:Q",
-            color=style.color(groups, "tensor", shown=False),
+            color=style.color(groups, "tensor"),
         )
     )
     points = (

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pandas as pd
 from scipy.stats import spearmanr
 
-from binade.app.questions.shared.boards import PLACE, loss_changes, place_names
-from binade.data.catalog import MICRO_BATCH, Catalog
+from binade.app.questions.shared.boards import DATA, PLACE, loss_changes, place_names
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 
@@ -41,8 +41,8 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
 
 
 def _halves(table: pd.DataFrame) -> float:
-    """The agreement of every other micro-batch with the rest."""
-    batch = table.groupby(list(MICRO_BATCH), dropna=False, sort=True).ngroup()
+    """The agreement of every other micro-batch with the rest. Runs of the same data are in the same half."""
+    batch = table.groupby(DATA, dropna=False, sort=True).ngroup()
     if batch.nunique() < 2:
         return math.nan
     change = table["first"] + table["second"]

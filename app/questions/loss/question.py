@@ -53,7 +53,6 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         hint="Choose a bar to look into its tensor.",
         height=ranking_charts.ranking_height(table),
         choose="tensor_id",
-        group="both",
     )
     height = 380 + style.legend_height(sorted(set(table["tensor_name"].dropna())))
     against = Figure(
@@ -65,7 +64,6 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         hint="Choose a point to look into its tensor.",
         height=height,
         choose="tensor_id",
-        group="both",
     )
     places = Table("loss_places", table, COLUMNS, height=min(38 + 35 * len(table), 420), choose="tensor_id")
     return Drawn((ranked, against, places), _verdict(found, board.format))
@@ -101,7 +99,7 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
 
 
 def _signed(value: float) -> str:
-    return ("+" if value >= 0 else "−") + style.short(abs(value))
+    return f"{value:+.2g}".replace("-", "−")
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:
@@ -119,6 +117,7 @@ LOSS = Question(
     help="Predicted change of the loss by operand, beside its SQNR",
     page="worst",
     view="loss",
+    ignores=frozenset(("metric",)),
     draw=draw,
     report=report,
 )

@@ -13,18 +13,20 @@ def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
     """Of compute.results: measured against predicted SQNR, a point a product and GEMM; on the line both are equal."""
     shown = table.rename(columns={"gemm": "group"}).dropna(subset=["operands_db"])
     shown = shown[shown["operands_db"].abs() < float("inf")]
-    low = float(shown[["operands_db", "result_db"]].min().min())
-    high = float(shown[["operands_db", "result_db"]].max().max())
-    scale = alt.Scale(domain=[low - 1, high + 1], nice=False, zero=False)
+    known = shown[["operands_db", "result_db"]]
+    ends = pd.DataFrame({"at": [float(known.min().min()), float(known.max().max())]})
+    scales = [
+        alt.Scale(domain=[known[name].min() - 1, known[name].max() + 1], nice=False, zero=False) for name in known
+    ]
     groups = [name for name in GEMMS if name in set(shown["group"])]
-    line = alt.Chart(pd.DataFrame({"at": [low - 1, high + 1]})).mark_line(color=style.GREY, strokeDash=[4, 3])
-    choice = style.choice("tensor_id")
+    line = alt.Chart(ends).mark_line(color=style.GREY, strokeDash=[4, 3], clip=True)
+    choice, ticks = style.choice("tensor_id"), alt.Axis(tickCount=8)
     points = (
         alt.Chart(shown)
         .mark_point(filled=True, size=70, cursor="pointer")
         .encode(
-            x=alt.X("operands_db:Q", title="predicted from the operands (dB)", scale=scale),
-            y=alt.Y("result_db:Q", title="SQNR of the result (dB)", scale=scale),
+            x=alt.X("operands_db:Q", title="predicted from the operands (dB)", scale=scales[0], axis=ticks),
+            y=alt.Y("result_db:Q", title="SQNR of the result (dB)", scale=scales[1]),
             color=style.color(groups, "GEMM"),
             shape=style.shape(groups, "GEMM"),
             opacity=alt.condition(choice, alt.value(0.9), alt.value(0.3)),

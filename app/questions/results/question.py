@@ -74,12 +74,15 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
     text = f"{found.index[0]} loses most: its results have {found.iloc[0]:.1f} dB, {others}."
     gains = table.dropna(subset=["gain_db"]).groupby("gemm")["gain_db"].median()
     near = [str(name) for name, gain in gains.items() if abs(gain) < 1]
+    far = [
+        f"{name} results are {abs(gain):.1f} dB {'better' if gain > 0 else 'worse'}"
+        for name, gain in gains.items()
+        if str(name) not in near
+    ]
     if near:
-        text += f" The errors of the operands, added up, tell those of {' and '.join(near)} results within 1 dB."
-    for name, gain in gains.items():
-        if name not in near:
-            text += f" Results of {name} are {abs(gain):.1f} dB {'better' if gain > 0 else 'worse'} than that."
-    return text
+        text += f" The operands’ errors, added up, predict {' and '.join(near)} results within 1 dB"
+        return f"{text}; {', '.join(far)} than predicted." if far else f"{text}."
+    return f"{text} Against the operands’ errors, added up, {', '.join(far)}." if far else text
 
 
 RESULTS = Question(
@@ -87,6 +90,8 @@ RESULTS = Question(
     title="GEMMs",
     icon=":material/calculate:",
     help="Errors of results in forward, dgrad and wgrad, beside those of their operands",
-    page="gemms",
+    page="worst",
+    view="gemms",
+    ignores=frozenset(("metric", "format")),
     draw=draw,
 )

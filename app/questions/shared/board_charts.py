@@ -33,7 +33,7 @@ def bars(
         alt.Tooltip("label:N", title=measure.axis),
         alt.Tooltip("tensors:Q", title="tensors", format=","),
     ]
-    base = alt.Chart(shown.assign(end=shown["figure"].fillna(0.0))).encode(
+    base = alt.Chart(shown.assign(end=shown["figure"].fillna(0.0).clip(lower=0.0))).encode(
         y=alt.Y(f"{y}:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=240)),
         tooltip=tooltip,
     )

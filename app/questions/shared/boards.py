@@ -8,11 +8,12 @@ from __future__ import annotations
 import pandas as pd
 
 from binade.app.questions.shared.labels import UNNAMED
-from binade.data.catalog import SHOWN_ERRORS, STATISTICS, Catalog
+from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 LOSS_CHANGE = "loss_change"
+DATA = [name for name in MICRO_BATCH if name != "run_id"]  # a place in the data that runs of one seed share
 METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 
@@ -32,20 +33,18 @@ def values(catalog: Catalog, where: Filter, fmt: str, metric: str, by: tuple[str
 
 
 def loss_changes(catalog: Catalog, where: Filter, fmt: str, by: tuple[str, ...]) -> pd.DataFrame:
-    """The predicted change of the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id,
-    micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN of one)."""
+    """The predicted change of the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id (of the
+    largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN
+    of one). What several runs recorded in the same place of their data is one micro-batch: the runs' mean."""
     table = catalog.loss_changes(fmt, by, where)
     table = table.assign(value=table["first"] + table["second"])
-    groups = table.groupby(list(by), dropna=False, sort=True)
+    worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
+    terms = {name: (name, _mean) for name in ("first", "second", "value")}
+    each = table.groupby(list(dict.fromkeys((*by, *DATA))), dropna=False).agg(tensors=("tensors", "sum"), **terms)
+    groups = each.reset_index().groupby(list(by), dropna=False)
     found = groups.agg(
-        tensors=("tensors", "sum"),
-        micro_batches=("value", "size"),
-        first=("first", _mean),
-        second=("second", _mean),
-        value=("value", _mean),
-        spread=("value", "sem"),
+        tensors=("tensors", "sum"), micro_batches=("value", "size"), spread=("value", "sem"), **terms
     ).reset_index()
-    worst = table.loc[groups["value"].idxmax().dropna()] if len(table) else table
     return found.merge(worst[[*by, "tensor_id"]], on=list(by), how="left")
 
 
