@@ -480,6 +480,19 @@ class Catalog:
             [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK]] * 2 + parameters,
         )
 
+    def blocks(self, fmt: str, measure: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
+        """The merged histogram of a quantity of blocks over the selection's operands in a format, one row per group and
+        bin: by's columns, bin, count. measure: a key of quant.block_histograms.BLOCK_MEASURES. Empty for a format
+        without block scales. Raises CatalogError for another column.
+        """
+        condition, parameters = self._selection(where)
+        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
+        return self._frame(
+            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (tensor_id)"
+            f" WHERE {condition} AND block.format = ? AND measure = ? GROUP BY ALL ORDER BY ALL",
+            [*parameters, str(Spec.of(fmt)), measure],
+        )
+
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """The maximum of a statistic over the selection's tensors, one row per group: by's columns, tensors, `metric`
         and the tensor_id of the maximum. metric: a key of STATISTICS. Tensors without a value are left out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from binade.app.questions.attention.question import ATTENTION
+from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.depth.question import DEPTH
@@ -31,6 +32,7 @@ QUESTIONS: tuple[Question, ...] = (
     DEPTH,
     TRAINING,
     DIRECTIONS,
+    BLOCK_HISTORY,
     RECIPES,
     DRIFT,
     BLOCKS,

@@ -17,6 +17,7 @@ from hypothesis import strategies as some
 from streamlit.testing.v1 import AppTest
 
 from binade.app.figure import Figure
+from binade.app.pages import worst
 from binade.app.pages.tensor import VIEWS
 from binade.app.questions.registry import QUESTIONS
 from binade.app.sessions import pins, session
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.slow
 VIEWS_OF = {
     "overview": [{}],
     "explore": [{"by": "layer_index", "quant_type": "mxfp4", "axis": "linear"}, {"law": "laplace"}],
-    "worst": [{"view": view} for view in ("board", "loss", "gemms", "depth", "training", "directions")],
+    "worst": [{"view": view} for view in worst.VIEWS],
     "tensor": [{"view": view, "format": "mxfp8", "recipe": "mxfp4"} for view in VIEWS],
     "recipes": [{"view": "cost"}, {"view": "gradients", "gradient": "grad_input"}],
     "runs": [{}],

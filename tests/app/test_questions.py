@@ -12,6 +12,7 @@ from scipy import stats
 
 from binade import quant
 from binade.app.questions.attention import compute as attention_compute
+from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.blocks import compute as blocks_compute
 from binade.app.questions.codes import compute as codes_compute
 from binade.app.questions.depth import compute as depth_compute
@@ -31,6 +32,7 @@ from binade.app.questions.why import compute as why_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import read_losses
+from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
 from binade.quant.metrics import errors
 from tests.app.roots import odd_tensors
@@ -477,6 +479,21 @@ class TestBoards:
         backward = table.loc[(1, "core", "QK", "dgrad")]
         assert math.isnan(backward["operands_db"]) and backward["result_db"] > 0  # the scores' gradient is not recorded
         assert results_compute.results(catalog, Filter(quant_type=["bf16"])).empty
+
+    def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):
+        where = Filter(quant_type=["mxfp4"], layer_index=[1], iteration=[1])
+        table = block_history_compute.histogram(catalog, where, "mxfp4", "sqnr_db")
+        operands = catalog.tensors(where).dropna(subset=["contracted_axis"])
+        each = [look(catalog.load(r.tensor_id), "mxfp4", int(r.contracted_axis)).sqnr_db for r in operands.itertuples()]
+        found = torch.cat(each).numpy()
+        found = found[~np.isnan(found)]
+        (row,) = block_history_compute.summary(table, ("iteration",)).itertuples()
+        assert row.blocks == len(found) and row.bad == pytest.approx((found < 10).mean(), abs=1e-9)
+        finite = np.where(np.isinf(found), 126, found)
+        for name, q in (("low", 0.01), ("median", 0.5), ("high", 0.99)):
+            assert getattr(row, name) == pytest.approx(np.quantile(finite, q), abs=2), name
+        assert block_history_compute.shares(table, "layer_index")["share"].sum() == pytest.approx(1)
+        assert block_history_compute.histogram(catalog, where, "hifp8", "sqnr_db").empty
 
     def test_slope(self):
         table = pd.DataFrame(

@@ -1,0 +1,65 @@
+"""Distributions over blocks by iteration or layer."""
+
+from __future__ import annotations
+
+import altair as alt
+import pandas as pd
+
+from binade.app import style
+
+MOST = 60  # columns of a heatmap
+
+
+def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str, subtitle: str) -> alt.Chart:
+    """Of compute.shares: a column for each value of `by`, its blocks by bin."""
+    values = sorted(table[by].unique())
+    step = -(-len(values) // MOST)
+    shown = table[table[by].isin(values[::step])].assign(group=lambda rows: rows[by].astype(int))
+    result: alt.Chart = (
+        alt.Chart(shown)
+        .mark_rect()
+        .encode(
+            x=alt.X("group:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+            y=alt.Y("low:Q", title=axis, scale=alt.Scale(zero=False, nice=False), bin="binned"),
+            y2="high:Q",
+            color=alt.Color(
+                "share:Q",
+                scale=alt.Scale(range=style.RAMP, interpolate="rgb", type="sqrt"),
+                legend=alt.Legend(title="share of blocks", format=".0%", gradientLength=180),
+            ),
+            tooltip=[
+                alt.Tooltip("group:O", title=word),
+                alt.Tooltip("low:Q", title=f"{axis}, from"),
+                alt.Tooltip("high:Q", title="to"),
+                alt.Tooltip("share:Q", title="share of blocks", format=".2%"),
+                alt.Tooltip("count:Q", title="blocks", format=","),
+            ],
+        )
+        .properties(title=style.title(title, subtitle))
+    )
+    return result
+
+
+def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> alt.Chart:
+    """Of compute.summary by iteration and layer: one of its columns by iteration, a line a layer."""
+    shown = table.assign(layer=table["layer_index"].astype(int))
+    layers = sorted(shown["layer"].unique().tolist())
+    scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
+    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
+    result: alt.Chart = (
+        alt.Chart(shown)
+        .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45))
+        .encode(
+            x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickMinStep=1, format="d")),
+            y=alt.Y(f"{column}:Q", title=axis, scale=alt.Scale(zero=False)),
+            color=alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None),
+            tooltip=[
+                alt.Tooltip("layer:O", title="layer"),
+                alt.Tooltip("iteration:Q", title="iteration"),
+                alt.Tooltip(f"{column}:Q", title=axis, format=".3g"),
+                alt.Tooltip("blocks:Q", title="blocks", format=","),
+            ],
+        )
+        .properties(title=style.title(title, subtitle))
+    )
+    return result

@@ -1,0 +1,54 @@
+"""How the blocks of a selection differ, by iteration and layer, from the histograms that were recorded."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.block_histograms import BLOCK_MEASURES
+
+BAD_DB = 10  # a block with less SQNR is called bad
+ITERATION, LAYER = "iteration", "layer_index"
+
+
+def histogram(catalog: Catalog, where: Filter, fmt: str, measure: str) -> pd.DataFrame:
+    """Columns iteration, layer_index, bin, count, and low and high, the bin's edges."""
+    table = catalog.blocks(fmt, measure, (ITERATION, LAYER), where).dropna(subset=[ITERATION, LAYER])
+    width = BLOCK_MEASURES[measure].width
+    return table.assign(low=table["bin"] * width, high=(table["bin"] + 1) * width)
+
+
+def shares(table: pd.DataFrame, by: str) -> pd.DataFrame:
+    """A `histogram` by one of its columns: that column, low, high, count and share, of the blocks of its group."""
+    merged = table.groupby([by, "low", "high"])[["count"]].sum().reset_index()
+    return merged.assign(share=merged["count"] / merged.groupby(by)["count"].transform("sum"))
+
+
+def summary(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
+    """Of each group of a `histogram`: by's columns, blocks, low, median and high (the 1st, 50th and 99th percentile, to
+    a bin's width) and bad, the share of blocks below BAD_DB (of SQNR)."""
+    rows = [
+        {
+            **dict(zip(by, key if isinstance(key, tuple) else (key,), strict=True)),
+            "blocks": int(part["count"].sum()),
+            **{name: quantile(part, q) for name, q in (("low", 0.01), ("median", 0.5), ("high", 0.99))},
+            "bad": float(part.loc[part["high"] <= BAD_DB, "count"].sum() / part["count"].sum()),
+        }
+        for key, part in table.groupby(list(by))
+    ]
+    return pd.DataFrame(rows, columns=[*by, "blocks", "low", "median", "high", "bad"])
+
+
+def quantile(part: pd.DataFrame, q: float) -> float:
+    """Of a histogram's columns low, high and count: values lie evenly in their bin. NaN of nothing."""
+    merged = part.groupby(["low", "high"], as_index=False)["count"].sum()
+    if merged.empty:
+        return math.nan
+    below = np.concatenate(([0], merged["count"].cumsum()))
+    at = min(int(np.searchsorted(below[1:], q * below[-1])), len(merged) - 1)
+    row = merged.iloc[at]
+    return float(row["low"] + (row["high"] - row["low"]) * (q * below[-1] - below[at]) / row["count"])
