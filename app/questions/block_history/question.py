@@ -39,7 +39,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     shares = compute.shares(table, by)
     subtitle, last = f"{blocks:,} blocks, by {word}", what.bins[1] - 1
     if measure == "sqnr_db" and (exact := table.loc[table["bin"] == last, "count"].sum()):
-        subtitle += f"; {exact / blocks:.2g} of them without error are not drawn"
+        subtitle += f"; not drawn: {100 * exact / blocks:.2g} % without error"
         shares = shares[shares["low"] < last * what.width]
     items: list[Figure | Table] = [
         Figure(
