@@ -101,7 +101,7 @@ def test_a_small_tensor_is_its_own_sample_and_a_large_one_is_thinned_by_whole_li
 
 def test_tiers_of_every_code():
     """HiFloat8: table 1 of arXiv 2409.16626; the others: their bits."""
-    counts = {name: Counter(code_tiers(FORMATS[name].element)) for name in FORMATS}
+    counts = {name: Counter(code_tiers(FORMATS[name].element)) for name in ("mxfp4", "mxfp8", "hifp8")}
     assert counts["mxfp4"] == {ZERO: 2, DENORMAL: 2, "1 mantissa bit": 12}
     assert counts["mxfp8"] == {ZERO: 2, DENORMAL: 14, "3 mantissa bits": 238, SPECIAL: 2}
     assert counts["hifp8"] == {
