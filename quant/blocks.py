@@ -168,15 +168,14 @@ def code_tiers(element: Element) -> tuple[str, ...]:
     lowest tier (no mantissa bits) denormal.
     """
     tapered = len(element.tiers) > 1
+    values = list(element.values.values())
     names = []
-    for code in range(1 << element.bits):
-        value = element.values[code]
+    for value, exponent in zip(values, floor_log2(torch.tensor(values)).tolist(), strict=True):
         if not math.isfinite(value):
             names.append(SPECIAL)
         elif value == 0:
             names.append(ZERO)
         else:
-            exponent = int(floor_log2(torch.tensor(abs(value))))
             bits = next((bits for lowest, bits in reversed(element.tiers) if exponent >= lowest), None)
             first = tapered and exponent < element.tiers[1][0]
             names.append(DENORMAL if bits is None or first else f"{bits} mantissa bit{'s' * (bits != 1)}")

@@ -105,12 +105,13 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 def collected(made_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one run of each of RECIPES: tiny, 2 layers, 2 recorded iterations of 128 tokens. Read only.
 
-    Each worker has a copy, since only one process at a time can own a root's index.
+    Each worker has a copy, since only one process at a time can own a root's index. Torch quantizes, as the interpreter
+    takes twice the time for the same bits (tests/collector/test_training.py).
     """
 
     def collect(root: Path) -> None:
         done = run_collector(
-            "batch", "--quantization", ",".join(RECIPES), "--training-config", "fast",
+            "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
             "--warmup-iterations", "2", "--control-iter", "2", root=root,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

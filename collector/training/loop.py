@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from inspect import unwrap
 from pathlib import Path
 
 import torch
@@ -239,8 +240,16 @@ def _train(
     report(f"recorded {status.tensors} tensors ({kept})")
 
 
+class _AdamW(torch.optim.AdamW):
+    """Torch wraps these methods for torch.compile. The wrappers import the compiler, a third of the start of a run."""
+
+    add_param_group = unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = unwrap(torch.optim.AdamW.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
 def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    return _AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def _launches(config: RunConfig) -> int:

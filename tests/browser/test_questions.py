@@ -38,13 +38,13 @@ PLACE = ("layer_index", "module", "operation", "tensor_name")
 
 @pytest.fixture(scope="session")
 def first_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root as `make run` fills it, read off make itself, but for a quarter of the tokens."""
+    """A root as `make run` fills it, read off make itself, but for a quarter of the tokens, and quantized by torch."""
     root = tmp_path_factory.mktemp("first")
     made = subprocess.run(["make", "-n", "run"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     commands = re.findall(r"/binade ((?:batch|run) [^;&}]*)", made)
     assert len(commands) == 2
     for command in commands:
-        done = run_collector(*shlex.split(command), "--training-config", "fast", root=root)
+        done = run_collector(*shlex.split(command), "--training-config", "fast", "--backend", "torch", root=root)
         assert done.returncode == 0, done.stderr
     return root
 

@@ -18,6 +18,7 @@ from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
 from binade.collector.training.config import RunConfig
+from binade.collector.training.loop import _optimizer
 from binade.collector.training.ranks import Ranks, clip_gradients, finish_gradients, join, mean_over_replicas
 
 STEPS = 2
@@ -50,12 +51,12 @@ CASES = [
 
 def train(case: Case, ranks: Ranks) -> dict:
     """Losses, and the largest deviation of a gradient and a weight from the whole ones are compared elsewhere."""
-    config = RunConfig(model=case.model)
+    config = RunConfig(model=case.model, learning_rate=1e-3)
     model = GPTModel(config.shape(), ranks.tensor, compute_dtype=torch.float32)
     model.initialize(config.seed)
     documents = open_dataset(config.dataset, config.tokenizer, config.shape().vocab).documents
     stream = SampleStream(documents, 32, config.seed, rank=ranks.replica, ranks=ranks.replicas)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = _optimizer(model, config)
     seen: dict = {"losses": [], "gradients": {}}
     with instrument(model, case.recipe):
         for step in range(STEPS):

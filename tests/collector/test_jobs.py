@@ -198,7 +198,8 @@ class TestEstimate:
         assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
 
     def test_time_comes_from_former_runs(self, collected, tmp_path):
-        line = ["run", "--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2"]
+        length = ("--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2")
+        line = ["run", "--backend", "torch", *length]
         config = jobs.parse_runs([*line, "--quantization", "mxfp8"])[0]
         unknown, known = estimate([config], tmp_path), estimate([config], collected)
         assert not unknown.measured and unknown.basis.startswith("No similar run yet")

@@ -77,13 +77,14 @@ def test_losses_say_how_long_a_step_took_and_what_was_recorded(collect):
 
 
 def test_triton_and_torch_train_alike(quick, tmp_path):
-    """The same command with the other backend: the same losses to the last bit."""
+    """The same command with the other backend: the same losses to the last bit. It never imports torch's compiler."""
     arguments = ("quick", "mxfp8", "--backend", "torch", "--no-raw")
-    done = run_collector(*arguments, root=tmp_path)
+    done = run_collector(*arguments, root=tmp_path, env={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0, done.stderr
     losses = [[r["loss"] for r in read_losses(list_runs(root)[0][0].directory)] for root in (quick[0], tmp_path)]
     assert losses[0] == losses[1] and len(losses[0]) == 3
     assert "quantized by torch" in done.stdout
+    assert "torch.optim" in done.stderr and "torch._dynamo" not in done.stderr
 
 
 @pytest.fixture(scope="module")

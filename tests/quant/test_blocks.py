@@ -32,12 +32,11 @@ def allowed(name: str, options: dict) -> bool:
     return True
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dim", [-1, -2])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name in FORMATS for options in OPTIONS if allowed(name, options)], ids=str
+)
 def test_says_what_the_quantizer_does(name, dim, options):
-    if not allowed(name, options):
-        pytest.skip("not an option of this format")
     x = values(6, 72, 80).bfloat16()
     seen = look(x, name, dim, **options)
     size = Block(1, seen.x.shape[1])
@@ -101,7 +100,7 @@ def test_a_small_tensor_is_its_own_sample_and_a_large_one_is_thinned_by_whole_li
 
 def test_tiers_of_every_code():
     """HiFloat8: table 1 of arXiv 2409.16626; the others: their bits."""
-    counts = {name: Counter(code_tiers(FORMATS[name].element)) for name in FORMATS}
+    counts = {name: Counter(code_tiers(FORMATS[name].element)) for name in ("mxfp4", "mxfp8", "hifp8")}
     assert counts["mxfp4"] == {ZERO: 2, DENORMAL: 2, "1 mantissa bit": 12}
     assert counts["mxfp8"] == {ZERO: 2, DENORMAL: 14, "3 mantissa bits": 238, SPECIAL: 2}
     assert counts["hifp8"] == {

@@ -16,7 +16,7 @@ from binade.quant.quantizer import apply, outer_absmax
 from binade.quant.scaling import has_kernel
 from binade.quant.specs import Spec
 from tests.interrupts import interrupted
-from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, formats
+from tests.quant.helpers import assert_same_bits, awkward, bf16_patterns, by_reference, formats
 
 COMPILED = [name for name in formats() if has_kernel(Spec.of(name))]
 SCALED_AS_A_WHOLE = ("fp8_e4m3", "fp8_e5m2", "nvfp4", "nvint4")
@@ -24,6 +24,7 @@ SCALED_AS_A_WHOLE = ("fp8_e4m3", "fp8_e5m2", "nvfp4", "nvint4")
 pytestmark = pytest.mark.slow
 
 FLOAT32 = cpu.unit_of(Spec.of("mxfp8"), torch.float32)
+USERS_FLAGS = native.FLAGS  # before conftest.py makes them faster to build
 
 
 @pytest.fixture
@@ -119,11 +120,31 @@ def test_errors_do_not_depend_on_the_threads_timing():
 
 
 @needs_compiler
-def test_a_later_process_finds_the_build(fresh):
-    assert cpu.kernel(FLOAT32, values=10) is None
-    assert cpu.kernel(FLOAT32) is not None and len(list(fresh.glob("*.so"))) == 1 and not list(fresh.glob("*.tmp"))
+@pytest.mark.parametrize(
+    ("texts", "dtype"),
+    [
+        (("mxfp8", "nvfp4", "nvfp4(scale=4over6)", "mxfp4(scale=quest)", "fp8_e4m3(block=row)"), torch.float32),
+        (("hif4",), torch.bfloat16),
+        (("hifp8",), torch.bfloat16),
+        (("bf16",), torch.float32),
+    ],
+    ids=["one tier", "hif4", "tapered", "wide"],
+)
+def test_as_users_build_it(texts, dtype, fresh, monkeypatch):
+    """With all optimizations; a later process finds the build."""
+    monkeypatch.setattr(native, "FLAGS", USERS_FLAGS)
+    x = awkward((515, 700), dtype, seed=3, specials=False)
+    units = {cpu.unit_of(Spec.of(text), dtype) for text in texts}
+    assert "-O3" in native.FLAGS and len(units) == 1
+    (unit,) = units
+    assert cpu.kernel(unit, values=10) is None
+    run = cpu.kernel(unit)
+    assert len(list(fresh.glob("*.so"))) == 1 and not list(fresh.glob("*.tmp"))
+    for spec in map(Spec.of, texts):
+        for dim in (1, 0):
+            assert_same_bits(cpu.compiled(x, spec, dim, None, True, run)[0], by_reference(x, spec, dim), x)
     native._loaded.clear()
-    assert cpu.kernel(FLOAT32, values=10) is not None
+    assert cpu.kernel(unit, values=10) is not None
 
 
 def test_small_tensors_wait_for_no_compiler(fresh, monkeypatch):

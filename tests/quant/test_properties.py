@@ -12,6 +12,8 @@ from hypothesis.extra import numpy as hnp
 from binade.quant import FORMATS, fake_quantize
 from tests.quant.helpers import assert_same_bits, formats
 
+pytestmark = pytest.mark.slow
+
 NAMES = formats()
 SCALED = [n for n in NAMES if n != "hif4"]  # whose scale of a rounded block may be another
 BLOCKED = [n for n in NAMES if FORMATS[n].scale_rules[0] in ("floor", "rceil", "nvfp4")]

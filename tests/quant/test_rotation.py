@@ -16,7 +16,9 @@ def values(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("block", [1, 2, 16, 32, 128])
 @pytest.mark.parametrize("dim", [-1, 0, 1])
 def test_is_scipys_matrix_along_the_axis(block, dim):
-    x = values(128, 256, 128).double().float()
+    shape = [3, 5, 7]
+    shape[dim] = 256
+    x = values(*shape)
     matrix = torch.from_numpy(hadamard(block)).double() / block**0.5
     rows = x.double().movedim(dim, -1)
     wanted = (rows.reshape(*rows.shape[:-1], -1, block) @ matrix).reshape(rows.shape).movedim(-1, dim)

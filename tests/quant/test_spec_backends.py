@@ -17,6 +17,8 @@ from binade.quant.scaling import SCALINGS, Scaling, has_kernel
 from binade.quant.specs import Spec, SpecError
 from tests.quant.helpers import assert_same_bits, awkward, by_reference, devices
 
+pytestmark = pytest.mark.slow
+
 SPECS = [
     *("bf16", "fp16(overflow=saturate)", "fp8_e4m3", "fp8_e5m2(overflow=inf)", "fp8_e4m3(scale=pow2)"),
     *("fp8_e4m3(history=4)", "fp8_e4m3(block=1x128)", "fp8_e4m3(block=1x128, scale=pow2)", "fp8_e4m3(block=16x48)"),
@@ -64,7 +66,6 @@ def by_cpp(x: Tensor, spec: Spec, dim: int, seed: int = 9) -> tuple[Tensor, Tens
     return cpu.compiled(x, spec, dim, None, True, run, seed)
 
 
-@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -78,7 +79,6 @@ def test_cpp(spec, shape):
                 assert_same_bits(by_cpp(x, spec, dim)[0], by_reference(x, spec, dim, seed=9), x)
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_cpp_in_threads_and_views(monkeypatch):
     """Parts of a tensor find their own factors and their own noise."""
@@ -124,7 +124,6 @@ def test_scales(text):
             assert_same_bits(scales.contiguous(), want.contiguous())
 
 
-@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("text", [*SPECS, "nvfp4(rounding=stochastic)", "nvfp4(scale=16over17, rounding=stochastic)"])
 def test_errors_in_one_pass(text, monkeypatch):
