@@ -482,7 +482,8 @@ class _Observer:
         if name in LATER:
             if kind and kind.observed in self.rows:
                 gemm = Gemm(name.partition("_")[0])
-                self.rows[kind.observed] += try_formats(seen, recorder.scores, gemm, blocks=False)
+                rows = self.rows[kind.observed]
+                rows += try_formats(seen, recorder.scores, gemm, before=rows)
         elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
             self.rows[name] = self._record(seen, kind)
         if Measure.LOSS in recorder.measures:

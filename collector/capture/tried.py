@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -49,17 +49,26 @@ class Tried:
 
 
 def try_formats(
-    seen: Observed, formats: Sequence[str], gemm: Gemm | None, blocks: bool, codes: Counted | None = None
+    seen: Observed,
+    formats: Sequence[str],
+    gemm: Gemm | None,
+    blocks: bool = False,
+    codes: Counted | None = None,
+    before: Sequence[Tried] = (),
 ) -> list[Tried]:
     """The format that the operand was rounded to, with the error that this made, and each of the formats. blocks:
-    whether to measure them too. codes: `counted` of its tensor, if known. On a GPU nothing waits for it."""
+    whether to measure them too. codes: `counted` of its tensor, if known. before: what was tried on the same tensor in
+    another GEMM; a format without blocks does the same along each axis. On a GPU nothing waits for it."""
     found = []
     used = None if seen.spec is None else str(seen.spec)
     if seen.spec and used and seen.coded is not None and seen.quantized is not None:
         found.append(_measured(seen, seen.spec, gemm, blocks, seen.coded, seen.quantized, seen.scales))
     for spec in (Spec.of(name) for name in formats if name != used):
         x = seen.tensor
-        if blocks and x.numel() and spec.block not in (None, TENSOR):
+        same = next((each for each in before if each.format == str(spec) and not each.used), None)
+        if same and spec.block in (None, TENSOR) and not spec.hadamard:
+            found.append(replace(same, gemm=gemm, blocks=None, loss=None))
+        elif blocks and x.numel() and spec.block not in (None, TENSOR):
             coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
             q, scales = apply(coded, unrotated(spec), seen.dim, want_scales=True)
             found.append(_measured(seen, spec, gemm, blocks, coded, q, scales))

@@ -33,10 +33,12 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
 from binade.collector.training.config import DEFAULT_SCORES
+from binade.data.tensor_kinds import LATER, Measure
 from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions
 
 RECIPE = "mxfp8"
+ALL = tuple(Measure)  # the results' errors first
 
 
 class PlainHooks(Recorder):
@@ -54,7 +56,8 @@ class PlainHooks(Recorder):
 
     def tap(self, *_: object) -> Callable[[Observed], None]:
         def see(seen: Observed) -> None:
-            self.use(seen.tensor)
+            if seen.name not in LATER:
+                self.use(seen.tensor)
 
         return see
 
@@ -145,11 +148,14 @@ def main() -> None:
             f"{RECIPE} by Triton": quantized("triton"),
         }
         settle: dict[str, Callable[[], None]] = {}
-        recorded("recorded: statistics, sketch", raw=False)
-        recorded("recorded: + four scores", raw=False, scores=DEFAULT_SCORES)
-        recorded("recorded: statistics, raw")
-        recorded("recorded: + four scores, raw", scores=DEFAULT_SCORES)
-        recorded(f"recorded: all, {RECIPE} by torch", RECIPE, scores=DEFAULT_SCORES)
+        scored = {"raw": False, "scores": DEFAULT_SCORES}
+        recorded("recorded: statistics, sketch", raw=False, scores=(), measures=())
+        recorded(f"recorded: + {len(DEFAULT_SCORES)} scores along two axes", **scored, measures=())
+        recorded("recorded: + blocks", **scored, measures=("blocks",))
+        recorded("recorded: + loss changes", **scored, measures=("blocks", "loss"))
+        recorded("recorded: + raw, all of bf16", scores=DEFAULT_SCORES)
+        recorded(f"recorded: {RECIPE} by torch, without results", RECIPE, scores=DEFAULT_SCORES, measures=ALL[1:])
+        recorded(f"recorded: {RECIPE} by torch, all", RECIPE, scores=DEFAULT_SCORES, measures=ALL)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
         for number in range(given.rounds + 1):
             for name, run in variants.items():
