@@ -31,9 +31,8 @@ def params(opened: Catalog) -> dict[str, Param]:
 def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
     """What is ranked; the answer itself where that is nothing."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
-    if boards.is_error(measure.key) and not fmt:
-        return Drawn(problems=("No operand of a GEMM is scored here: choose a statistic of the values.",))
-    return Board(selection.opened, selection.where, format=fmt, measure=measure)
+    ranked = Board(selection.opened, selection.where, format=fmt, measure=measure)
+    return ranked.nothing if boards.is_error(measure.key) and not fmt else ranked
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:

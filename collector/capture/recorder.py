@@ -27,7 +27,7 @@ from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
-from binade.collector.training.config import ConfigError
+from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
@@ -72,7 +72,7 @@ class Recorder:
     label       part of the run's id
     config      kept as run.json; its model, size, dataset and recipe describe each tensor
     tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
-    scores      formats or specs that every operand is tried in
+    scores      formats or specs that every operand is tried in; default: those of `binade run`; () for none
     raw         keep values, not only statistics, sketch and scores, while this rank's files stay within max_bytes
     ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
                 torch.distributed and megatron.core, if they are initialized
@@ -97,7 +97,7 @@ class Recorder:
         label: str = "run",
         config: dict[str, Any] | None = None,
         tensors: Sequence[str] = (),
-        scores: Sequence[str] = (),
+        scores: Sequence[str] = DEFAULT_SCORES,
         raw: bool = True,
         max_bytes: int = 4 << 30,
         ranks: Ranks | None = None,

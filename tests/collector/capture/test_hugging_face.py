@@ -18,12 +18,13 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from binade.collector import Recorder, instrument
+from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.recipes.parse import parse_recipe
 from tests.collector.instrumented import (
     CORE,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,

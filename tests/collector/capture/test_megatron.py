@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from binade.collector import Recorder, instrument
+from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.shape import Shape
@@ -41,6 +41,7 @@ from binade.data.runs import DONE, list_runs
 from tests.collector.instrumented import (
     CORE,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from binade.collector import Recorder, instrument
+from binade.collector import instrument
 from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
@@ -21,6 +21,7 @@ from tests.collector.instrumented import (
     CORE,
     FORWARD_LINEAR,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,
