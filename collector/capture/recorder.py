@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,6 +78,8 @@ class Recorder:
     ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
                 torch.distributed and megatron.core, if they are initialized
     iterations, micro_batches   how many are recorded, from the first on, where `at` does not say it; None for all
+    evaluation  also record forward passes of a model in eval mode or without gradients, which have micro-batch numbers
+                of their own and the operation "evaluation" in place of "forward"
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
     In your own training loop, call `step` after each iteration, or put each micro-batch into `with recorder.at(...)`.
@@ -103,6 +106,7 @@ class Recorder:
         ranks: Ranks | None = None,
         iterations: int | None = None,
         micro_batches: int | None = None,
+        evaluation: bool = False,
         enabled: bool | None = None,
     ) -> None:
         self.root = resolve_root(root)
@@ -119,7 +123,7 @@ class Recorder:
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
-        self.iterations, self.micro_batches = iterations, micro_batches
+        self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
         self._writer: RunWriter | None = None
@@ -128,7 +132,8 @@ class Recorder:
     def _reset(self) -> None:
         """Count from 0, as before the first run."""
         self.recording = True
-        self.paused = False  # in a forward pass that does not train
+        self.evaluating = False  # within a forward pass that does not train
+        self.evaluations_left_out = 0
         self.positioned = False  # by `at`, once it was used
         self.stepped = False
         self.iteration = 0
@@ -185,6 +190,12 @@ class Recorder:
         later = self._writing.close()
         self.entered = False
         failure = failure or later
+        if error is None and self.evaluations_left_out and not self._count:
+            warnings.warn(
+                f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
+                "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                stacklevel=2,
+            )
         if error is None and failure is None:
             try:
                 self.ranks.wait()  # until the others have written their rows
@@ -204,7 +215,7 @@ class Recorder:
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
         """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
-        self.positioned, self.paused = True, False
+        self.positioned = True
         try:
             yield
         finally:
@@ -230,6 +241,11 @@ class Recorder:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
 
+    @property
+    def paused(self) -> bool:
+        """Whether this is an evaluation that is not to be recorded."""
+        return self.evaluating and not (self.evaluation or self.positioned)
+
     def idle(self) -> bool:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
         if self.paused or not self.enabled:
@@ -246,7 +262,7 @@ class Recorder:
         if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
             recording = not self._is_over() and (self.micro_batches is None or self.micro_batch < self.micro_batches)
-        return Moment(self.iteration, self.micro_batch, recording)
+        return Moment(self.iteration, self.micro_batch, recording, self.evaluating)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
         """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
@@ -334,6 +350,8 @@ class Recorder:
         return observe
 
     def _identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
+        if moment.evaluation and words["operation"] == Operation.FORWARD:
+            words["operation"] = Operation.EVALUATION.value
         return Identity(
             **{word: self.config.get(word) for word in WORDS},
             **words,

@@ -104,14 +104,14 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
     def passing(*args: Any, **kwargs: Any) -> Any:
         nonlocal watch
         if clock:
-            clock.begin()
+            clock.begin((args, kwargs))
         if running_backward():
             return forward(*args, **kwargs)
         with watch or nullcontext():
             result = forward(*args, **kwargs)
         watch = None
         if clock:
-            clock.listen(result)
+            clock.end(result)
         return result
 
     undo = set_on(model, "forward", passing)

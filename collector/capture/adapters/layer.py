@@ -19,11 +19,12 @@ HEAD = Site(0, "head")
 
 @dataclass(frozen=True)
 class Moment:
-    """The iteration and micro-batch of a forward pass, and whether it is recorded."""
+    """The iteration and micro-batch of a forward pass, whether it is recorded, and whether it is an evaluation."""
 
     iteration: int
     micro_batch: int
     recording: bool
+    evaluation: bool = False
 
 
 Detach = Callable[[], None]

@@ -4,14 +4,14 @@ The random numbers of a pass follow from its place, so that a second pass of the
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
 alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
-the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded
-once, and a pass without gradients (an evaluation) is recorded like any other.
+the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once. Whether a pass is
+an evaluation is decided where the model's own forward begins: in a layer, a checkpoint's first pass looks like one.
 
     torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
     megatron's checkpoint, CheckpointWithoutOutput likewise
     torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
 
-The gradients show which pass a second one repeats: `Clock.listen` notes when those of a pass's results arrive, and of
+The gradients show which pass a second one repeats: `Clock.end` notes when those of a pass's results arrive, and of
 the passes whose gradients have arrived, the latest is repeated first.
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +94,7 @@ class Listener:
         if not self.again:
             self.moment = self.recorder.moment()
             part = self._part()
-            if self.layer.module.training:
+            if self.layer.module.training and not self.moment.evaluation:
                 while self.passed and self.passed[0].iteration != self.moment.iteration:
                     self.passed.popleft()
                 self.passed.append(self.moment)
@@ -133,38 +133,44 @@ class Clock:
     """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them.
 
     The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
-    argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
+    argument, else one iteration per get_num_microbatches() passes. Evaluations are counted on their own.
     always: passes count also where nothing is recorded.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, always: bool) -> None:
         self.recorder, self.model, self.always = recorder, model, always
         self.iteration: int | None = None
-        self.passes = 0
+        self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
 
-    def begin(self) -> None:
-        """A forward pass begins."""
+    def begin(self, given: object) -> None:
+        """A forward pass begins, with these arguments."""
         recorder = self.recorder
-        if recorder.positioned or running_backward():
+        if running_backward():
+            return
+        # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
+        without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
+        evaluation = recorder.evaluating = without or not self.model.training
+        recorder.evaluations_left_out += recorder.paused
+        if recorder.positioned:
             return
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
-        recorder.paused = (megatrons is not None or a_step is not None) and not self.model.training
-        if recorder.paused:
-            return
         if megatrons is not None:
             recorder.go_to(megatrons)
-        elif a_step and not recorder.stepped and self.iteration == recorder.iteration and self.passes >= a_step:
-            recorder.go_to(recorder.iteration + 1)
+        elif a_step and not evaluation and not recorder.stepped and self.iteration == recorder.iteration:
+            recorder.go_to(recorder.iteration + (self.passes[False] >= a_step))
         if self.iteration != recorder.iteration:
-            self.iteration, self.passes = recorder.iteration, 0
-        recorder.micro_batch = self.passes
-        self.passes += 1
+            self.iteration = recorder.iteration
+            self.passes.clear()
+        recorder.micro_batch = self.passes[evaluation]
+        self.passes[evaluation] += 1
 
-    def listen(self, result: Any) -> None:
-        """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
-        if self.recorder.idle() and not self.always:
+    def end(self, result: Any) -> None:
+        """A forward pass has ended. Note when the gradients of its result arrive: its layers may be recomputed from
+        then on."""
+        moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
+        self.recorder.evaluating = False
+        if idle and not self.always:
             return
-        moment, arrived = self.recorder.moment(), self.recorder.arrived
         if len(arrived) > 2 * IN_FLIGHT or any(each.iteration != moment.iteration for each in arrived):
             arrived.clear()
 

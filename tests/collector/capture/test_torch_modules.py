@@ -150,10 +150,11 @@ def test_quantized_losses_are_the_same_recorded_recomputed_or_not(tmp_path):
     assert not same(runs[0], train(build(), loss))
 
 
-def test_a_pass_without_gradients_is_recorded(tmp_path):
+def test_an_evaluation_is_recorded_on_request(tmp_path):
     model = build(True).eval()
-    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"), torch.no_grad():
-        loss(model, 0)
+    with Recorder(tmp_path, evaluation=True) as recorder, torch.no_grad():
+        with instrument(model, "mxfp8", recorder, backend="torch"):
+            loss(model, 0)
     assert names(rows(tmp_path)) == counts(
         1,
         {
@@ -162,6 +163,51 @@ def test_a_pass_without_gradients_is_recorded(tmp_path):
         },
     )
     assert set(rows(tmp_path)["recomputed"]) == {False}
+
+
+@torch.no_grad()
+def estimate_loss(model: nn.Module) -> None:
+    """As nanoGPT does, before the first step and then every few."""
+    model.eval()
+    for micro_batch in (7, 8):
+        loss(model, micro_batch)
+    model.train()
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation):
+    model = build(True)
+    with Recorder(tmp_path, micro_batches=1, evaluation=evaluation) as recorder, instrument(model, None, recorder):
+        for _ in range(2):
+            estimate_loss(model)
+            train(model, loss, steps=1, micro_batches=2, after=recorder.step)
+    found = rows(tmp_path)
+    trained = found[found["operation"] != "evaluation"]
+    assert names(trained[trained["iteration"] == 0]) == names(trained[trained["iteration"] == 1]) == counts(1)
+    first = trained[trained["iteration"] == 0]
+    assert torch.equal(value(first, 1, "qkv", "input"), value(alone(tmp_path / "alone", 0), 1, "qkv", "input"))
+    evaluated = found[found["operation"] == "evaluation"]
+    assert set(evaluated["micro_batch"]) == ({0} if evaluation else set())
+    assert len(evaluated) == 2 * evaluation * sum(not name.startswith("grad") for e in EXPECTED.values() for name in e)
+
+
+def test_a_reentrant_checkpoint_around_the_model_is_training(tmp_path):
+    """Its first pass runs without gradients, as an evaluation does."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        checkpoint(model, torch.ones(2, 8, requires_grad=True), use_reentrant=True).sum().backward()
+    found = rows(tmp_path)
+    assert set(found["tensor_name"]) == LINEAR and set(found["operation"]) == {"forward", "backward"}
+
+
+def test_a_run_of_evaluations_alone_says_so(tmp_path):
+    model = build().eval()
+    recorder = Recorder(tmp_path)
+    recorder.__enter__()
+    with instrument(model, None, recorder):
+        loss(model, 0), loss(model, 1)
+    with pytest.warns(UserWarning, match="nothing was recorded: all 2 forward passes ran in eval mode"):
+        recorder.__exit__(None, None, None)
 
 
 def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
@@ -205,7 +251,7 @@ def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, recompute, orde
         else:
             losses[1].backward()
     found = rows(tmp_path)
-    passes = {1: 2} if order == "after an evaluation" else {1: 1}  # micro-batch of the data to that of the rows
+    passes = {1: 1}  # micro-batch of the data to that of the rows
     passes |= {0: 0} if order == "one backward pass" else {}
     gradients = found[found["tensor_name"] == "grad_output"]
     assert set(gradients["micro_batch"]) == set(passes.values())
