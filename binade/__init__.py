@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from binade.collector import Recorder, instrument, instrument_provider
+    from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
     from binade.data.filter import Filter
     from binade.quant import FORMATS, compare, fake_quantize, quantize
@@ -29,6 +30,7 @@ _HOME = {
     "fake_quantize": "quant",
     "quantize": "quant",
     "Recorder": "collector",
+    "TrainerCallback": "collector",
     "instrument": "collector",
     "instrument_provider": "collector",
     "Catalog": "data.catalog",

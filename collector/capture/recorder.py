@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
-from binade.collector.capture.adapters.passes import running_backward
+from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
 from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
@@ -82,8 +82,9 @@ class Recorder:
                 of their own and the operation "evaluation" in place of "forward"
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
-    In your own training loop, call `step` after each iteration, or put each micro-batch into `with recorder.at(...)`.
-    Without `at`, each forward pass of the instrumented model is a micro-batch. Megatron's training loop needs neither.
+    Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
+    parameters ends an iteration; Megatron's own count is used where there is one. If your optimizer is not one of
+    torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
     captured until then is kept. A Recorder that was left can be entered again, for another run.
@@ -135,7 +136,8 @@ class Recorder:
         self.evaluating = False  # within a forward pass that does not train
         self.evaluations_left_out = 0
         self.positioned = False  # by `at`, once it was used
-        self.stepped = False
+        self.stepped = False  # by `step`, once it was called
+        self.updated = False  # the model, since the last forward pass
         self.iteration = 0
         self.micro_batch = 0
         self._first: int | None = None
@@ -190,12 +192,14 @@ class Recorder:
         later = self._writing.close()
         self.entered = False
         failure = failure or later
-        if error is None and self.evaluations_left_out and not self._count:
-            warnings.warn(
-                f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
-                "gradients; call model.train(), or record them by Recorder(evaluation=True)",
-                stacklevel=2,
-            )
+        if error is None:
+            self.check_steps(2)
+            if self.evaluations_left_out and not self._count:
+                warnings.warn(
+                    f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
+                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    stacklevel=2,
+                )
         if error is None and failure is None:
             try:
                 self.ranks.wait()  # until the others have written their rows
@@ -228,9 +232,21 @@ class Recorder:
             self._writing.settle()
 
     def step(self) -> None:
-        """Publish what was captured and count one iteration on, in your own training loop."""
+        """Publish what was captured and count one iteration on. Iterations are counted by this method alone from then
+        on, not by the steps of optimizers."""
         self.stepped = True
         self.go_to(self.iteration + 1)
+
+    def check_steps(self, passes: int) -> None:
+        """Warn if so many forward and backward passes have run and nothing tells the iterations apart."""
+        known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
+        if len(self.arrived) >= passes and not known:
+            warnings.warn(
+                f"{len(self.arrived)} forward and backward passes are recorded as micro-batches of iteration 0, since "
+                "no step of an optimizer with the model's parameters was seen: call recorder.step() after each "
+                "iteration",
+                stacklevel=2,
+            )
 
     def go_to(self, iteration: int) -> None:
         """Publish what was captured, if that was another iteration; what follows belongs to this one."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import wraps
@@ -97,7 +97,7 @@ def _refusals(modules: dict[str, nn.Module], refused: dict[str, str]) -> Iterato
 
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
-    """Within it, the model's forward passes are counted, and the first of them is watched."""
+    """Within it, the model's forward passes and updates are counted, and its first pass is watched."""
     forward: Callable[..., Any] = model.forward
 
     @wraps(forward)
@@ -114,8 +114,8 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
             clock.end(result)
         return result
 
-    undo = set_on(model, "forward", passing)
-    try:
+    with ExitStack() as undo:
+        undo.callback(set_on(model, "forward", passing))
+        if clock:
+            undo.enter_context(clock.following_updates())
         yield
-    finally:
-        undo()

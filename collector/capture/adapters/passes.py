@@ -4,8 +4,10 @@ The random numbers of a pass follow from its place, so that a second pass of the
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
 alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
-the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once. Whether a pass is
-an evaluation is decided where the model's own forward begins: in a layer, a checkpoint's first pass looks like one.
+the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
+
+Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first pass of a
+checkpoint has no gradients either.
 
     torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
     megatron's checkpoint, CheckpointWithoutOutput likewise
@@ -20,11 +22,13 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.layer import Layer, Moment
 from binade.collector.capture.adapters.products import tensors_in
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 FORWARD = frozenset(("a", "b", "y", "scores"))
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
 IN_FLIGHT = 1024
+PASSES_BEFORE_WARNING = 64  # forward and backward passes without an update of the model
 
 
 def running_backward() -> bool:
@@ -130,10 +135,15 @@ class Listener:
 
 
 class Clock:
-    """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them.
+    """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them. Evaluations are counted on
+    their own.
 
-    The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
-    argument, else one iteration per get_num_microbatches() passes. Evaluations are counted on their own.
+    The iteration is Megatron's where that is known: the training loop's own argument, else one iteration per
+    get_num_microbatches() passes. Elsewhere it is the recorder's once `Recorder.step` was called. Before that, an
+    iteration is over when a pass begins after the model was updated: after a step of an optimizer that holds one of its
+    parameters (of several optimizers, all steps between two passes count as one), or after gradients were accumulated
+    and then cleared, as where a GradScaler has skipped the step or the optimizer is not one of torch.
+
     always: passes count also where nothing is recorded.
     """
 
@@ -141,6 +151,27 @@ class Clock:
         self.recorder, self.model, self.always = recorder, model, always
         self.iteration: int | None = None
         self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
+        self.accumulated: Tensor | None = None  # a parameter with a gradient of this iteration
+
+    @contextmanager
+    def following_updates(self) -> Iterator[None]:
+        """Within it, updates of the model are seen."""
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not held.isdisjoint(map(id, self.model.parameters())):  # those of now: fully_shard replaces them
+                self.recorder.updated = True
+
+        def accumulated(parameter: Tensor) -> None:
+            self.accumulated = parameter
+
+        with ExitStack() as undo:
+            undo.callback(register_optimizer_step_post_hook(stepped).remove)
+            trained = next((p for p in self.model.parameters() if p.requires_grad and p.is_leaf), None)
+            if trained is not None:
+                handle = trained.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+                undo.callback(handle.remove)
+            yield
 
     def begin(self, given: object) -> None:
         """A forward pass begins, with these arguments."""
@@ -156,13 +187,16 @@ class Clock:
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
         if megatrons is not None:
             recorder.go_to(megatrons)
-        elif a_step and not evaluation and not recorder.stepped and self.iteration == recorder.iteration:
-            recorder.go_to(recorder.iteration + (self.passes[False] >= a_step))
+        elif not recorder.stepped and self.iteration == recorder.iteration:
+            cleared = self.accumulated is not None and self.accumulated.grad is None
+            is_over = recorder.updated or cleared if a_step is None else self.passes[False] >= a_step and not evaluation
+            recorder.go_to(recorder.iteration + is_over)
         if self.iteration != recorder.iteration:
-            self.iteration = recorder.iteration
+            self.iteration, self.accumulated, recorder.updated = recorder.iteration, None, False
             self.passes.clear()
         recorder.micro_batch = self.passes[evaluation]
         self.passes[evaluation] += 1
+        recorder.check_steps(PASSES_BEFORE_WARNING)
 
     def end(self, result: Any) -> None:
         """A forward pass has ended. Note when the gradients of its result arrive: its layers may be recomputed from
@@ -179,6 +213,11 @@ class Clock:
 
         for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
             node.register_prehook(note)
+
+
+def counted_by_megatron() -> bool:
+    """Whether Megatron says which iteration it is."""
+    return megatron_iteration() is not None or megatron_micro_batches() is not None
 
 
 def megatron_iteration() -> int | None:

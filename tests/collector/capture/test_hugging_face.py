@@ -18,8 +18,8 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from binade.collector import instrument
-from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector import TrainerCallback, instrument
+from binade.collector.capture.adapters.layer import InstrumentError, is_instrumented
 from binade.collector.recipes.parse import parse_recipe
 from tests.collector.instrumented import (
     CORE,
@@ -248,3 +248,25 @@ def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
     found = rows(tmp_path)
     linear_products(found, 0, "head")
     assert torch.equal(value(found, 0, "head", "weight"), model.lm_head.weight)
+
+
+def test_the_callback_of_a_trainer(tmp_path):
+    """With bf16 autocast, which gives the model another forward, accumulated gradients, and an evaluation a step."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    settings = {"max_steps": 3, "eval_steps": 1, "eval_strategy": "steps", "save_strategy": "no", "report_to": []}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True, "use_cpu": True}
+    arguments = TrainingArguments(tmp_path / "trainer", disable_tqdm=True, **settings)
+    tokens = torch.arange(LENGTH) % VOCAB
+    data = [{"input_ids": tokens, "labels": tokens}] * 12
+    model = llama("sdpa")
+    with Recorder(tmp_path, tensors=("weight",), raw=False, iterations=2) as recorder:
+        callback = TrainerCallback("linear_mxfp8", recorder)
+        Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2], callbacks=[callback]).train()
+    assert not any(is_instrumented(module) for module in model.modules())
+    found = rows(tmp_path, values=False)
+    assert found.groupby(["operation", "iteration", "micro_batch"]).size().to_dict() == {
+        ("forward", iteration, micro_batch): LAYERS * len(MODULES) for iteration in (0, 1) for micro_batch in (0, 1)
+    }
+    assert set(found["format"]) == {"mxfp8"} and set(found["dtype"]) == {"bfloat16"}
