@@ -12,6 +12,7 @@ _HOME = {
     "InstrumentError": "capture.adapters.layer",
     "Recorder": "capture.recorder",
     "TrainerCallback": "capture.trainer",
+    "coverage": "capture.instrument",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
 }

@@ -128,7 +128,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recomputed)
     model = model_of(**RECOMPUTATION[recomputed][0])
     with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
         quantized = train(model, loss)
-    found = rows(tmp_path, micro_batch=0)
+    found = rows(tmp_path, iteration=0)
     for layer in (1, 2):
         for module in MODULES:
             linear_products(found, layer, module)

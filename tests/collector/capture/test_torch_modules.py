@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from binade.collector import instrument
+from binade.collector import coverage, instrument
 from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
@@ -482,6 +482,19 @@ class TestRefusals:
         model = nn.Sequential(nn.Linear(8, 8), Sometimes())
         self.refused(model, r"1 \(Sometimes\) did not call F\.scaled_dot_product_attention")
 
+    def test_patterns_leave_out_what_is_refused_and_nothing_else(self):
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.cell, self.a = nn.RNN(8, 8), nn.Linear(8, 8)
+                self.inner = nn.ModuleDict({"cell": nn.Linear(8, 8)})
+
+        model = nn.Sequential(Nested(), nn.Linear(8, 8), nn.LSTM(8, 8))
+        with pytest.raises(InstrumentError) as refused:
+            instrument(model, "mxfp8").__enter__()
+        # "*.cell" would match 0.inner.cell, and "*" everything.
+        assert str(refused.value).endswith("Leave out on purpose with exclude=['0.cell', '2']")
+
     def test_nothing_to_instrument_and_unknown_paths(self):
         self.refused(nn.LayerNorm(8), "LayerNorm has no layer to instrument")
         self.refused(nn.Linear(8, 8), "exclude='nope' matches no module of Linear", exclude=["nope"])
@@ -640,3 +653,22 @@ def test_the_head_of_a_plain_model_stays_as_it_is(tmp_path: Path, name: str, tie
         found[head] = set(rows(tmp_path / f"head {head}")["module"])
     plain = {"fc1", "out"}
     assert found == ({False: {"fc1"}, True: {"fc1", "head"}} if is_head else {False: plain, True: plain})
+
+
+def test_coverage_lists_what_is_recorded_and_what_is_left(tmp_path: Path):
+    model = nn.ModuleDict({"body": build(), "conv": nn.Conv1d(2, 2, 1), "rnn": nn.LSTM(8, 8)})
+    before = state(model)
+    found = coverage(model, "FA_mxfp8", skip="first", exclude=["*.down_proj"])
+    assert state(model) == before
+    assert {row.paths: row.reason for row in found if not row.recorded} == {
+        "body.embed": "embedding",
+        "body.blocks.*.norm": "not a product",
+        "body.blocks.*.down_proj": "excluded",
+        "conv": "convolution",
+        "rnn": "a recurrent network's products are out of sight",
+    }
+    core = [row for row in found if row.recorded == "layer*.core"]
+    assert [(row.count, row.format, row.reason) for row in core] == [(1, "bf16", "skip"), (1, "mxfp8, bf16", "")]
+    with_weights = sum(bool(module._parameters) for module in model.modules())
+    assert sum(row.count for row in found) == with_weights + 2  # the cores have none
+    assert str(found).count("\n") == len(found) + 1
