@@ -17,9 +17,10 @@ from pathlib import Path
 
 from torch import nn
 
-from binade.collector.capture.adapters import around_forward, find, survey
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
+from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, whole
 from binade.collector.capture.adapters.passes import Clock, Listener
+from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.recorder import Recorder
@@ -67,8 +68,9 @@ def instrument(
     iterations how many the model will be trained, for a recipe whose schedule depends on it
     scales_of  the directory of a run whose delayed scales go on; a run's are written there when the context ends
 
-    The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end; nothing else
-    of the model changes. With tensor parallelism each rank instruments its model.
+    The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end, or once
+    nothing more is recorded and nothing is quantized; nothing else of the model changes. Until then what torch.compile
+    has compiled, or compiles later, runs eagerly. With tensor parallelism each rank instruments its model.
 
     Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
     in the first forward pass, which is watched for products that no adapter intercepts; if there is nothing to
@@ -105,20 +107,46 @@ def instrument(
         recorder.config.setdefault("recipe", recipe.name)
     attention = any(stage.qk != Part() or stage.pv != Part() for _, stage in stages)
     watched = recorder is not None or attention or any(part != Part() for part in recipe.every_part())
+    quantized = [
+        CoreQuantization(
+            quantization(layer, Product.QK, lambda stage: stage.qk),
+            quantization(layer, Product.PV, lambda stage: stage.pv),
+        )
+        if layer.is_core
+        else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, module=layer.site.module))
+        for layer in layers
+    ]
+    clocks = [Clock(counter, each, varies) if counter else None for each in models]
+    watches = [
+        Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
+        for each, seen in zip(models, found, strict=True)
+    ]
+    # Of layers divided among ranks, all ranks run the same code, whichever of them record.
+    divided = any(layer.shard is not whole for layer in layers)
+    eager = not divided or any(is_compiled(module) for each in models for module in each.modules())
+    fixed = divided or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
-        for layer in layers:
-            if layer.is_core:
-                qk = quantization(layer, Product.QK, lambda stage: stage.qk)
-                pv = quantization(layer, Product.PV, lambda stage: stage.pv)
-                undo.callback(layer.attach(CoreQuantization(qk, pv)))
-            else:
-                linear = partial(Recipe.linear_of, module=layer.site.module)
-                undo.callback(layer.attach(quantization(layer, Product.LINEAR, linear)))
-        for each, seen in zip(models, found, strict=True):
-            clock = Clock(counter, each, varies) if counter else None
-            watch = Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
-            undo.enter_context(around_forward(each, clock, watch))
+        attached, is_attached = undo.enter_context(ExitStack()), False
+
+        def follow() -> None:
+            """Attach to the layers, unless nothing is recorded or quantized: the model is then as it was."""
+            nonlocal is_attached
+            before, is_attached = is_attached, fixed or (recorder is not None and not recorder.over)
+            if before and not is_attached:
+                attached.close()
+            if before or not is_attached:
+                return
+            if eager:
+                attached.enter_context(without_compiling())
+            for layer, how in zip(layers, quantized, strict=True):
+                attached.callback(layer.attach(how))
+            for each, clock, watch in zip(models, clocks, watches, strict=True):
+                attached.enter_context(around_forward(each, clock, watch))
+
+        follow()
         if recorder:
+            recorder.followers.append(follow)
+            undo.callback(recorder.followers.remove, follow)
             undo.callback(scales.save, recorder)
         yield
 

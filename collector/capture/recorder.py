@@ -127,6 +127,7 @@ class Recorder:
         self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
+        self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -177,6 +178,7 @@ class Recorder:
             self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         self._writing = Writing(self.writer, self.max_bytes)
         self.entered = True
+        self._tell_followers()
         return self
 
     def __exit__(
@@ -220,6 +222,7 @@ class Recorder:
         """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
         self.positioned = True
+        self._tell_followers()
         try:
             yield
         finally:
@@ -256,17 +259,29 @@ class Recorder:
         if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        for follow in self.followers:
+            follow()
 
     @property
     def paused(self) -> bool:
         """Whether this is an evaluation that is not to be recorded."""
         return self.evaluating and not (self.evaluation or self.positioned)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is recorded before this changes by `at`, or another run."""
+        if self.positioned or not self.enabled:
+            return not (self.recording and self.enabled)
+        return self._first is not None and self._is_over()
+
     def idle(self) -> bool:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
         if self.paused or not self.enabled:
             return True
-        return not self.positioned and self._first is not None and self._is_over()
+        return not self.positioned and self.over
 
     def _is_over(self) -> bool:
         """Whether all iterations that are to be recorded were."""

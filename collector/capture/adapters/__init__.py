@@ -23,6 +23,7 @@ from functools import wraps
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
@@ -110,14 +111,12 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
 
     @wraps(forward)
     def passing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal watch
         if clock:
             clock.begin((args, kwargs))
         if running_backward():
             return forward(*args, **kwargs)
-        with watch or nullcontext():
+        with watch if watch and not watch.done else nullcontext():
             result = forward(*args, **kwargs)
-        watch = None
         if clock:
             clock.end(result)
         return result
@@ -127,3 +126,19 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
         if clock:
             undo.enter_context(clock.following_updates())
         yield
+
+
+_eager: list[Any] = []  # the stance of torch.compile, held by those who need eager code
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Within it, what torch.compile made runs as the Python code that it was made from, whose products can be
+    intercepted. Contexts may overlap in any order."""
+    _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        stance = _eager.pop()  # the same object each
+        if not _eager:
+            stance.__exit__(None, None, None)

@@ -69,6 +69,7 @@ class Watch(Interception):
     ) -> None:
         self.names = {module: name for name, module in model.named_modules()}
         self.missed: dict[str, str] = {}
+        self.done = False
         self.excluded = {inner for module in excluded for inner in module.modules()}
         embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded)
         known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
@@ -80,6 +81,7 @@ class Watch(Interception):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.done = error is None and not self.missed
         if error is None and self.missed:
             raise InstrumentError(refusal({name: module for module, name in self.names.items()}, self.missed))
 

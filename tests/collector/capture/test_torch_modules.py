@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -340,10 +342,7 @@ class TestRefusals:
         with instrument(model, "linear_mxfp8", exclude=["1.self_attn"], backend="torch"):
             model(torch.randn(3, 4, 8))
 
-    def test_compiled_and_quantized_modules(self):
-        inner = nn.Linear(8, 8)
-        inner.compile()
-        self.refused(nn.Sequential(inner), r"0 \(Linear\) cannot be intercepted: it is compiled")
+    def test_scripted_and_recurrent_modules(self):
         self.refused(nn.Sequential(torch.jit.script(nn.Linear(8, 8))), r"it is compiled")
         self.refused(nn.Sequential(nn.LSTM(8, 8)), r"0 \(LSTM\) cannot be intercepted: a recurrent network")
 
@@ -672,3 +671,75 @@ def test_coverage_lists_what_is_recorded_and_what_is_left(tmp_path: Path):
     with_weights = sum(bool(module._parameters) for module in model.modules())
     assert sum(row.count for row in found) == with_weights + 2  # the cores have none
     assert str(found).count("\n") == len(found) + 1
+
+
+class Compiled:
+    """A back end that counts its graphs' runs, and changes no bit: it runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*arguments)
+
+        return run
+
+
+@pytest.mark.parametrize("how", ["model", "model, called before", "module.compile", "blocks", "later", "at"])
+def test_what_is_compiled_is_recorded_eagerly_and_compiled_elsewhere(tmp_path: Path, how: str):
+    plain = train(build(), loss, steps=4)
+    torch._dynamo.reset()
+    counted = Compiled()
+    raw = build()
+
+    def compiled(module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend=counted)
+
+    model = compiled(raw) if how.startswith(("model,", "at")) or how == "model" else raw
+    if how == "model, called before":
+        loss(model, 0)
+    if how == "module.compile":
+        raw.compile(backend=counted)
+    if how == "blocks":
+        raw.blocks = nn.ModuleList(map(compiled, raw.blocks))
+    before = counted.runs
+    recorder = Recorder(tmp_path, iterations=1)
+    seen: list[int] = []
+    with recorder, instrument(raw if how == "later" else model, None, recorder):
+        model = compiled(raw) if how == "later" else model
+        if how == "at":
+            found = train_at(model, recorder, seen, counted)
+        else:
+            found = train(model, loss, steps=4, after=lambda: seen.append(counted.runs - before))
+        assert torch._dynamo.explain(raw.forward)(tokens_of(0)[:, :-1]).graph_break_count == 0
+    assert same(found, plain)
+    assert names(rows(tmp_path)) == counts(1)
+    graphs = LAYERS if how == "blocks" else 1
+    assert seen[0] == 0 and seen[-1] - seen[-2] == graphs  # recorded eagerly, compiled afterwards
+    assert counted.graphs == (1 if how == "blocks" else graphs)  # once: two blocks share their code
+
+
+def test_a_compiled_model_is_quantized_as_it_would_be_otherwise():
+    model = build()
+    with instrument(model, "mxfp8", backend="torch"):
+        expected = loss(model, 0)
+    compiled = torch.compile(model, backend=Compiled())
+    with instrument(compiled, "mxfp8", backend="torch"):
+        assert torch.equal(loss(compiled, 0), expected)
+    assert not torch.equal(loss(compiled, 0), expected)
+
+
+def train_at(model: nn.Module, recorder: Recorder, seen: list[int], counted: Compiled) -> list:
+    """As `train` of 4 steps, of which the first is recorded."""
+    iteration = iter(range(4))
+
+    def one(model: nn.Module, micro_batch: int) -> Tensor:
+        number = next(iteration)
+        with recorder.at(number, 0, record=number == 0):
+            return loss(model, micro_batch)
+
+    return train(model, one, steps=4, after=lambda: seen.append(counted.runs))
