@@ -195,7 +195,7 @@ class Recorder:
         self.entered = False
         failure = failure or later
         if error is None:
-            self.check_steps(2)
+            self.check_steps()
             if self.evaluations_left_out and not self._count:
                 warnings.warn(
                     f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
@@ -219,7 +219,8 @@ class Recorder:
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
-        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
+        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end. With
+        activation checkpoints, run the backward pass before the next micro-batch begins."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
         self.positioned = True
         self._tell_followers()
@@ -240,10 +241,10 @@ class Recorder:
         self.stepped = True
         self.go_to(self.iteration + 1)
 
-    def check_steps(self, passes: int) -> None:
-        """Warn if so many forward and backward passes have run and nothing tells the iterations apart."""
+    def check_steps(self) -> None:
+        """Warn if several forward and backward passes have run and nothing tells the iterations apart."""
         known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
-        if len(self.arrived) >= passes and not known:
+        if len(self.arrived) > 1 and not known:
             warnings.warn(
                 f"{len(self.arrived)} forward and backward passes are recorded as micro-batches of iteration 0, since "
                 "no step of an optimizer with the model's parameters was seen: call recorder.step() after each "

@@ -196,7 +196,8 @@ class Clock:
             self.passes.clear()
         recorder.micro_batch = self.passes[evaluation]
         self.passes[evaluation] += 1
-        recorder.check_steps(PASSES_BEFORE_WARNING)
+        if len(recorder.arrived) == PASSES_BEFORE_WARNING:
+            recorder.check_steps()
 
     def end(self, result: Any) -> None:
         """A forward pass has ended. Note when the gradients of its result arrive: its layers may be recomputed from

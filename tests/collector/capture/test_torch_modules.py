@@ -283,9 +283,16 @@ def test_one_vector_is_as_a_matrix_of_one_row(tmp_path, bias):
 
 def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
     model = build()
-    with Recorder(tmp_path, iterations=1, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
-        train(model, loss, steps=3, micro_batches=2, after=recorder.step)
-    assert names(rows(tmp_path, values=False)) == counts(1)
+    before, states = state(model), []
+
+    def after() -> None:
+        recorder.step()
+        states.append(state(model) == before)
+
+    with Recorder(tmp_path, iterations=2, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
+        train(model, loss, steps=4, micro_batches=2, after=after)
+    assert names(rows(tmp_path, values=False)) == counts(2)
+    assert states == [False, True, True, True]  # a model that nothing is recorded of any more is left alone
 
 
 class ModelError(RuntimeError):
