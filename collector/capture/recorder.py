@@ -194,14 +194,6 @@ class Recorder:
         later = self._writing.close()
         self.entered = False
         failure = failure or later
-        if error is None:
-            self.check_steps()
-            if self.evaluations_left_out and not self._count:
-                warnings.warn(
-                    f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
-                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
-                    stacklevel=2,
-                )
         if error is None and failure is None:
             try:
                 self.ranks.wait()  # until the others have written their rows
@@ -216,6 +208,14 @@ class Recorder:
             failure = failure or refused
         if error is None and failure is not None:
             raise failure
+        if error is None:
+            self.check_steps()
+            if self.evaluations_left_out and not self._count:
+                warnings.warn(
+                    f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
+                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    stacklevel=2,
+                )
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
