@@ -56,7 +56,7 @@ RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
 CHOSEN = "chosen"  # the selection that a click on a chart makes
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
-OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7"}
+OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
 
 
 @dataclass(frozen=True)

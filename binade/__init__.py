@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from binade.collector import Recorder, instrument, instrument_provider
+    from binade.collector import Recorder, coverage, instrument, instrument_provider
+    from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
     from binade.data.filter import Filter
     from binade.quant import FORMATS, compare, fake_quantize, quantize
@@ -29,6 +30,8 @@ _HOME = {
     "fake_quantize": "quant",
     "quantize": "quant",
     "Recorder": "collector",
+    "TrainerCallback": "collector",
+    "coverage": "collector",
     "instrument": "collector",
     "instrument_provider": "collector",
     "Catalog": "data.catalog",
@@ -41,6 +44,7 @@ __all__ = [
     "Filter",
     "Recorder",
     "compare",
+    "coverage",
     "fake_quantize",
     "instrument",
     "instrument_provider",

@@ -61,7 +61,7 @@ def _summary(group: click.Group, ctx: click.Context, name: str) -> str:
 
 
 def build() -> Binade:
-    from binade.collector.cli.options import mode_option
+    from binade.collector.cli.megatron_fork import mode_option
 
     return Binade(
         "binade",
@@ -83,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for word in argv:
         if not word.isascii() and word != word.encode(errors="replace").decode():
             return fail(f"{word} is not valid Unicode: rename the file, or change the option; see binade --help", 2)
-    from binade.collector.cli.options import resolve_mode
+    from binade.collector.cli.megatron_fork import resolve
 
     try:
-        with group.make_context("binade", resolve_mode(argv), obj=argv) as context:
+        with group.make_context("binade", resolve(argv), obj=argv) as context:
             return group.invoke(context) or 0
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]

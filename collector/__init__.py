@@ -11,11 +11,13 @@ from typing import Any
 _HOME = {
     "InstrumentError": "capture.adapters.layer",
     "Recorder": "capture.recorder",
+    "TrainerCallback": "capture.trainer",
+    "coverage": "capture.instrument",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
 }
 
-__all__ = [*_HOME]
+__all__ = [name for name in _HOME if name != "TrainerCallback"]  # which needs transformers
 
 
 def __getattr__(name: str) -> Any:

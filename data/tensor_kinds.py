@@ -42,6 +42,7 @@ class Operation(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"  # a forward pass that does not train
 
 
 class Phase(StrEnum):
@@ -90,7 +91,7 @@ class TensorKind:
 
 
 LINEAR, QK, PV = Product
-FORWARD, BACKWARD, OPTIMIZER = Operation
+FORWARD, BACKWARD, OPTIMIZER, EVALUATION = Operation
 PRE, POST = Phase
 TENSOR_KINDS: list[TensorKind] = [
     # name, product, observed, operation, phase, operand, contracted_axis, size, color, label

@@ -31,9 +31,9 @@ def params(opened: Catalog) -> dict[str, Param]:
 def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
     """What is ranked; the answer itself where that is nothing."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
-    if boards.of_format(measure.key) and not fmt and "format" not in VIEWS[values["view"]].ignores:
-        return Drawn(problems=("No operand of a GEMM is scored here: choose a statistic of the values.",))
-    return Board(selection.opened, selection.where, format=fmt, measure=measure)
+    ranked = Board(selection.opened, selection.where, format=fmt, measure=measure)
+    needs_format = boards.of_format(measure.key) and "format" not in VIEWS[values["view"]].ignores
+    return ranked.nothing if needs_format and not fmt else ranked
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:

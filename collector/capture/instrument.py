@@ -7,16 +7,20 @@ with Recorder(root, label="mine", config={"recipe": "mxfp8"}) as recorder, instr
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from torch import nn
 
-from binade.collector.capture.adapters import around_forward, find
-from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, whole
 from binade.collector.capture.adapters.passes import Clock, Listener
+from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.recorder import Recorder
@@ -27,8 +31,10 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, Part, Recipe
 from binade.collector.recipes.selection import Selection
 from binade.data.tensor_kinds import Product
+from binade.data.text import markdown_table
 
 RECIPE_VARIABLE = "CUSTOM_QUANT_TYPE"
+NOT_PRODUCTS = {(nn.Embedding, nn.EmbeddingBag): "embedding", (nn.modules.conv._ConvNd,): "convolution"}
 
 
 @contextmanager
@@ -62,26 +68,21 @@ def instrument(
     iterations how many the model will be trained, for a recipe whose schedule depends on it
     scales_of  the directory of a run whose delayed scales go on; a run's are written there when the context ends
 
-    The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end; nothing else
-    of the model changes. With tensor parallelism each rank instruments its model.
+    The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end, or once
+    nothing more is recorded and nothing is quantized; nothing else of the model changes. Until then what torch.compile
+    has compiled, or compiles later, runs eagerly. With tensor parallelism each rank instruments its model.
 
     Raises InstrumentError, naming the module, for one that cannot be intercepted: at once where that can be seen, else
     in the first forward pass, which is watched for products that no adapter intercepts; if there is nothing to
     instrument; and in a forward pass, for a recorded layer that computes in float64. RecipeError for an unknown recipe,
     SelectionError for layers that the model does not have.
     """
-    if not isinstance(recipe, Recipe):
-        recipe = parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
+    recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
     found = [find(each, exclude, head) for each in models]
     layers = [layer for each in found for layer in each.layers]
     sites = [layer.site for layer in layers]
-    skipped = _chosen(skip, sites) if skip else frozenset()
-    if recipe.keep:
-        kept = _chosen(recipe.keep, sites)
-        if kept == frozenset(sites):
-            raise InstrumentError(recipe.keeps_all)
-        skipped |= kept
+    skipped = _unquantized(recipe, skip, sites)
     recorded = _chosen(capture, sites) if capture else frozenset(sites)
     modules = {site.module for site in sites}
     if missing := [module for module, _ in recipe.modules if module not in modules]:
@@ -106,22 +107,131 @@ def instrument(
         recorder.config.setdefault("recipe", recipe.name)
     attention = any(stage.qk != Part() or stage.pv != Part() for _, stage in stages)
     watched = recorder is not None or attention or any(part != Part() for part in recipe.every_part())
+    quantized = [
+        CoreQuantization(
+            quantization(layer, Product.QK, lambda stage: stage.qk),
+            quantization(layer, Product.PV, lambda stage: stage.pv),
+        )
+        if layer.is_core
+        else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, module=layer.site.module))
+        for layer in layers
+    ]
+    clocks = [Clock(counter, each, varies) if counter else None for each in models]
+    watches = [
+        Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
+        for each, seen in zip(models, found, strict=True)
+    ]
+    # Of layers divided among ranks, all ranks run the same code, whichever of them record.
+    divided = any(layer.shard is not whole for layer in layers)
+    eager = not divided or any(is_compiled(module) for each in models for module in each.modules())
+    fixed = divided or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
-        for layer in layers:
-            if layer.is_core:
-                qk = quantization(layer, Product.QK, lambda stage: stage.qk)
-                pv = quantization(layer, Product.PV, lambda stage: stage.pv)
-                undo.callback(layer.attach(CoreQuantization(qk, pv)))
-            else:
-                linear = partial(Recipe.linear_of, module=layer.site.module)
-                undo.callback(layer.attach(quantization(layer, Product.LINEAR, linear)))
-        for each, seen in zip(models, found, strict=True):
-            clock = Clock(counter, each, varies) if counter else None
-            watch = Watch(each, seen.layers, seen.excluded, attention) if watched and seen.watched else None
-            undo.enter_context(around_forward(each, clock, watch))
+        attached, is_attached = undo.enter_context(ExitStack()), False
+
+        def follow() -> None:
+            """Attach to the layers, unless nothing is recorded or quantized: the model is then as it was."""
+            nonlocal is_attached
+            before, is_attached = is_attached, fixed or (recorder is not None and not recorder.over)
+            if before and not is_attached:
+                attached.close()
+            if before or not is_attached:
+                return
+            if eager:
+                attached.enter_context(without_compiling())
+            for layer, how in zip(layers, quantized, strict=True):
+                attached.callback(layer.attach(how))
+            for each, clock, watch in zip(models, clocks, watches, strict=True):
+                attached.enter_context(around_forward(each, clock, watch))
+
+        follow()
         if recorder:
+            recorder.followers.append(follow)
+            undo.callback(recorder.followers.remove, follow)
             undo.callback(scales.save, recorder)
         yield
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Modules of one class whose paths differ in numbers alone, and what `instrument` does to them.
+
+    paths       as of `exclude`: "layers.*.mlp.up_proj"
+    recorded    what they are called in the index, * for the layer's number; "" if they are left as they are
+    format      what the recipe quantizes them to
+    reason      why they are left, or left in bf16
+    """
+
+    paths: str
+    kind: str
+    count: int
+    recorded: str
+    format: str
+    reason: str
+
+
+class Coverage(tuple[Covered, ...]):
+    """Every module of a model that has weights or attends, in the model's order, as Covered; printed, a table."""
+
+    def __str__(self) -> str:
+        rows = [(row.paths, row.kind, str(row.count), row.recorded, row.format, row.reason) for row in self]
+        return markdown_table(("modules", "class", "count", "recorded as", "format", "left"), rows)
+
+    _repr_markdown_ = __str__
+
+
+def coverage(
+    model: nn.Module,
+    recipe: Recipe | str | None = None,
+    *,
+    skip: Selection | str | None = None,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+) -> Coverage:
+    """What `instrument`, with these arguments, would quantize and record of a model, and what it would leave.
+
+        print(binade.coverage(model, "nvidia_nvfp4"))
+
+    The modules that it would refuse are among those left, with the reason. What is "not intercepted" is refused in the
+    first forward pass if a product is computed with its weight, and so is attention that no module shows.
+    """
+    recipe = _recipe(recipe)
+    found = survey(model, exclude, head)
+    unquantized = _unquantized(recipe, skip, [layer.site for layer in found.layers])
+    layers = {layer.module: layer for layer in found.layers}
+    rows: Counter[tuple[str, ...]] = Counter()
+    for name, module in model.named_modules():
+        recorded = fmt = ""
+        reason = found.left.get(module) or found.refused.get(name, "")
+        if layer := layers.get(module):
+            reason, site = unquantized.get(layer.site, ""), layer.site
+            recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
+            used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.module),)
+            fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
+        elif not reason:
+            weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
+            if not weights:
+                continue
+            known = (each for kinds, each in NOT_PRODUCTS.items() if isinstance(module, kinds))
+            reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
+        rows[numbers_left_out(name), type(module).__name__, recorded, fmt, reason] += 1
+    return Coverage(
+        Covered(paths, kind, count, recorded, fmt, reason)
+        for (paths, kind, recorded, fmt, reason), count in rows.items()
+    )
+
+
+def _recipe(recipe: Recipe | str | None) -> Recipe:
+    return recipe if isinstance(recipe, Recipe) else parse_recipe(recipe or os.environ.get(RECIPE_VARIABLE) or BF16)
+
+
+def _unquantized(recipe: Recipe, skip: Selection | str | None, sites: Sequence[Site]) -> dict[Site, str]:
+    """The sites that stay in bf16, with the reason."""
+    found: dict[Site, str] = {}
+    if recipe.keep:
+        found |= dict.fromkeys(_chosen(recipe.keep, sites), "kept by the recipe")
+        if found.keys() == frozenset(sites):
+            raise InstrumentError(recipe.keeps_all)
+    return found | dict.fromkeys(_chosen(skip, sites) if skip else (), "skip")
 
 
 def _chosen(selection: Selection | str, sites: Sequence[Site]) -> frozenset[Site]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import nn
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
+from binade.collector.training.config import DEFAULT_SCORES
 
 Provider = Callable[..., nn.Module]
 
@@ -26,7 +27,7 @@ def instrument_provider(
     iterations: int | None = 1,
     micro_batches: int | None = 1,
     config: dict[str, Any] | None = None,
-    scores: tuple[str, ...] = (),
+    scores: Sequence[str] = DEFAULT_SCORES,
     **options: Any,
 ) -> Iterator[Provider]:
     """The provider, wrapped: the models that it builds are instrumented and recorded as one run, which begins with the

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,13 +23,13 @@ from typing import Any
 from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
-from binade.collector.capture.adapters.passes import running_backward
+from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
 from binade.collector.capture.tried import Tried, try_formats
 from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
-from binade.collector.training.config import ConfigError
+from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
@@ -85,7 +86,7 @@ class Recorder:
     label       part of the run's id
     config      kept as run.json; its model, size, dataset and recipe describe each tensor
     tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
-    scores      formats or specs that every operand is tried in
+    scores      formats or specs that every operand is tried in; default: those of `binade run`; () for none
     measures    what else is measured of each GEMM, see data.tensor_kinds.Measure; default: all
     loss_scale  what the loss is multiplied by before its backward pass, as 1 / accumulated micro-batches, or a function
                 that returns it, as GradScaler.get_scale
@@ -93,10 +94,13 @@ class Recorder:
     ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
                 torch.distributed and megatron.core, if they are initialized
     iterations, micro_batches   how many are recorded, from the first on, where `at` does not say it; None for all
+    evaluation  also record forward passes of a model in eval mode or without gradients, which have micro-batch numbers
+                of their own and the operation "evaluation" in place of "forward"
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
-    In your own training loop, call `step` after each iteration, or put each micro-batch into `with recorder.at(...)`.
-    Without `at`, each forward pass of the instrumented model is a micro-batch. Megatron's training loop needs neither.
+    Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
+    parameters ends an iteration; Megatron's own count is used where there is one. If your optimizer is not one of
+    torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was
     captured until then is kept. A Recorder that was left can be entered again, for another run.
@@ -113,7 +117,7 @@ class Recorder:
         label: str = "run",
         config: dict[str, Any] | None = None,
         tensors: Sequence[str] = (),
-        scores: Sequence[str] = (),
+        scores: Sequence[str] = DEFAULT_SCORES,
         measures: Sequence[str] = tuple(Measure),
         loss_scale: float | Callable[[], float] = 1.0,
         raw: bool = True,
@@ -121,6 +125,7 @@ class Recorder:
         ranks: Ranks | None = None,
         iterations: int | None = None,
         micro_batches: int | None = None,
+        evaluation: bool = False,
         enabled: bool | None = None,
     ) -> None:
         self.root = resolve_root(root)
@@ -141,18 +146,21 @@ class Recorder:
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
-        self.iterations, self.micro_batches = iterations, micro_batches
+        self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
+        self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
         self._writer: RunWriter | None = None
         self._reset()
 
     def _reset(self) -> None:
         """Count from 0, as before the first run."""
         self.recording = True
-        self.paused = False  # in a forward pass that does not train
+        self.evaluating = False  # within a forward pass that does not train
+        self.evaluations_left_out = 0
         self.positioned = False  # by `at`, once it was used
-        self.stepped = False
+        self.stepped = False  # by `step`, once it was called
+        self.updated = False  # the model, since the last forward pass
         self.iteration = 0
         self.micro_batch = 0
         self._first: int | None = None
@@ -193,6 +201,7 @@ class Recorder:
             self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
         self._writing = Writing(self.writer, self.max_bytes)
         self.entered = True
+        self._tell_followers()
         return self
 
     def __exit__(
@@ -222,12 +231,22 @@ class Recorder:
             failure = failure or refused
         if error is None and failure is not None:
             raise failure
+        if error is None:
+            self.check_steps()
+            if self.evaluations_left_out and not self._count:
+                warnings.warn(
+                    f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
+                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    stacklevel=2,
+                )
 
     @contextmanager
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
-        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end."""
+        """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end. With
+        activation checkpoints, run the backward pass before the next micro-batch begins."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
-        self.positioned, self.paused = True, False
+        self.positioned = True
+        self._tell_followers()
         try:
             yield
         finally:
@@ -240,9 +259,21 @@ class Recorder:
             self._writing.settle()
 
     def step(self) -> None:
-        """Publish what was captured and count one iteration on, in your own training loop."""
+        """Publish what was captured and count one iteration on. Iterations are counted by this method alone from then
+        on, not by the steps of optimizers."""
         self.stepped = True
         self.go_to(self.iteration + 1)
+
+    def check_steps(self) -> None:
+        """Warn if several forward and backward passes have run and nothing tells the iterations apart."""
+        known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
+        if len(self.arrived) > 1 and not known:
+            warnings.warn(
+                f"{len(self.arrived)} forward and backward passes are recorded as micro-batches of iteration 0, since "
+                "no step of an optimizer with the model's parameters was seen: call recorder.step() after each "
+                "iteration",
+                stacklevel=2,
+            )
 
     def go_to(self, iteration: int) -> None:
         """Publish what was captured, if that was another iteration; what follows belongs to this one."""
@@ -252,12 +283,29 @@ class Recorder:
         if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        for follow in self.followers:
+            follow()
+
+    @property
+    def paused(self) -> bool:
+        """Whether this is an evaluation that is not to be recorded."""
+        return self.evaluating and not (self.evaluation or self.positioned)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is recorded before this changes by `at`, or another run."""
+        if self.positioned or not self.enabled:
+            return not (self.recording and self.enabled)
+        return self._first is not None and self._is_over()
 
     def idle(self) -> bool:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
         if self.paused or not self.enabled:
             return True
-        return not self.positioned and self._first is not None and self._is_over()
+        return not self.positioned and self.over
 
     def _is_over(self) -> bool:
         """Whether all iterations that are to be recorded were."""
@@ -269,7 +317,7 @@ class Recorder:
         if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
             recording = not self._is_over() and (self.micro_batches is None or self.micro_batch < self.micro_batches)
-        return Moment(self.iteration, self.micro_batch, recording)
+        return Moment(self.iteration, self.micro_batch, recording, self.evaluating)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
         """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
@@ -334,6 +382,8 @@ class Recorder:
         return _Observer(self, layer, part, product, moment, rows, again)
 
     def _identity(self, site: Site, moment: Moment, **words: str | None) -> Identity:
+        if moment.evaluation and words["operation"] == Operation.FORWARD:
+            words["operation"] = Operation.EVALUATION.value
         return Identity(
             **{word: self.config.get(word) for word in WORDS},
             **words,

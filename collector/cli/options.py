@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from binade.collector.cli.megatron_fork import PASS_ON
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
 from binade.collector.training.config import DEFAULT_SCORES, FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, defaults
@@ -19,9 +20,7 @@ from binade.collector.training.option import Declared, Group, declared
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, names, root_option
 
-MODES = {"single": "run", "batch": "batch", "quick": "quick"}
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -202,25 +201,6 @@ def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     if len(recipes) > 1 and command != "batch":
         raise ConfigError(f"{command} takes one recipe, not {len(recipes)}: use batch for several")
     return recipes
-
-
-def resolve_mode(argv: Sequence[str]) -> list[str]:
-    """Replace --mode, which scripts of the Megatron fork use, by the command that it names. Raises click.UsageError."""
-    if not argv or not argv[0].startswith("--") or argv[0] in ("--help", "--version"):
-        return list(argv)
-    parser = click.Command("binade", params=[mode_option()], add_help_option=False, context_settings=PASS_ON)
-    with parser.make_context("binade", list(argv)) as context:
-        modes = sorted(set(context.params["mode"]))
-        if len(modes) > 1:
-            raise click.UsageError(f"--mode is {' and '.join(modes)}: give one", context)
-        if not modes and "--help" not in context.args:
-            raise click.UsageError("the command comes first: run, batch, quick or another", context)
-        return [*(MODES[mode] for mode in modes), *context.args]
-
-
-def mode_option() -> Option:
-    text = "Old spelling of the commands run, batch and quick"
-    return Option(["--mode"], type=click.Choice(list(MODES)), multiple=True, help=text)
 
 
 def job_arguments(argv: Sequence[str]) -> list[str]:

@@ -73,7 +73,7 @@ _BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
 # input_B on whether it was transposed.
 _CONTRACTED: dict[tuple[str | None, ...], int] = {
     (kind.layer_type, kind.operation, kind.name): -1 for kind in TENSOR_KINDS if kind.contracted_axis == -1
-}
+} | {("linear", "backward", "weight"): -2}  # [out, in]: the forward GEMM contracts in, dgrad contracts out
 
 
 @dataclass(frozen=True)

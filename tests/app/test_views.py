@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from binade.app.pages import tensor, worst
 from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.shared.selection import Selection
+from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -33,9 +37,20 @@ def test_worst(visit: Visit, collected: Path, view: str, metric: str):
     assert not at.warning and "quant type mxfp4" in words(at)
 
 
-def test_nothing_scored_is_said(visit: Visit, collected: Path):
+def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
     at = visit(collected, "worst", phase="post", layer_type="linear")
-    assert "The filter selects no operands" in at.info[0].value
+    assert re.match(r"The filter selects [\d,]+ tensors and no operand of a GEMM;", at.info[0].value)
+    with Recorder(tmp_path) as recorder:
+        for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
+            where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
+            recorder.record("input", torch.ones(2, 32), **where, scores=scores)
+    with Catalog.open(tmp_path) as catalog:
+        unscored = Selection(catalog, Filter(layer_index=(1,)))
+        said = worst.draw(unscored, {"view": "board", "metric": "sqnr_db", "format": "mxfp4"}).problems[0]
+        assert "2 operands selected were recorded with scores=()" in said and "absmax" in said
+        assert worst.draw(unscored, {"view": "board", "metric": "absmax", "format": "mxfp4"}).figures
+        other = worst.draw(Selection(catalog, Filter()), {"view": "board", "metric": "sqnr_db", "format": "nvfp4"})
+        assert "3 operands selected are scored in mxfp4, not in nvfp4" in other.problems[0]
 
 
 @pytest.mark.parametrize("view", tensor.VIEWS)

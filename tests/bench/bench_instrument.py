@@ -1,7 +1,7 @@
 """What instrumentation costs on an iteration that it neither quantizes nor records: that iteration's time, over that of
 the same model without.
 
-    python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128]
+    python -m tests.bench.bench_instrument [--repeats 120] [--layers 2] [--hidden 512] [--length 128] [--compile]
 
 Forward, backward and the recorder's step of a Llama of transformers and of collector's own, with bfloat16 activations,
 on one thread. An instrumented model and a plain copy of it take turns, so that a machine that slows down slows both;
@@ -67,10 +67,12 @@ def iteration(model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: 
 
 
 def compare(
-    model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: Recorder | None, repeats: int
+    model: nn.Module, loss: Callable, tokens: torch.Tensor, recorder: Recorder | None, given: argparse.Namespace
 ) -> tuple[float, float, float]:
     """Median seconds of a plain and of an instrumented iteration, and the median of the pairs' ratios."""
-    plain, pairs = deepcopy(model), []
+    plain, pairs, repeats = deepcopy(model), list[tuple[float, float]](), given.repeats
+    if given.compile:
+        model, plain = torch.compile(model), torch.compile(plain)
     with instrument(model, "bf16", recorder):
         for turn in range(repeats + WARMUP):
             times = {}
@@ -90,18 +92,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("repeats", 120), ("layers", 2), ("hidden", 512), ("length", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokens = torch.randint(256, (1, given.length))
     print(f"torch {torch.__version__}, {given.layers} layers, hidden {given.hidden}, {given.length} tokens, 1 thread")
     with tempfile.TemporaryDirectory() as root:
-        for name, make in (("transformers Llama", hugging_face), ("own Llama", own)):
+        for name, make in (("transformers Llama", hugging_face), ("own Llama", own))[: 1 if given.compile else 2]:
             model, loss = make(given.layers, given.hidden)
             off = Recorder(root, enabled=False)
             with Recorder(root, iterations=0) as past, off:
                 for word, recorder in (("no recorder", None), ("switched off", off), ("not recorded", past)):
-                    plain, instrumented, ratio = compare(model, loss, tokens, recorder, given.repeats)
+                    plain, instrumented, ratio = compare(model, loss, tokens, recorder, given)
                     print(f"{name:<20}{word:<14}{plain * 1e3:8.2f} ms  {instrumented * 1e3:8.2f} ms  ratio {ratio:.4f}")
 
 

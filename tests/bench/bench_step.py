@@ -114,7 +114,7 @@ def main() -> None:
         (root / "saved").mkdir()
 
         def recorder(**options: object) -> Recorder:
-            return stack.enter_context(Recorder(root / "runs", max_bytes=1 << 40, **options))
+            return stack.enter_context(Recorder(root / "runs", max_bytes=1 << 40, **{"scores": ()} | options))
 
         def hooked(use: Callable[[torch.Tensor], object]) -> Callable[[], None]:
             def run() -> None:

@@ -31,6 +31,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+def loss(model: GPTModel) -> torch.Tensor:
+    tokens, labels = batch()
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+
 def step(model: GPTModel) -> torch.Tensor:
     tokens, labels = batch()
     logits = model(tokens)

@@ -143,6 +143,8 @@ def attention(phase: str, component: str, name: str, more: str = "group000") -> 
         (linear("forward", "pre", "input_B"), "weight", "pre", None, "second operand"),
         (linear("backward", "pre", "input_A"), "grad_output", "pre", -1, "first operand"),
         (linear("backward", "pre", "input_B"), "input_B", "pre", None, None),
+        (linear("forward", "pre", "weight"), "weight", "pre", -1, None),
+        (linear("backward", "pre", "weight"), "weight", "pre", -2, None),  # of dgrad
         (linear("forward", "post", "output"), "output", "post", None, None),
         (linear("forward", "pre", "input"), "input", "pre", -1, None),
         (linear("backward", "pre", "grad_output"), "grad_output", "pre", -1, None),

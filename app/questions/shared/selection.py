@@ -10,7 +10,7 @@ from torch import Tensor
 from binade.app.figure import Drawn, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.rounded import Subject, subject
-from binade.app.style import Measure
+from binade.app.style import MEASURES, Measure
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.text import plain_name
@@ -61,15 +61,28 @@ class Board(Selection):
 
     @property
     def nothing(self) -> Drawn:
-        """The answer where no tensor has a value."""
-        scored = boards.of_format(self.measure.key)
-        what = "operands of a GEMM, which alone are scored" if scored else "tensors with a value"
-        if self.measure.key == boards.LOSS_CHANGE:
-            what = (
-                f"forward operands whose gradient was recorded and which were scored in {self.format}: record a run "
-                "with a backward pass, with “loss” among what is also measured"
+        """The answer where no tensor has a value: what the filter selects instead, and what to do."""
+        tensors = self.opened.totals(self.where).tensors
+        if not boards.of_format(self.measure.key):
+            return Drawn(problems=(f"None of the {tensors:,} tensors selected has a value.",))
+        if self.measure.key == boards.LOSS_CHANGE and self.format:
+            return Drawn(
+                problems=(
+                    f"Of the operands selected that are scored in {self.format}, no gradient was recorded: record a "
+                    "run with a backward pass, with “loss” among what is also measured.",
+                )
             )
-        return Drawn(problems=(f"The filter selects no {what}.",))
+        operands = int(self.opened.operands(self.where)["tensors"].sum())
+        formats = ", ".join(self.opened.scored_formats(self.where))
+        if not operands:
+            there = f"The filter selects {tensors:,} tensors and no operand of a GEMM; only operands are scored."
+        elif formats:
+            there = f"The {operands:,} operands selected are scored in {formats}, not in {self.format}."
+        else:
+            there = f'The {operands:,} operands selected were recorded with scores=() or --scores "": none is scored.'
+        return Drawn(
+            problems=(f"{there} A statistic of the values, such as {MEASURES['absmax'].label}, ranks every tensor.",)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

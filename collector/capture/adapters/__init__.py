@@ -10,52 +10,65 @@
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts
 
-`find` calls them all. It refuses modules that it cannot intercept by name: nothing is left out silently.
+`survey` calls them all. `find` refuses the modules that it cannot intercept by name: nothing is left out silently.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import wraps
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, distinct, is_instrumented, set_on
+from binade.collector.capture.adapters.layer import (
+    InstrumentError,
+    Layer,
+    Refused,
+    distinct,
+    is_instrumented,
+    refusal,
+    set_on,
+)
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
 
 
 @dataclass(frozen=True)
 class Found:
-    """The layers of a model, the modules that stay as they are on purpose, and whether the first forward pass is
-    watched for products that no adapter intercepts."""
+    """What the adapters make of a model.
+
+    layers    those that are intercepted
+    left      the modules that stay as they are on purpose, with the reason
+    refused   the names of those that cannot be intercepted, with the reason
+    watched   whether the first forward pass is watched for products that no adapter intercepts
+    """
 
     layers: tuple[Layer, ...]
-    excluded: frozenset[nn.Module]
+    left: dict[nn.Module, str]
+    refused: dict[str, str]
     watched: bool
 
 
-def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
+def survey(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
     """The layers of a model, each with a site of its own where its path gives it one.
 
     exclude paths of modules, * for any letters, that are neither quantized nor recorded
     head     whether the LM head is a layer too
 
-    Raises InstrumentError for a pattern that no module has, for modules that cannot be intercepted, each with its
-    reason, and if there is nothing to instrument.
+    Raises InstrumentError for a pattern that no module has, and for a model that is instrumented already.
     """
     ours = list(own.find(model))
     if ours and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
-    excluded = {module for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    left = {module: "excluded" for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise InstrumentError(
@@ -65,57 +78,67 @@ def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> F
     refused: dict[str, str] = {}
     for each in chain(ours, *(adapter.find(model) for adapter in (megatron, hugging_face, torch_modules))):
         if isinstance(each, Refused):
-            if modules[each.name] not in excluded:
+            if modules[each.name] not in left:
                 refused[each.name] = each.reason
         elif each.is_head and not head:
-            excluded.add(each.module)
+            left.setdefault(each.module, "LM head, unless head=True")
         elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
-        elif each.module not in excluded:
+        elif each.module not in left:
             layers.setdefault(each.module, each)
-    if refused:
-        raise InstrumentError("; ".join(_refusals(modules, refused)))
-    if not layers:
+    return Found(distinct(list(layers.values())), left, refused, watched=not ours)
+
+
+def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
+    """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
+    if there is nothing to instrument."""
+    found = survey(model, exclude, head)
+    if found.refused:
+        reasons = {name: f"cannot be intercepted: {reason}" for name, reason in found.refused.items()}
+        raise InstrumentError(refusal(dict(model.named_modules()), reasons))
+    if not found.layers:
         raise InstrumentError(
             f"{type(model).__name__} has no layer to instrument: no linear layer or attention of collector, "
             "megatron.core, transformers or torch.nn"
         )
-    return Found(distinct(list(layers.values())), frozenset(excluded), watched=not ours)
-
-
-def _refusals(modules: dict[str, nn.Module], refused: dict[str, str]) -> Iterator[str]:
-    """A sentence for each kind of module and reason, with the patterns of `exclude` that leave these modules out."""
-    kinds: dict[tuple[str, str], list[str]] = {}
-    for name, reason in refused.items():
-        kinds.setdefault((type(modules[name]).__name__, reason), []).append(name)
-    for (kind, reason), names in kinds.items():
-        patterns = list(dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names))
-        shown = names[0] or "the model"
-        more = f" and {len(names) - 1} more" * (len(names) > 1)
-        yield f"{shown}{more} ({kind}) cannot be intercepted: {reason}, or leave out on purpose with exclude={patterns}"
+    return found
 
 
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
-    """Within it, the model's forward passes are counted, and the first of them is watched."""
+    """Within it, the model's forward passes and updates are counted, and its first pass is watched."""
     forward: Callable[..., Any] = model.forward
 
     @wraps(forward)
     def passing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal watch
         if clock:
-            clock.begin()
+            clock.begin((args, kwargs))
         if running_backward():
             return forward(*args, **kwargs)
-        with watch or nullcontext():
+        with watch if watch and not watch.done else nullcontext():
             result = forward(*args, **kwargs)
-        watch = None
         if clock:
-            clock.listen(result)
+            clock.end(result)
         return result
 
-    undo = set_on(model, "forward", passing)
+    with ExitStack() as undo:
+        undo.callback(set_on(model, "forward", passing))
+        if clock:
+            undo.enter_context(clock.following_updates())
+        yield
+
+
+_eager: list[Any] = []  # the stance of torch.compile, held by those who need eager code
+
+
+@contextmanager
+def without_compiling() -> Iterator[None]:
+    """Within it, what torch.compile made runs as the Python code that it was made from, whose products can be
+    intercepted. Contexts may overlap in any order."""
+    _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        undo()
+        stance = _eager.pop()  # the same object each
+        if not _eager:
+            stance.__exit__(None, None, None)

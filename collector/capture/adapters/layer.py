@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from functools import update_wrapper
 from typing import Any
 
@@ -19,11 +21,12 @@ HEAD = Site(0, "head")
 
 @dataclass(frozen=True)
 class Moment:
-    """The iteration and micro-batch of a forward pass, and whether it is recorded."""
+    """The iteration and micro-batch of a forward pass, whether it is recorded, and whether it is an evaluation."""
 
     iteration: int
     micro_batch: int
     recording: bool
+    evaluation: bool = False
 
 
 Detach = Callable[[], None]
@@ -64,6 +67,31 @@ class Refused:
 
     name: str
     reason: str
+
+
+def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:
+    """One line for the modules of these names that are not intercepted: grouped by class and reason, with the patterns
+    of `exclude` that leave all of them out and no other module of the model."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, reason in reasons.items():
+        kinds.setdefault((type(modules[name]).__name__, re.sub(r"\d+", "*", reason)), []).append(name)
+    texts = [
+        f"{names[0] or 'the model'}{f' and {len(names) - 1} more' * (len(names) > 1)} ({kind}) {reasons[names[0]]}"
+        for (kind, _), names in kinds.items()
+    ]
+    alike: dict[str, list[str]] = {}
+    for name in reasons:
+        alike.setdefault(numbers_left_out(name), []).append(name)
+    patterns: list[str] = []
+    for pattern, names in alike.items():
+        fits = all(name in reasons for name in modules if fnmatchcase(name, pattern))
+        patterns += [pattern] if fits else names
+    return f"{'; '.join(texts)}. Leave out on purpose with exclude={patterns}"
+
+
+def numbers_left_out(name: str) -> str:
+    """ "layers.*.mlp.up" for "layers.3.mlp.up"."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
 def is_instrumented(module: nn.Module) -> bool:

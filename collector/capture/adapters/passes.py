@@ -4,14 +4,16 @@ The random numbers of a pass follow from its place, so that a second pass of the
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
 alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
-the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded
-once, and a pass without gradients (an evaluation) is recorded like any other.
+the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
+
+Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first pass of a
+checkpoint has no gradients either.
 
     torch.utils.checkpoint, use_reentrant=True     the first pass is under no_grad, gradients belong to the second
     megatron's checkpoint, CheckpointWithoutOutput likewise
     torch.utils.checkpoint, use_reentrant=False    gradients belong to the first, the second only restores its operands
 
-The gradients show which pass a second one repeats: `Clock.listen` notes when those of a pass's results arrive, and of
+The gradients show which pass a second one repeats: `Clock.end` notes when those of a pass's results arrive, and of
 the passes whose gradients have arrived, the latest is repeated first.
 """
 
@@ -19,12 +21,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from binade.collector.capture.adapters.layer import Layer, Moment
 from binade.collector.capture.adapters.products import tensors_in
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 
 # Forward passes of a layer that may still be recomputed: as many micro-batches as a pipeline has in flight at most.
 IN_FLIGHT = 1024
+PASSES_BEFORE_WARNING = 64  # forward and backward passes without an update of the model
 
 
 def running_backward() -> bool:
@@ -93,7 +98,7 @@ class Listener:
         if not self.again:
             self.moment = self.recorder.moment()
             part = self._part()
-            if self.layer.module.training:
+            if self.layer.module.training and not self.moment.evaluation:
                 while self.passed and self.passed[0].iteration != self.moment.iteration:
                     self.passed.popleft()
                 self.passed.append(self.moment)
@@ -128,41 +133,77 @@ class Listener:
 
 
 class Clock:
-    """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them.
+    """Counts the forward passes of a model as micro-batches, unless `Recorder.at` sets them. Evaluations are counted on
+    their own.
 
-    The iteration is the recorder's (`Recorder.step`), or Megatron's where that is known: the training loop's own
-    argument, else one iteration per get_num_microbatches() passes. There, passes in eval mode are not recorded.
+    The iteration is Megatron's where that is known: the training loop's own argument, else one iteration per
+    get_num_microbatches() passes. Elsewhere it is the recorder's once `Recorder.step` was called. Before that, an
+    iteration is over when a pass begins after the model was updated: after a step of an optimizer that holds one of its
+    parameters (of several optimizers, all steps between two passes count as one), or after gradients were accumulated
+    and then cleared, as where a GradScaler has skipped the step or the optimizer is not one of torch.
+
     always: passes count also where nothing is recorded.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, always: bool) -> None:
         self.recorder, self.model, self.always = recorder, model, always
         self.iteration: int | None = None
-        self.passes = 0
+        self.passes = Counter[bool]()  # of this iteration: trainings, and evaluations (True)
+        self.accumulated: Tensor | None = None  # a parameter with a gradient of this iteration
 
-    def begin(self) -> None:
-        """A forward pass begins."""
+    @contextmanager
+    def following_updates(self) -> Iterator[None]:
+        """Within it, updates of the model are seen."""
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not held.isdisjoint(map(id, self.model.parameters())):  # those of now: fully_shard replaces them
+                self.recorder.updated = True
+
+        def accumulated(parameter: Tensor) -> None:
+            self.accumulated = parameter
+
+        with ExitStack() as undo:
+            undo.callback(register_optimizer_step_post_hook(stepped).remove)
+            trained = next((p for p in self.model.parameters() if p.requires_grad and p.is_leaf), None)
+            if trained is not None:
+                handle = trained.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+                undo.callback(handle.remove)
+            yield
+
+    def begin(self, given: object) -> None:
+        """A forward pass begins, with these arguments."""
         recorder = self.recorder
-        if recorder.positioned or running_backward():
+        if running_backward():
+            return
+        # A checkpoint (reentrant) around the model runs it without gradients at first, on inputs that require some.
+        without = not torch.is_grad_enabled() and not any(x.requires_grad for x in tensors_in(given))
+        evaluation = recorder.evaluating = without or not self.model.training
+        recorder.evaluations_left_out += recorder.paused
+        if recorder.positioned:
             return
         megatrons, a_step = megatron_iteration(), megatron_micro_batches()
-        recorder.paused = (megatrons is not None or a_step is not None) and not self.model.training
-        if recorder.paused:
-            return
         if megatrons is not None:
             recorder.go_to(megatrons)
-        elif a_step and not recorder.stepped and self.iteration == recorder.iteration and self.passes >= a_step:
-            recorder.go_to(recorder.iteration + 1)
+        elif not recorder.stepped and self.iteration == recorder.iteration:
+            cleared = self.accumulated is not None and self.accumulated.grad is None
+            is_over = recorder.updated or cleared if a_step is None else self.passes[False] >= a_step and not evaluation
+            recorder.go_to(recorder.iteration + is_over)
         if self.iteration != recorder.iteration:
-            self.iteration, self.passes = recorder.iteration, 0
-        recorder.micro_batch = self.passes
-        self.passes += 1
+            self.iteration, self.accumulated, recorder.updated = recorder.iteration, None, False
+            self.passes.clear()
+        recorder.micro_batch = self.passes[evaluation]
+        self.passes[evaluation] += 1
+        if len(recorder.arrived) == PASSES_BEFORE_WARNING:
+            recorder.check_steps()
 
-    def listen(self, result: Any) -> None:
-        """Note when gradients of this pass arrive: its layers may be recomputed from then on."""
-        if self.recorder.idle() and not self.always:
+    def end(self, result: Any) -> None:
+        """A forward pass has ended. Note when the gradients of its result arrive: its layers may be recomputed from
+        then on."""
+        moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
+        self.recorder.evaluating = False
+        if idle and not self.always:
             return
-        moment, arrived = self.recorder.moment(), self.recorder.arrived
         if len(arrived) > 2 * IN_FLIGHT or any(each.iteration != moment.iteration for each in arrived):
             arrived.clear()
 
@@ -171,6 +212,11 @@ class Clock:
 
         for node in {x.grad_fn for x in tensors_in(result) if x.grad_fn is not None}:
             node.register_prehook(note)
+
+
+def counted_by_megatron() -> bool:
+    """Whether Megatron says which iteration it is."""
+    return megatron_iteration() is not None or megatron_micro_batches() is not None
 
 
 def megatron_iteration() -> int | None:

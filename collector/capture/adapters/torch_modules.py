@@ -7,8 +7,8 @@ DistributedDataParallel, FSDP and torch.compile put before a name is no part of 
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
-weights that are not plain floating-point tensors, and what torch.compile or torch.jit has compiled. An attention that
-is written out in matrix products is not found; where the recipe quantizes attention, `watch` refuses it.
+weights that are not plain floating-point tensors, and what torch.jit has compiled. An attention that is written out in
+matrix products is not found; where the recipe quantizes attention, `watch` refuses it.
 """
 
 from __future__ import annotations
@@ -106,12 +106,14 @@ def _is_a(module: str, name: str, value: object) -> bool:
     return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
+def is_compiled(module: nn.Module) -> bool:
+    return _is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None
+
+
 def _refusal(module: nn.Module) -> str | None:
     for kind, reason in HIDDEN:
         if isinstance(module, kind):
             return reason
-    if _is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None:
-        return "it is compiled: instrument the model without torch.compile"
     if isinstance(module, nn.Linear):
         weight = vars(module)["_parameters"].get("weight")
         if _is_a("torch.distributed.tensor", "DTensor", weight):

@@ -1,4 +1,4 @@
-"""Watches the first forward pass of a model and refuses a matrix product that no adapter intercepts.
+"""Watches the first forward pass of a model and refuses matrix products that no adapter intercepts, at its end.
 
 It looks for products with one of the model's weights, for F.scaled_dot_product_attention and, where the recipe
 quantizes attention, for any other product of two activations; not for embeddings and excluded modules. It knows a
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.layer import InstrumentError, Layer
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
 
 PRODUCTS = frozenset(
@@ -67,7 +67,9 @@ class Watch(Interception):
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool
     ) -> None:
-        self.names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+        self.names = {module: name for name, module in model.named_modules()}
+        self.missed: dict[str, str] = {}
+        self.done = False
         self.excluded = {inner for module in excluded for inner in module.modules()}
         embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded)
         known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
@@ -76,6 +78,12 @@ class Watch(Interception):
         self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
         self.copies: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self.done = error is None and not self.missed
+        if error is None and self.missed:
+            raise InstrumentError(refusal({name: module for module, name in self.names.items()}, self.missed))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = list(tensors_in((args, kwargs)))
@@ -104,13 +112,10 @@ class Watch(Interception):
         # An adapter checks by itself whether its module called the product.
         if module in self.excluded or module in (self.linears if weight else self.cores):
             return
-        where = f"{self.names[module]} ({type(module).__name__})" if module else "the model"
+        name = self.names[module] if module else (weight or "").rpartition(".")[0]
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"
-        pattern = self.names[module] if module else weight
-        raise InstrumentError(
-            f"{where} computes a product {what} by {func.__name__} that is not intercepted: neither quantized nor "
-            f"recorded. Leave it out on purpose with exclude=[{pattern!r}]"
-        )
+        not_there = "that is not intercepted: neither quantized nor recorded"
+        self.missed.setdefault(name, f"computes a product {what} by {func.__name__} {not_there}")
 
 
 def _activations(operands: list[Tensor]) -> bool:

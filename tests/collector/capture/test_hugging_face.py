@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from binade.collector import Recorder, instrument
-from binade.collector.capture.adapters.layer import InstrumentError
+from binade.collector import TrainerCallback, coverage, instrument
+from binade.collector.capture.adapters.layer import InstrumentError, is_instrumented
 from binade.collector.recipes.parse import parse_recipe
 from tests.collector.instrumented import (
     CORE,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,
@@ -101,7 +103,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, attention, 
     with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
         quantized = train(model, loss_of)
     assert all(torch.isfinite(each).all() for each in quantized)
-    found = rows(tmp_path, micro_batch=0)
+    found = rows(tmp_path, iteration=0)
     assert names(found) == counts(1)
     for layer in (1, 2):
         for module in MODULES:
@@ -156,7 +158,7 @@ def test_gpt2_and_its_conv1d(tmp_path):
         assert same(train(made, loss), plain)
     found = rows(tmp_path)
     assert {module for _, module in names(found)} == {"core", "qkv", "proj", "fc1", "fc2"}
-    weight = value(found, 1, "qkv", "weight", micro_batch=0)
+    weight = value(found, 1, "qkv", "weight", iteration=0)
     assert torch.equal(weight, weights["transformer.h.0.attn.c_attn.weight"].t())
     with instrument(made := model(), "linear_mxfp8", backend="torch"):
         assert not torch.equal(loss(made, 0), plain[0])
@@ -226,18 +228,23 @@ class TestRefusals:
             vocab_size=VOCAB,
             hidden_size=32,
             intermediate_size=32,
-            num_hidden_layers=1,
+            num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
             num_local_experts=2,
         )
         model = MixtralForCausalLM(config)
-        self.refused(model, r"model\.layers\.0\.mlp\.gate \(MixtralTopKRouter\) computes a product with .*\.weight")
-        self.refused(
-            model, r"model\.layers\.0\.mlp\.experts \(MixtralExperts\) computes a product", exclude=["*.mlp.gate"]
+        both = (
+            r"model\.layers\.0\.mlp\.gate and 1 more \(MixtralTopKRouter\) computes a product with .*\.weight .*; "
+            r"model\.layers\.0\.mlp\.experts and 1 more \(MixtralExperts\) computes a product .*\. Leave out"
         )
-        with instrument(model, "mxfp8", exclude=["*.mlp.gate", "*.mlp.experts"], backend="torch"):
+        with pytest.raises(InstrumentError, match=both) as refused, instrument(model, "mxfp8", backend="torch"):
+            loss(model, 0)
+        patterns = ast.literal_eval(str(refused.value).rpartition("exclude=")[2])
+        assert patterns == ["model.layers.*.mlp.gate", "model.layers.*.mlp.experts"]
+        with instrument(model, "mxfp8", exclude=patterns, backend="torch"):
             loss(model, 0).backward()
+        assert {row.paths for row in coverage(model) if row.reason == "not intercepted"} == set(patterns)
 
 
 def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
@@ -247,3 +254,25 @@ def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
     found = rows(tmp_path)
     linear_products(found, 0, "head")
     assert torch.equal(value(found, 0, "head", "weight"), model.lm_head.weight)
+
+
+def test_the_callback_of_a_trainer(tmp_path):
+    """With bf16 autocast, which gives the model another forward, accumulated gradients, and an evaluation a step."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    settings = {"max_steps": 3, "eval_steps": 1, "eval_strategy": "steps", "save_strategy": "no", "report_to": []}
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "bf16": True, "use_cpu": True}
+    arguments = TrainingArguments(tmp_path / "trainer", disable_tqdm=True, **settings)
+    tokens = torch.arange(LENGTH) % VOCAB
+    data = [{"input_ids": tokens, "labels": tokens}] * 12
+    model = llama("sdpa")
+    with Recorder(tmp_path, tensors=("weight",), raw=False, iterations=2) as recorder:
+        callback = TrainerCallback("linear_mxfp8", recorder)
+        Trainer(model, arguments, train_dataset=data, eval_dataset=data[:2], callbacks=[callback]).train()
+    assert not any(is_instrumented(module) for module in model.modules())
+    found = rows(tmp_path, values=False)
+    assert found.groupby(["operation", "iteration", "micro_batch"]).size().to_dict() == {
+        ("forward", iteration, micro_batch): LAYERS * len(MODULES) for iteration in (0, 1) for micro_batch in (0, 1)
+    }
+    assert set(found["format"]) == {"mxfp8"} and set(found["dtype"]) == {"bfloat16"}

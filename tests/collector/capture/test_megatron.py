@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from binade.collector import Recorder, instrument
+from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.models.model import GPTModel as OurModel
 from binade.collector.models.shape import Shape
@@ -41,6 +41,7 @@ from binade.data.runs import DONE, list_runs
 from tests.collector.instrumented import (
     CORE,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,
@@ -127,7 +128,7 @@ def test_mxfp8_products_are_those_of_the_recorded_operands(tmp_path, recomputed)
     model = model_of(**RECOMPUTATION[recomputed][0])
     with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"):
         quantized = train(model, loss)
-    found = rows(tmp_path, micro_batch=0)
+    found = rows(tmp_path, iteration=0)
     for layer in (1, 2):
         for module in MODULES:
             linear_products(found, layer, module)

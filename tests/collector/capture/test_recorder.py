@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from binade.collector.training.config import ConfigError
 from binade.data.catalog import Catalog
 from binade.data.runs import CANCELLED, DONE, FAILED, read_run
 from binade.quant.formats import UnknownFormatError
-from tests.collector.small_model import build, step
+from tests.collector.small_model import build, loss, step
 
 
 class TestRecorder:
@@ -46,6 +49,53 @@ class TestRecorder:
             assert catalog.tensors()["iteration"].tolist() == [0, 0, 1, 1, 2, 2]
             assert catalog.runs()["iteration"].tolist() == [2]
         assert len(read_run(recorder.writer.directory).segments) == 3
+
+    @pytest.mark.parametrize("how", ["optimizer", "two optimizers", "skipped by GradScaler", "by hand", "other model"])
+    def test_finds_iterations_by_the_updates_of_the_model(self, tmp_path, how):
+        """Two micro-batches and an evaluation each, without recorder.step()."""
+        model = build()
+        matrices, others = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
+        other = torch.nn.Parameter(torch.ones(2))
+        other.grad = torch.ones(2)
+        groups = {"two optimizers": [matrices, others], "other model": [[other]], "by hand": []}
+        optimizers = [torch.optim.SGD(group, lr=0.01) for group in groups.get(how, [model.parameters()])]
+        scale = 1e38 if how == "skipped by GradScaler" else 1.0
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+        def iterate() -> None:
+            for _ in range(2):
+                scaler.scale(loss(model)).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+                optimizer.zero_grad(set_to_none=how != "other model")
+            if optimizers:
+                scaler.update()
+            if how == "by hand":
+                for parameter in model.parameters():
+                    parameter.data.sub_(parameter.grad, alpha=0.01)
+                    parameter.grad = None
+            with torch.no_grad():
+                loss(model)
+
+        with Recorder(tmp_path, tensors=("query",), evaluation=True) as recorder, instrument(model, "bf16", recorder):
+            for _ in range(3):
+                iterate()
+            if how == "other model":
+                with pytest.warns(UserWarning, match=r"^6 forward and backward passes .* call recorder\.step\(\)"):
+                    recorder.check_steps()
+                recorder.step()
+        if scale > 1:
+            assert scaler.get_scale() < scale  # steps were skipped
+        with Catalog.open(tmp_path) as catalog:
+            rows = catalog.tensors()
+        trained, evaluated = (rows[(rows["operation"] == "evaluation") == each] for each in (False, True))
+        if how == "other model":
+            expected = {(0, micro_batch): 2 for micro_batch in range(6)}
+        else:
+            expected = {(iteration, micro_batch): 2 for iteration in range(3) for micro_batch in range(2)}
+            # An evaluation after an update is of the iteration that begins.
+            assert set(evaluated["iteration"]) == {1, 2, 3}
+        assert trained.groupby(["iteration", "micro_batch"]).size().to_dict() == expected
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -126,3 +176,16 @@ class TestRecorder:
         with Catalog.open(tmp_path) as catalog:
             assert sorted(catalog.path(i) for i in catalog.tensors()["tensor_id"]) == sorted(files)
             assert len(files) == 40
+
+
+def test_the_example_of_a_nanogpt_like_loop(tmp_path, monkeypatch):
+    """Iterations and micro-batches of the training alone: it says nothing of them."""
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["nanogpt_loop.py", "--recipe", "linear_mxfp8", "--max-iters", "3"])
+    runpy.run_path(str(Path(__file__).parents[3] / "examples" / "nanogpt_loop.py"), run_name="__main__")
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors()
+    linear, core = 4 * 6, 10  # tensors of a layer
+    assert rows.groupby(["iteration", "micro_batch"]).size().to_dict() == {(i, 0): 2 * (linear + core) for i in (0, 1)}
+    assert set(rows["operation"]) == {"forward", "backward"}
+    assert set(rows["module"]) == {"qkv", "proj", "fc1", "fc2", "core"}

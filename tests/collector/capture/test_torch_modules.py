@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from binade.collector import Recorder, instrument
+from binade.collector import coverage, instrument
 from binade.collector.capture.adapters import torch_modules
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.data.runs import list_runs
@@ -21,6 +23,7 @@ from tests.collector.instrumented import (
     CORE,
     FORWARD_LINEAR,
     LINEAR,
+    Recorder,
     linear_products,
     names,
     rows,
@@ -149,10 +152,11 @@ def test_quantized_losses_are_the_same_recorded_recomputed_or_not(tmp_path):
     assert not same(runs[0], train(build(), loss))
 
 
-def test_a_pass_without_gradients_is_recorded(tmp_path):
+def test_an_evaluation_is_recorded_on_request(tmp_path):
     model = build(True).eval()
-    with Recorder(tmp_path) as recorder, instrument(model, "mxfp8", recorder, backend="torch"), torch.no_grad():
-        loss(model, 0)
+    with Recorder(tmp_path, evaluation=True) as recorder, torch.no_grad():
+        with instrument(model, "mxfp8", recorder, backend="torch"):
+            loss(model, 0)
     assert names(rows(tmp_path)) == counts(
         1,
         {
@@ -161,6 +165,51 @@ def test_a_pass_without_gradients_is_recorded(tmp_path):
         },
     )
     assert set(rows(tmp_path)["recomputed"]) == {False}
+
+
+@torch.no_grad()
+def estimate_loss(model: nn.Module) -> None:
+    """As nanoGPT does, before the first step and then every few."""
+    model.eval()
+    for micro_batch in (7, 8):
+        loss(model, micro_batch)
+    model.train()
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_training_is_recorded_though_evaluation_comes_first(tmp_path, evaluation):
+    model = build(True)
+    with Recorder(tmp_path, micro_batches=1, evaluation=evaluation) as recorder, instrument(model, None, recorder):
+        for _ in range(2):
+            estimate_loss(model)
+            train(model, loss, steps=1, micro_batches=2, after=recorder.step)
+    found = rows(tmp_path)
+    trained = found[found["operation"] != "evaluation"]
+    assert names(trained[trained["iteration"] == 0]) == names(trained[trained["iteration"] == 1]) == counts(1)
+    first = trained[trained["iteration"] == 0]
+    assert torch.equal(value(first, 1, "qkv", "input"), value(alone(tmp_path / "alone", 0), 1, "qkv", "input"))
+    evaluated = found[found["operation"] == "evaluation"]
+    assert set(evaluated["micro_batch"]) == ({0} if evaluation else set())
+    assert len(evaluated) == 2 * evaluation * sum(not name.startswith("grad") for e in EXPECTED.values() for name in e)
+
+
+def test_a_reentrant_checkpoint_around_the_model_is_training(tmp_path):
+    """Its first pass runs without gradients, as an evaluation does."""
+    model = nn.Sequential(nn.Linear(8, 8))
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        checkpoint(model, torch.ones(2, 8, requires_grad=True), use_reentrant=True).sum().backward()
+    found = rows(tmp_path)
+    assert set(found["tensor_name"]) == LINEAR and set(found["operation"]) == {"forward", "backward"}
+
+
+def test_a_run_of_evaluations_alone_says_so(tmp_path):
+    model = build().eval()
+    recorder = Recorder(tmp_path)
+    recorder.__enter__()
+    with instrument(model, None, recorder):
+        loss(model, 0), loss(model, 1)
+    with pytest.warns(UserWarning, match="nothing was recorded: all 2 forward passes ran in eval mode"):
+        recorder.__exit__(None, None, None)
 
 
 def test_a_recomputed_pass_belongs_to_its_own_micro_batch(tmp_path):
@@ -204,7 +253,7 @@ def test_gradients_belong_to_the_pass_that_they_are_of(tmp_path, recompute, orde
         else:
             losses[1].backward()
     found = rows(tmp_path)
-    passes = {1: 2} if order == "after an evaluation" else {1: 1}  # micro-batch of the data to that of the rows
+    passes = {1: 1}  # micro-batch of the data to that of the rows
     passes |= {0: 0} if order == "one backward pass" else {}
     gradients = found[found["tensor_name"] == "grad_output"]
     assert set(gradients["micro_batch"]) == set(passes.values())
@@ -234,9 +283,16 @@ def test_one_vector_is_as_a_matrix_of_one_row(tmp_path, bias):
 
 def test_counts_are_limited_by_iterations_and_micro_batches(tmp_path):
     model = build()
-    with Recorder(tmp_path, iterations=1, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
-        train(model, loss, steps=3, micro_batches=2, after=recorder.step)
-    assert names(rows(tmp_path, values=False)) == counts(1)
+    before, states = state(model), []
+
+    def after() -> None:
+        recorder.step()
+        states.append(state(model) == before)
+
+    with Recorder(tmp_path, iterations=2, micro_batches=1, raw=False) as recorder, instrument(model, None, recorder):
+        train(model, loss, steps=4, micro_batches=2, after=after)
+    assert names(rows(tmp_path, values=False)) == counts(2)
+    assert states == [False, True, True, True]  # a model that nothing is recorded of any more is left alone
 
 
 class ModelError(RuntimeError):
@@ -293,10 +349,7 @@ class TestRefusals:
         with instrument(model, "linear_mxfp8", exclude=["1.self_attn"], backend="torch"):
             model(torch.randn(3, 4, 8))
 
-    def test_compiled_and_quantized_modules(self):
-        inner = nn.Linear(8, 8)
-        inner.compile()
-        self.refused(nn.Sequential(inner), r"0 \(Linear\) cannot be intercepted: it is compiled")
+    def test_scripted_and_recurrent_modules(self):
         self.refused(nn.Sequential(torch.jit.script(nn.Linear(8, 8))), r"it is compiled")
         self.refused(nn.Sequential(nn.LSTM(8, 8)), r"0 \(LSTM\) cannot be intercepted: a recurrent network")
 
@@ -434,6 +487,19 @@ class TestRefusals:
 
         model = nn.Sequential(nn.Linear(8, 8), Sometimes())
         self.refused(model, r"1 \(Sometimes\) did not call F\.scaled_dot_product_attention")
+
+    def test_patterns_leave_out_what_is_refused_and_nothing_else(self):
+        class Nested(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.cell, self.a = nn.RNN(8, 8), nn.Linear(8, 8)
+                self.inner = nn.ModuleDict({"cell": nn.Linear(8, 8)})
+
+        model = nn.Sequential(Nested(), nn.Linear(8, 8), nn.LSTM(8, 8))
+        with pytest.raises(InstrumentError) as refused:
+            instrument(model, "mxfp8").__enter__()
+        # "*.cell" would match 0.inner.cell, and "*" everything.
+        assert str(refused.value).endswith("Leave out on purpose with exclude=['0.cell', '2']")
 
     def test_nothing_to_instrument_and_unknown_paths(self):
         self.refused(nn.LayerNorm(8), "LayerNorm has no layer to instrument")
@@ -593,3 +659,94 @@ def test_the_head_of_a_plain_model_stays_as_it_is(tmp_path: Path, name: str, tie
         found[head] = set(rows(tmp_path / f"head {head}")["module"])
     plain = {"fc1", "out"}
     assert found == ({False: {"fc1"}, True: {"fc1", "head"}} if is_head else {False: plain, True: plain})
+
+
+def test_coverage_lists_what_is_recorded_and_what_is_left(tmp_path: Path):
+    model = nn.ModuleDict({"body": build(), "conv": nn.Conv1d(2, 2, 1), "rnn": nn.LSTM(8, 8)})
+    before = state(model)
+    found = coverage(model, "FA_mxfp8", skip="first", exclude=["*.down_proj"])
+    assert state(model) == before
+    assert {row.paths: row.reason for row in found if not row.recorded} == {
+        "body.embed": "embedding",
+        "body.blocks.*.norm": "not a product",
+        "body.blocks.*.down_proj": "excluded",
+        "conv": "convolution",
+        "rnn": "a recurrent network's products are out of sight",
+    }
+    core = [row for row in found if row.recorded == "layer*.core"]
+    assert [(row.count, row.format, row.reason) for row in core] == [(1, "bf16", "skip"), (1, "mxfp8, bf16", "")]
+    with_weights = sum(bool(module._parameters) for module in model.modules())
+    assert sum(row.count for row in found) == with_weights + 2  # the cores have none
+    assert str(found).count("\n") == len(found) + 1
+
+
+class Compiled:
+    """A back end that counts its graphs' runs, and changes no bit: it runs them as they are."""
+
+    def __init__(self) -> None:
+        self.graphs = self.runs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        self.graphs += 1
+
+        def run(*arguments: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*arguments)
+
+        return run
+
+
+@pytest.mark.parametrize("how", ["model", "model, called before", "module.compile", "blocks", "later", "at"])
+def test_what_is_compiled_is_recorded_eagerly_and_compiled_elsewhere(tmp_path: Path, how: str):
+    plain = train(build(), loss, steps=4)
+    torch._dynamo.reset()
+    counted = Compiled()
+    raw = build()
+
+    def compiled(module: nn.Module) -> nn.Module:
+        return torch.compile(module, backend=counted)
+
+    model = compiled(raw) if how.startswith(("model,", "at")) or how == "model" else raw
+    if how == "model, called before":
+        loss(model, 0)
+    if how == "module.compile":
+        raw.compile(backend=counted)
+    if how == "blocks":
+        raw.blocks = nn.ModuleList(map(compiled, raw.blocks))
+    before = counted.runs
+    recorder = Recorder(tmp_path, iterations=1)
+    seen: list[int] = []
+    with recorder, instrument(raw if how == "later" else model, None, recorder):
+        model = compiled(raw) if how == "later" else model
+        if how == "at":
+            found = train_at(model, recorder, seen, counted)
+        else:
+            found = train(model, loss, steps=4, after=lambda: seen.append(counted.runs - before))
+        assert torch._dynamo.explain(raw.forward)(tokens_of(0)[:, :-1]).graph_break_count == 0
+    assert same(found, plain)
+    assert names(rows(tmp_path)) == counts(1)
+    graphs = LAYERS if how == "blocks" else 1
+    assert seen[0] == 0 and seen[-1] - seen[-2] == graphs  # recorded eagerly, compiled afterwards
+    assert counted.graphs == (1 if how == "blocks" else graphs)  # once: two blocks share their code
+
+
+def test_a_compiled_model_is_quantized_as_it_would_be_otherwise():
+    model = build()
+    with instrument(model, "mxfp8", backend="torch"):
+        expected = loss(model, 0)
+    compiled = torch.compile(model, backend=Compiled())
+    with instrument(compiled, "mxfp8", backend="torch"):
+        assert torch.equal(loss(compiled, 0), expected)
+    assert not torch.equal(loss(compiled, 0), expected)
+
+
+def train_at(model: nn.Module, recorder: Recorder, seen: list[int], counted: Compiled) -> list:
+    """As `train` of 4 steps, of which the first is recorded."""
+    iteration = iter(range(4))
+
+    def one(model: nn.Module, micro_batch: int) -> Tensor:
+        number = next(iteration)
+        with recorder.at(number, 0, record=number == 0):
+            return loss(model, micro_batch)
+
+    return train(model, one, steps=4, after=lambda: seen.append(counted.runs))

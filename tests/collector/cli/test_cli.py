@@ -7,9 +7,11 @@ import os
 import re
 import termios
 
+import click
 import pytest
 
-from binade.collector.cli.options import read, resolve_mode
+from binade.collector.cli.megatron_fork import resolve
+from binade.collector.cli.options import read
 from binade.collector.recipes.recipe import OPERANDS, TEN_RECIPES
 from binade.collector.training.config import DATASETS, MODELS, RunConfig, check
 from binade.data.runs import list_runs
@@ -323,12 +325,28 @@ PLAIN = {
 
 @pytest.mark.parametrize("old", PLAIN, ids=" ".join)
 def test_old_spellings_mean_the_new_ones(old):
-    assert read(resolve_mode(old)).runs == read(PLAIN[old]).runs
+    assert read(resolve(old)).runs == read(PLAIN[old]).runs
+
+
+FORK = (PROJECT / "docs" / "megatron_fork.md").read_text().partition("## Visualization")[0]
+
+
+@pytest.mark.parametrize(("old", "new"), re.findall(r"^\|.*?`([^`]+)` \| `binade ([^`]+)` \|$", FORK, re.MULTILINE))
+def test_lines_of_the_megatron_fork_work_or_name_the_new_one(old, new):
+    """Those of docs/megatron_fork.md, which are the fork's own documents' word for word."""
+    said, expected = "", new.split()
+    try:
+        found = resolve(old.split())
+    except click.UsageError as error:
+        said = error.message
+    assert f"binade {new}" in said if said else found == expected or read(found) == read(expected)
 
 
 def test_help_tells_old_spellings_and_precedence(command, capsys):
     assert command("--help") == 0
-    assert "--mode [single|batch|quick] Old spelling of" in " ".join(capsys.readouterr().out.split())
+    assert "--mode [single|collect|batch|quick|visualize|both] Old spelling of" in " ".join(
+        capsys.readouterr().out.split()
+    )
     for name in ("run", "batch", "quick"):
         assert command(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,46 @@
+"""TrainerCallback, for the Trainer of Hugging Face transformers, which only this module imports."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from transformers import TrainerCallback as HuggingFaceCallback
+
+from binade.collector.capture.instrument import instrument
+from binade.collector.capture.recorder import Recorder
+from binade.collector.recipes.recipe import Recipe
+
+
+class TrainerCallback(HuggingFaceCallback):
+    """Instruments the model of a transformers.Trainer while it trains.
+
+        with Recorder(label="mine", iterations=2) as recorder:
+            Trainer(model, ..., callbacks=[TrainerCallback("mxfp8", recorder)]).train()
+
+    recipe, recorder, options   as `instrument` takes them
+
+    The iteration is the Trainer's global_step, also after it resumed from a checkpoint. The model is instrumented once
+    accelerate has prepared it, and until training ends; if training raises, until the next one begins or `close`.
+    """
+
+    def __init__(self, recipe: Recipe | str | None = None, recorder: Recorder | None = None, **options: Any) -> None:
+        self.recipe, self.recorder, self.options = recipe, recorder, options
+        self._instrumented = ExitStack()
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._instrumented.close()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.close()
+        self._instrumented.enter_context(instrument(given["model"], self.recipe, self.recorder, **self.options))
+        if self.recorder:
+            self.recorder.go_to(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self.recorder:
+            self.recorder.step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self.close()
