@@ -15,7 +15,7 @@
     forward.input = "mxfp8"
 
     [keep]
-    layers = "first, last"              # as in --skip-layers
+    layers = "first, last 2"            # as in --skip-layers
 
     [[schedule]]                        # what changes from an iteration on, or from a part of them: 9000, "90%"
     from = "90%"
@@ -36,7 +36,17 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes.draft import Draft
-from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
+from binade.collector.recipes.recipe import (
+    BF16,
+    LINEAR_OPERANDS,
+    MODULES,
+    PARTS,
+    About,
+    Operand,
+    Part,
+    Recipe,
+    RecipeError,
+)
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -191,24 +201,39 @@ def to_toml(recipe: Recipe) -> str:
             lines.append(f"{name} = {_quoted(value)}")
     for part, made in recipe.by_name().items():
         if made.formats.quantized or part not in PARTS:
-            lines += ["", f"[{part}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
+            cells = _cells(PARTS.get(part, LINEAR_OPERANDS), made)
+            lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in cells.items())]
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
     before = recipe
     for start, stage in recipe.schedule:
         lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]
-        former = before.by_name()
-        for part, made in stage.by_name().items():
-            old = _cells(part, former.get(part, before.linear))
-            lines += [f"{part}.{key} = {cell}" for key, cell in _cells(part, made).items() if cell != old[key]]
+        lines += [f"{key} = {cell}" for key, cell in changed_cells(stage, before).items()]
         before = stage
     return "\n".join(lines).lstrip() + "\n"
 
 
-def _cells(part: str, made: Part) -> dict[str, str]:
+def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
+    """The operands that a stage of a schedule changes, as a file has them: {"linear.forward.input": '"bf16"', ...}"""
+    former = before.by_name()
+    found: dict[str, str] = {}
+    for part, made in stage.by_name().items():
+        operands = PARTS.get(part, LINEAR_OPERANDS)
+        old = _cells(operands, former.get(part, before.linear))
+        found |= {f"{_key(part)}.{key}": cell for key, cell in _cells(operands, made).items() if cell != old[key]}
+    return found
+
+
+def _key(part: str) -> str:
+    """The header of a part's table, such as modules.fc2."""
+    table, dot, module = part.partition(".")
+    return f"{table}{dot}{module if re.fullmatch(r'[A-Za-z0-9_-]*', module) else _quoted(module)}"
+
+
+def _cells(operands: Iterable[Operand], made: Part) -> dict[str, str]:
     """{"forward.input": '"nvfp4"', ...}"""
     cells = {}
-    for operand in PARTS.get(part, LINEAR_OPERANDS):
+    for operand in operands:
         spec = _quoted(made.rounded_to(operand.field))
         if operand.field in made.formats.of_rounded:
             spec = f'{{ spec = {spec}, of = "rounded" }}'

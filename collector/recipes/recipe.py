@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from binade.collector.models.site import Site
 from binade.quant.specs import GemmFormats
 
 BF16 = "bf16"
@@ -127,6 +128,14 @@ class Recipe:
             f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: take more layers, or "
             "leave that out, as in nvidia_nvfp4(without=keep)"
         )
+
+    def check_modules(self, sites: Iterable[Site]) -> None:
+        """Raises RecipeError for a part of a module that has no linear layer among these sites."""
+        known = dict.fromkeys(site.module for site in sites if site.module != "core")
+        for stage in (self, *(stage for _, stage in self.schedule)):
+            for module, _ in stage.modules:
+                if module not in known:
+                    raise RecipeError(f"recipe {self.name} is for module {module}: the model has {', '.join(known)}")
 
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:
         """The recipe of the first iteration and those of the schedule, each with the iteration from which it holds.

@@ -247,10 +247,15 @@ def test_a_schedule_in_percent_needs_the_number_of_iterations(tmp_path):
 
 
 def test_a_module_that_the_model_has_not_is_refused(tmp_path):
-    (tmp_path / "mine.toml").write_text("[modules.fc7]\nforward = 'mxfp8'\n")
-    with pytest.raises(InstrumentError, match="module fc7: the model has"):
-        with instrument(build(), str(tmp_path / "mine.toml")):
-            pass
+    for module, text in (
+        ("fc7", "[modules.fc7]\nforward = 'mxfp8'\n"),
+        ("core", "[modules.core]\nforward = 'mxfp8'\n"),
+        ("fc7", "[linear]\nforward = 'mxfp8'\n[[schedule]]\nfrom = 2\nmodules.fc7.forward = 'mxfp4'\n"),
+    ):
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(InstrumentError, match=f"module {module}: the model has"):
+            with instrument(build(), str(tmp_path / "mine.toml")):
+                pass
     with pytest.raises(InstrumentError, match="keeps last in bf16, which is every layer"):
         with instrument(build(1), "nvidia_nvfp4"):
             pass
