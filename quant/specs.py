@@ -109,6 +109,8 @@ class Spec:
     @classmethod
     def _parse(cls, text: str) -> Spec:
         found = TEXT.fullmatch(text)
+        if not found and "(" in text:
+            raise SpecError(f"{text!r} is no spec: write a format and its options, as in nvfp4(block=16x16)")
         fmt = FORMATS[found[1] if found else text]
         given: dict[str, str] = {}
         for item in filter(None, (item.strip() for item in ((found and found[2]) or "").split(","))):
@@ -387,9 +389,8 @@ class GemmFormats:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Spec.of(given))
         for gemm in ("forward", "dgrad", "wgrad"):
-            a, b = (self[name] for name in OPERAND_FIELDS if name.startswith(gemm))
-            turned = [(spec.hadamard, spec.signs) if spec else (0, "none") for spec in (a, b)]
-            if turned[0] != turned[1]:
+            a, b = (self[name] or Spec.of("bf16") for name in OPERAND_FIELDS if name.startswith(gemm))
+            if (a.hadamard, a.signs) != (b.hadamard, b.signs):
                 raise SpecError(
                     f"the operands of {gemm} are rotated differently, {a} and {b}: a rotation cancels in a product if "
                     "both have the same hadamard and signs"

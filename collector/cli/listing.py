@@ -54,8 +54,11 @@ def _tokenizers() -> str:
 def _recipes() -> str:
     lines = [f"    {name}" for name in TEN_RECIPES]
     for name in PUBLISHED:
-        about = parse_recipe(name).about
+        recipe = parse_recipe(name)
+        about = recipe.about
         lines.append(f"    {name:<22}{about.title} ({about.read}{'; not all is certain' * bool(about.uncertain)})")
+        kept = {"in bf16": recipe.keep} if recipe.keep else {}
+        lines += [f"        {gemm:<15} {operands}" for gemm, operands in (recipe.gemms() | kept).items()]
     return "\n".join(
         [
             *lines,

@@ -71,10 +71,12 @@ def read_draft(path: Path, quant_type: str) -> Draft:
     Raises RecipeError, naming the file, for one that cannot be read or says what is not known.
     """
     try:
-        return draft_of(path.read_text(encoding="utf-8"), quant_type)
+        draft = draft_of(path.read_text(encoding="utf-8"), quant_type)
+        draft.recipe(quant_type)  # refuses operands that do not go together
+        return draft
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, RecipeError) as error:
+    except (UnicodeDecodeError, RecipeError, SpecError) as error:
         raise RecipeError(f"recipe {path}: {error}") from None
 
 
@@ -163,9 +165,11 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
             rounded = isinstance(cell, dict) and "of" in cell
             if isinstance(cell, dict):
                 _only(cell, ("spec", "of"), where)
-                if cell.get("of", "rounded") != "rounded" or names[name] not in OF_ROUNDED:
+                if cell.get("of", "rounded") != "rounded":
+                    raise RecipeError(f'{where}: of = {cell["of"]!r} is unknown: write of = "rounded", or leave it out')
+                if names[name] not in OF_ROUNDED:
                     raise RecipeError(
-                        f'{where}: of = "rounded" is possible for the backward operands that are forward operands too'
+                        f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
                 cell = cell.get("spec")
             try:

@@ -55,7 +55,7 @@ def ladder(recipe: str) -> Ladder:
     # Without its backward GEMMs a recipe may round nothing: that is bf16.
     texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
     if len(texts) < 2:
-        raise RecipeError(f"recipe {recipe} has no ingredient to turn off, of {', '.join(INGREDIENTS)}")
+        raise RecipeError(f"recipe {recipe} has nothing to turn off: none of {', '.join(INGREDIENTS)}")
     return _ladder(_text(base, common), texts)
 
 

@@ -20,7 +20,7 @@ TEN_RECIPES = (BF16, *(f"{part}_{name}" for part in ("FA", "linear", "FA_linear"
 
 
 class RecipeError(ValueError):
-    """The recipe is unknown or contradicts itself. The message lists what is known."""
+    """The recipe is unknown or contradicts itself. The message says what to write."""
 
 
 class Operand(NamedTuple):
@@ -125,8 +125,8 @@ class Recipe:
     def keeps_all(self) -> str:
         """What to say where `keep` is every layer of a model."""
         return (
-            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: take more layers, or "
-            "leave that out, as in nvidia_nvfp4(without=keep)"
+            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: train one with more "
+            "layers, or quantize all, as in nvidia_nvfp4(without=keep)"
         )
 
     def check_modules(self, sites: Iterable[Site]) -> None:
@@ -163,15 +163,28 @@ class Recipe:
         return lines
 
     def _lines(self) -> list[str]:
-        parts = [(name, part, PARTS[name]) for name, part in self.parts().items()]
-        parts += [(f"{MODULES}.{name}", part, LINEAR_OPERANDS) for name, part in self.modules]
+        parts = self.parts() | {f"{MODULES}.{name}": part for name, part in self.modules}
+        rows = [
+            (f"{name}.{operand.gemm}.{operand.name}", operand, part)
+            for name, part in parts.items()
+            for operand in PARTS.get(name, LINEAR_OPERANDS)
+        ]
+        width = max(len(name) for name, _, _ in rows)
         return [
-            f"{f'{name}.{operand.gemm}.{operand.name}':<27} {operand.axis:<12} "
+            f"{name:<{width}}  {operand.axis:<12} "
             f"{'the rounded forward operand in ' * (operand.field in part.formats.of_rounded)}"
             f"{part.rounded_to(operand.field)}"
-            for name, part, operands in parts
-            for operand in operands
+            for name, operand, part in rows
         ]
+
+    def gemms(self) -> dict[str, str]:
+        """The two operands of each quantized GEMM: {"linear.dgrad": "nvfp4(rounding=stochastic) × nvfp4", ...}"""
+        found: dict[str, list[str]] = {}
+        for name, part in self.by_name().items():
+            for operand in PARTS.get(name, LINEAR_OPERANDS):
+                rounded = "rounded " * (operand.field in part.formats.of_rounded)
+                found.setdefault(f"{name}.{operand.gemm}", []).append(rounded + part.rounded_to(operand.field))
+        return {gemm: " × ".join(specs) for gemm, specs in found.items() if set(specs) != {BF16}}
 
     def parts(self) -> dict[str, Part]:
         """The parts by name, without the router if it is not quantized."""

@@ -138,6 +138,8 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
         ("[linear]\nforward = 'mxfp9'", "linear.forward.input: .*mxfp9"),
         ("[linear]\nforward = 'mxfp8(scale=quest)'", "linear.forward.input: scale=quest is not possible for mxfp8"),
         ("[linear]\nforward = 3", "linear.forward is a table, not 3"),
+        ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is no spec"),
+        ("[linear]\ndgrad.weight = { spec = 'mxfp8', of = 'round' }", "of = 'round' is unknown"),
         ("[linear]\nforward.input = 3", "linear.forward.input is a text, not 3"),
         ("[linear]\nforward.input = { spec = 'mxfp8', of = 'rounded' }", 'linear.forward.input: of = "rounded"'),
         ("linear = 'mxfp8'", r"\[linear\] is a table"),
@@ -147,7 +149,10 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
         ("[[schedule]]\nfrom = '120%'", "from = 120%"),
         ("schedule = 3", "schedule is a list"),
         ("[linear", "is not TOML"),
-        ("[linear]\nforward.input = 'mxfp8(hadamard=32)'", "rotated differently"),
+        (
+            "[linear]\nforward.input = 'mxfp8(hadamard=32)'",
+            "recipe .*wrong.toml: linear: the operands of forward are rotated differently, .* and bf16",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_a_line(tmp_path, text, said):
