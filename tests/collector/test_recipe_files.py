@@ -58,7 +58,7 @@ EXPECTED = {
 def six(recipe: Recipe) -> tuple[str | None, ...]:
     formats = recipe.linear.formats
     return tuple(
-        None if formats[name] is None else "*" * (name in formats.of_rounded) + str(formats[name])
+        "*" * (name in formats.of_rounded) + str(formats[name]) if formats[name] or name in formats.of_rounded else None
         for name in OPERAND_FIELDS
     )
 
@@ -130,6 +130,13 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
             assert [str(formats[name]) for name in ("forward_a", "forward_b", "dgrad_b")] == ["mxfp8", "mxfp8", "fp16"]
 
 
+def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
+    for given in ({"linear": "mxfp8"}, {"dgrad": "bf16"}, {"operands": ["linear.dgrad.weight=bf16"]}):
+        recipe = parse_recipe("quartet(without=rotation)", **given)
+        assert "dgrad_b" not in recipe.linear.formats.of_rounded
+        assert ("wgrad_a" in recipe.linear.formats.of_rounded) == ("linear" not in given)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -138,7 +145,7 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
         ("[linear]\nforward = 'mxfp9'", "linear.forward.input: .*mxfp9"),
         ("[linear]\nforward = 'mxfp8(scale=quest)'", "linear.forward.input: scale=quest is not possible for mxfp8"),
         ("[linear]\nforward = 3", "linear.forward is a table, not 3"),
-        ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is no spec"),
+        ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is not a spec"),
         ("[linear]\ndgrad.weight = { spec = 'mxfp8', of = 'round' }", "of = 'round' is unknown"),
         ("[linear]\nforward.input = 3", "linear.forward.input is a text, not 3"),
         ("[linear]\nforward.input = { spec = 'mxfp8', of = 'rounded' }", 'linear.forward.input: of = "rounded"'),
@@ -181,6 +188,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path):
         ("te_delayed(without=scale)", EXPECTED["te_current"]),
         ("te_block(without=scale)", TILES),
         ("quartet(without=rounded)", tuple(spec.strip("*") for spec in EXPECTED["quartet"])),
+        ("quartet(without=dgrad)", (*EXPECTED["quartet"][:2], None, None, *EXPECTED["quartet"][4:])),
         ("linear_mxfp4(without=dgrad+wgrad)", ("mxfp4", "mxfp4", None, None, None, None)),
         ("linear_nvfp4(block=16x16, without=tiles)", ("nvfp4",) * 6),
     ],
