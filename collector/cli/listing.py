@@ -95,7 +95,9 @@ KINDS: dict[str, Callable[[], str]] = {
 def _format(fmt: Format) -> list[str]:
     """A format, and the values of its options, the default first where it is one of several."""
     spec = Spec.of(fmt)
-    lines = [f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}"]
+    lines = [
+        f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"
+    ]
     chosen = {"format": fmt} | {name: getattr(spec, name) for name in OPTIONS}
     for name, option in OPTIONS.items():
         allowed = option.allowed(chosen)

@@ -66,9 +66,9 @@ def label(recipe: str) -> str:
 
 
 def read_draft(path: Path, quant_type: str) -> Draft:
-    """The recipe of a file, to go on with. quant_type is recorded for the operands that it quantizes.
+    """The recipe of a file, as a draft. quant_type is recorded for the operands that it quantizes.
 
-    Raises RecipeError, naming the file, for one that cannot be read or says what is not known.
+    Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
     try:
         draft = draft_of(path.read_text(encoding="utf-8"), quant_type)

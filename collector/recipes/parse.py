@@ -76,14 +76,14 @@ def _by_format(name: str) -> Draft:
 
 
 def split_without(name: str) -> tuple[str, list[str]]:
-    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for what is
-    no ingredient."""
+    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for an
+    unknown ingredient."""
     found = WITHOUT.search(name)
     if not found:
         return name, []
     ingredients = found[1].split("+")
     if unknown := [each for each in ingredients if each not in INGREDIENTS]:
-        raise RecipeError(f"without={unknown[0]} is no ingredient of a recipe: {', '.join(INGREDIENTS)}")
+        raise RecipeError(f"without={unknown[0]} is not an ingredient of a recipe: {', '.join(INGREDIENTS)}")
     return without_none(name), ingredients
 
 

@@ -1,6 +1,6 @@
 """Recipes: which operand of which GEMM gets which format. Plain data, no torch.
 
-`collector.recipes.parse` makes one of its name, `collector.recipes.files` of a TOML file.
+`collector.recipes.parse` makes one from its name, `collector.recipes.files` from a TOML file.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Part:
 class About:
     """Where a published recipe comes from.
 
-    read        how it was found: "code" was read, "excerpt" is of its paper's text, "recalled" was neither
-    leaves_out  what of it Binade does not do
-    uncertain   what was not read
+    read        how it is known: its "code" was read, or an "excerpt" of its paper; "recalled": neither
+    leaves_out  what Binade does not do
+    uncertain   what could not be verified
     """
 
     title: str = ""
@@ -104,7 +104,7 @@ class Recipe:
 
     modules   parts of single modules, such as ("fc2", Part(...)), in place of `linear`
     keep      layers that stay in bf16, as in --skip-layers; "" for none
-    schedule  the recipes of later iterations: (from which iteration on, recipe). "90%" is of the iterations trained
+    schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
     """
 
     name: str
@@ -123,7 +123,7 @@ class Recipe:
 
     @property
     def keeps_all(self) -> str:
-        """What to say where `keep` is every layer of a model."""
+        """The error message for a model whose layers are all in `keep`."""
         return (
             f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: train one with more "
             "layers, or quantize all, as in nvidia_nvfp4(without=keep)"

@@ -276,7 +276,7 @@ def test_list_shows_everything(command, capsys):
     for module in ("qkv", "core", "fc2", "kv_down", "router", "shared_fc1"):
         assert module in words
     for fmt in FORMATS.values():
-        assert f"{fmt.max:g}" in words
+        assert f"{fmt.max:g}." in words
 
 
 def test_list_shows_one_kind(command, capsys):
