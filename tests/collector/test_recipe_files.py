@@ -145,6 +145,8 @@ def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
         ("[linear]\nforward = 'mxfp9'", "linear.forward.input: .*mxfp9"),
         ("[linear]\nforward = 'mxfp8(scale=quest)'", "linear.forward.input: scale=quest is not possible for mxfp8"),
         ("[linear]\nforward = 3", "linear.forward is a table, not 3"),
+        ("[[schedule]]\nfrom = 10\n[[schedule]]\nfrom = '5%'\n[[schedule]]\nfrom = 9\n", "from = 9 follows 10"),
+        ("[[schedule]]\nfrom = '90%'\n[[schedule]]\nfrom = '90.0%'\n", "from = 90.0% follows 90%"),
         ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is not a spec"),
         ("[linear]\ndgrad.weight = { spec = 'mxfp8', of = 'round' }", "of = 'round' is unknown"),
         ("[linear]\nforward.input = 3", "linear.forward.input is a text, not 3"),

@@ -282,10 +282,8 @@ def ladder(
     figure = Figure("ladder", chart, rungs, caption, note=SEPARATED, height=charts.ladder_height(rungs))
     problems = _missing(runs, rungs)
     if left_out:
-        notes = [
-            *notes,
-            f"{left_out} runs of these recipes are left out: other settings, or newer runs of the same seed.",
-        ]
+        runs_are = "run of these recipes is" if left_out == 1 else "runs of these recipes are"
+        notes = [*notes, f"{left_out} {runs_are} left out: other settings, or newer runs of the same seed."]
     shown = Table("ladder", rungs, columns)
     return Drawn((figure, shown, *map(Text, notes)), _separated(rungs, chosen), tuple(problems))
 
