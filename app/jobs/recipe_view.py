@@ -127,8 +127,7 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     path = recipe = None
     try:
         path = recipe_table.path_of(resolve_root(), name) if name else None
-        keep, start_recipe = state["collect_keep"], state["recipe_start"]
-        recipe = recipe_table.recipe_of(table, stages, keep, start_recipe, name or "unnamed")
+        recipe = recipe_table.recipe_of(table, stages, state["collect_keep"], state["recipe_start"], name or "unnamed")
     except recipe_table.REFUSED as error:
         _refuse(error)
     if path and path.exists():
@@ -157,10 +156,8 @@ def _begin(start: str) -> None:
     if state.get("recipe_started") != start:
         recipe = parse_recipe(start)
         state["recipe_started"], state["recipe_start"], state["collect_keep"] = start, recipe, recipe.keep
-        state["recipe_operands"], state["recipe_stages"] = (
-            recipe_table.table_of(recipe),
-            recipe_table.schedule_of(recipe),
-        )
+        state["recipe_operands"] = recipe_table.table_of(recipe)
+        state["recipe_stages"] = recipe_table.schedule_of(recipe)
         state["collect_own"] = recipe_table.modules_of(state["recipe_operands"])
         state["collect_name"] = Path(start).stem if start in recipe_table.saved(resolve_root()) else ""
         state["recipe_count"] = state.get("recipe_count", 0) + 1
