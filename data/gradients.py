@@ -11,9 +11,6 @@ from binade.data.store import TensorFileError
 GRADIENTS = ("grad_weight", "grad_input", "grad_output")
 """The tensors that can be compared; the first is what is shown if none is chosen."""
 
-MAX_VALUES = 1 << 26
-"""How many values of a run are read where nobody waits for them: in a report, and for a row of `binade compare`."""
-
 
 def gradient_errors(catalog: Catalog, pairs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
     """Each pair of `Catalog.pairs` compared: (its columns with cosine, gradient_bias ‖ĝ−g‖²/‖g‖², projection, and the

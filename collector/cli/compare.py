@@ -47,12 +47,13 @@ from binade.collector.recipes.spread import Spread
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.gradients import GRADIENTS, MAX_VALUES, gradient_errors, gradient_summary
+from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, is_loss, list_runs, read_losses
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
 BF16_BITS = 16
+MAX_GRADIENT_VALUES = 1 << 28  # that are read for a section
 # What rounding is shown for: component and operation.
 SIDES = {
     "linear forward": ("linear", "forward"),
@@ -395,12 +396,12 @@ def _gradients(
         if runs
     }
     first = min((int(tensors["iteration"].min()) for tensors in found.values() if len(tensors)), default=0)
+    found = {key: tensors[tensors["iteration"] == first] for key, tensors in found.items()}
     figures: dict[tuple[str, str], Figures] = {}
+    if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
+        refused.append(f"gradients: {values:,} values are too many to compare here; the app's page Recipes does")
+        return figures
     for key, tensors in found.items():
-        tensors = tensors[tensors["iteration"] == first]
-        if (values := int(tensors["numel"].sum())) > MAX_VALUES:
-            refused.append(f"{key[0]}: its gradients have too many values to compare here, {values:,}; the app does")
-            continue
         errors, unread = gradient_errors(catalog, tensors)
         if unread:
             refused.append(f"{key[0]}: {unread} of its gradients cannot be read")

@@ -29,7 +29,7 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import SEPARATED
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.gradients import GRADIENTS, MAX_VALUES, gradient_errors, gradient_summary
+from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
@@ -38,6 +38,7 @@ VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
 NO_ABLATION = "No ablation is among these runs: queue one with `binade ablate te_nvfp4 --train-iters 50 --seeds 3`."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
+MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
 VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS)
 GRADIENT = Control(
@@ -392,7 +393,7 @@ def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Dra
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
     values = _values_read(opened, runs_compared(runs), name, iterations[0])
-    if values > MAX_VALUES:
+    if values > MAX_GRADIENT_VALUES:
         problem = f"Gradients are not compared here: {big(values)} values would be read. The app does (Recipes)."
         return Drawn(problems=(problem,))
     return gradients(where, runs, name, iterations[0], iterations, partial(compare, opened))
@@ -410,7 +411,7 @@ def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladd
     opened, name = selection.opened, GRADIENTS[0]
     own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
     iterations = iterations_of(opened, name)
-    too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_VALUES
+    too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES
     drawn = ladder(opened, selection.where, runs, chosen, "" if too_many else name, None, partial(compare, opened))
     key = f"ladder_{slug(chosen.name)}"
     figures = [replace(each, name=key, note=f"{drawn.verdict} {each.note}") for each in drawn.figures]

@@ -758,9 +758,9 @@ class TestCommand:
         out, err = capsys.readouterr()
         assert err == "binade: passed over: mxfp8: 1 of its gradients cannot be read\n"
         assert read_csv(out)[1]["gradient_cosine"] == ""
-        monkeypatch.setattr("binade.collector.cli.compare.MAX_VALUES", TENSOR.numel() - 1)
+        monkeypatch.setattr("binade.collector.cli.compare.MAX_GRADIENT_VALUES", TENSOR.numel() - 1)
         assert command("compare", "--format", "csv") == 0
-        assert "too many values to compare here, 4,096; the app does" in capsys.readouterr().err
+        assert "passed over: gradients: 4,096 values are too many to compare here" in capsys.readouterr().err
 
     def test_a_damaged_segment_is_told(self, command, capsys, made):
         run = made("mxfp8", [5.0], tensors=[(TENSOR, {"format": "mxfp8"})])
