@@ -104,13 +104,8 @@ def editor(picked: str, modules: Sequence[str]) -> None:
         return
     state.setdefault("collect_start", next(iter(state[picked]), "bf16"))
     left, right = st.columns(2)
-    start = left.selectbox(
-        "Start from",
-        _options([state["collect_start"]]),
-        key="collect_start",
-        format_func=label,
-        accept_new_options=True,
-    )
+    options = _options([state["collect_start"]])
+    start = left.selectbox("Start from", options, key="collect_start", format_func=label, accept_new_options=True)
     try:
         _begin(start)
     except recipe_table.REFUSED as error:
@@ -121,9 +116,8 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     st.markdown(":small[Schedule: what changes as the run goes on]")
     stages = _edited("stages", STAGES, num_rows="dynamic", height="content")
     name_place, *places = st.columns([3, 1, 1], vertical_alignment="bottom")
-    name = name_place.text_input(
-        "Name", key="collect_name", placeholder="letters, digits, - and _", max_chars=64
-    ).strip()
+    hint = "letters, digits, - and _"
+    name = name_place.text_input("Name", key="collect_name", placeholder=hint, max_chars=64).strip()
     path = recipe = None
     try:
         path = recipe_table.path_of(resolve_root(), name) if name else None
@@ -184,13 +178,9 @@ def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFr
     if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
         state[f"recipe_{name}_first"] = state[f"recipe_{name}"]
     table: pd.DataFrame = st.data_editor(
-        state[f"recipe_{name}_first"],
-        key=key,
-        hide_index=True,
-        column_order=list(columns),
-        column_config=columns,
+        state[f"recipe_{name}_first"], key=key, hide_index=True, column_order=list(columns), column_config=columns,
         **settings,
-    )
+    )  # fmt: skip
     state[f"recipe_{name}"] = table
     return table
 

@@ -36,17 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from binade.collector.recipes.draft import Draft
-from binade.collector.recipes.recipe import (
-    BF16,
-    LINEAR_OPERANDS,
-    MODULES,
-    PARTS,
-    About,
-    Operand,
-    Part,
-    Recipe,
-    RecipeError,
-)
+from binade.collector.recipes.recipe import BF16, LINEAR_OPERANDS, MODULES, PARTS, About, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -209,8 +199,7 @@ def to_toml(recipe: Recipe) -> str:
             lines.append(f"{name} = {_quoted(value)}")
     for part, made in recipe.by_name().items():
         if made.formats.quantized or part not in PARTS:
-            cells = _cells(PARTS.get(part, LINEAR_OPERANDS), made)
-            lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in cells.items())]
+            lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
     before = recipe
@@ -226,9 +215,8 @@ def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
     former = before.by_name()
     found: dict[str, str] = {}
     for part, made in stage.by_name().items():
-        operands = PARTS.get(part, LINEAR_OPERANDS)
-        old = _cells(operands, former.get(part, before.linear))
-        found |= {f"{_key(part)}.{key}": cell for key, cell in _cells(operands, made).items() if cell != old[key]}
+        old = _cells(part, former.get(part, before.linear))
+        found |= {f"{_key(part)}.{key}": cell for key, cell in _cells(part, made).items() if cell != old[key]}
     return found
 
 
@@ -238,10 +226,10 @@ def _key(part: str) -> str:
     return f"{table}{dot}{module if re.fullmatch(r'[A-Za-z0-9_-]*', module) else _quoted(module)}"
 
 
-def _cells(operands: Iterable[Operand], made: Part) -> dict[str, str]:
+def _cells(part: str, made: Part) -> dict[str, str]:
     """{"forward.input": '"nvfp4"', ...}"""
     cells = {}
-    for operand in operands:
+    for operand in PARTS.get(part, LINEAR_OPERANDS):
         spec = _quoted(made.rounded_to(operand.field))
         if operand.field in made.formats.of_rounded:
             spec = f'{{ spec = {spec}, of = "rounded" }}'
