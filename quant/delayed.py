@@ -2,8 +2,9 @@
 
 NVIDIA Transformer Engine, `delayed_scaling.cu:167-256` and `recipe/__init__.py:173-283`. After each use
 S = (target · 2^-margin) / A, A the maximum of the last `history` absmaxes, the newest included, or the newest alone.
-The first scale is 1. An S of Inf becomes the largest float32. S stays if A is not finite or 0; an absmax of 0 changes
-nothing. Values that outgrow the scale saturate. Megatron-LM sets a history of 1 and most_recent.
+The first scale is 1. An S of Inf becomes the largest float32. S stays if A is not finite or 0; the maximum passes over
+NaN; an absmax of 0 changes nothing. Values that outgrow the scale saturate. Megatron-LM sets a history of 1 and
+most_recent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from binade.quant.reference import absmax_over
-from binade.quant.scaling import FLOAT32_MAX, SCALINGS
+from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Spec
 
 
@@ -37,10 +38,8 @@ class ScaleHistory:
         self.amaxes = torch.where(absmax == 0, self.amaxes, shifted)
         known = torch.where(self.amaxes.isnan(), 0.0, self.amaxes)
         largest = known.amax() if self.spec.algorithm == "max" else self.amaxes[0]
-        current = Spec.of(self.spec, history=0, algorithm=None, margin=0)
-        wanted = SCALINGS[current.scale].of_largest(largest * 2.0**self.spec.margin, current, largest)
-        usable = largest.isfinite() & (largest > 0) & (absmax != 0) & ~absmax.isnan()
-        self.scale = torch.where(usable, wanted.clamp(max=FLOAT32_MAX), self.scale)
+        wanted = SCALINGS[self.spec.scale].of_largest(largest * 2.0**self.spec.margin, self.spec, largest)
+        self.scale = torch.where(wanted.isfinite() & (largest > 0), wanted, self.scale)
         return used
 
     def state(self) -> dict[str, Tensor]:

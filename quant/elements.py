@@ -9,6 +9,9 @@ Sources
     MX         "OCP Microscaling Formats (MX) Specification v1.0", section 5
     FP8        "OCP 8-bit Floating Point Specification (OFP8) v1.0", table 1
     IEEE 754   binary16; bfloat16 is the upper half of binary32
+    HiFloat4   arXiv 2602.11287: E1M2 elements, E6M2 scales
+    INT4       arXiv 2510.25602, -7 to 7
+    UE5M3      proposed for block scales without a tensor scale; no document fixes its range
 
 gfloat's MXINT8 keeps the code -128 (value -2). Here, as the MX specification allows in 5.3.4, the grid is symmetric and
 -128 is never produced.

@@ -137,7 +137,7 @@ class Unscaled(Scaling):
 
 @dataclass(frozen=True)
 class BlockPow2(Scaling):
-    """MX: a power of two for each block, by one of four rules. OCP Microscaling Formats v1.0, section 6.3."""
+    """MX: a power of two for each block, by one of four rules: see `block_scale_exponent`."""
 
     stored = E8M0
     shares = "a power-of-two scale for {block}"
@@ -149,8 +149,8 @@ class BlockPow2(Scaling):
 
 @dataclass(frozen=True)
 class FourThirds(Scaling):
-    """4/3 · 2^(floor(log2 absmax) - emax) in float32, which brings every value below the element's largest. Quartet,
-    `mxfp4.py`: there the factor 4/3 is applied to the rotated tensor, the stored scale is the power of two."""
+    """4/3 · 2^(floor(log2 absmax) - emax) in float32, which brings every value below E2M1's largest. Quartet,
+    `mxfp4.py`, where the factor 4/3 is applied to the rotated tensor and the stored scale is the power of two."""
 
     saturates = False
     stored = E8M0
@@ -160,14 +160,13 @@ class FourThirds(Scaling):
         return SCALINGS[ScaleRule.FLOOR].of_largest(largest, spec, absmax)
 
     def factors(self, scale: Tensor, spec: Spec, absmax: Tensor) -> Factors:
-        whole = scale * torch.tensor(4.0 / 3.0, dtype=torch.float32, device=scale.device)
-        return Factors(torch.ones((), device=scale.device) / whole, whole)
+        return super().factors(scale * (4.0 / 3.0), spec, absmax)
 
 
 @dataclass(frozen=True)
 class Quest(Scaling):
     """2^floor(log2(0.4871 · σ + 1e-8)), σ the block's standard deviation about its mean, divided by n: the scale that
-    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`. There ties round towards zero.
+    loses least on normal values. Quartet, `mxfp4.py` and `mxfp4_triton.py`, where ties round towards zero.
 
     σ² = Σx²/n - (Σx/n)² in float64, both sums as in `sum_in_order`. The zeros that fill a short block count: n is the
     size of a whole one. float64 holds the squares exactly and cannot overflow; one pass gives both sums."""
@@ -188,12 +187,14 @@ class Quest(Scaling):
 
 @dataclass(frozen=True)
 class Amax(Scaling):
-    """One float32 scale S = target / absmax for whatever shares it; `pow2` clears its mantissa.
+    """A float32 scale S = target / absmax for a tensor, a row or a tile; `pow2` clears its mantissa. S is 1 where
+    absmax is 0, and the largest float32 where it overflows. The default target is the element's largest value.
 
-    A tensor or a row: absmax at least 1e-12, an element is read back as v / S (Transformer Engine's current scaling,
-    torchao's `float8_utils.py`, whose quotient in float64 rounds to the same float32).
-    Tiles: S is 1 where absmax is 0, the largest float32 where it overflows, and an element is read back as
-    v · float32(1/S) (Transformer Engine, `quantize_scale_calc.py`). DeepGEMM divides by max(absmax, 1e-4) / 448.
+    A tensor or a row: an element is read back as v / S; without `pow2`, a target and a history, absmax is at least
+    1e-12. Transformer Engine's current scaling; torchao's `float8_utils.py`, whose quotient in float64 rounds to the
+    same S, and whose absmax is at least 1e-12 with powers of two, too.
+    Tiles: an element is read back as v · float32(1/S). Transformer Engine, `quantize_scale_calc.py`. DeepGEMM keeps
+    s = max(absmax, 1e-4) / 448, rounds x · float32(1/s), and reads back v · s.
     """
 
     target: float | None = None
@@ -213,7 +214,8 @@ class Amax(Scaling):
             target = 2.0 ** (spec.format.element.precise_emax + 1) * (1 - 2.0**-24)  # HiFloat8: just below 2^4
         whole = spec.block in (ROW, TENSOR)
         # With a Python number in place of either tensor, CUDA would multiply by a rounded reciprocal.
-        divisor = largest.clamp(min=1e-12) if whole and not self.pow2 and self.target is None else largest
+        clamped = whole and not (self.pow2 or self.target or spec.history)
+        divisor = largest.clamp(min=1e-12) if clamped else largest
         scale = (torch.full_like(largest, target) / divisor).clamp(max=FLOAT32_MAX)
         scale = torch.where(largest == 0, torch.ones_like(scale), scale)
         if self.pow2:
@@ -231,8 +233,8 @@ class Amax(Scaling):
 
 @dataclass(frozen=True)
 class Rounded(Scaling):
-    """A block's absmax / max in float32, or rounded to an 8-bit format, without a tensor scale: useful where it lies in
-    that format's range. x is multiplied by float32(1/scale). A scale that underflows to 0 makes its block 0."""
+    """A block's absmax / max in float32, or rounded to an 8-bit format, without a tensor scale: shows what the format
+    of a scale costs. x is multiplied by float32(1/scale). A scale that underflows to 0 makes its block 0."""
 
     scale_element: Element | None = E4M3
 
@@ -252,11 +254,12 @@ class Rounded(Scaling):
 
 @dataclass(frozen=True)
 class NVFP4(Scaling):
-    """E4M3 block scales over a float32 scale of the tensor. NVIDIA Transformer Engine, quantize_nvfp4, each step in
-    float32, m the element's largest value (6):
+    """E4M3 block scales under a float32 scale of the tensor. NVIDIA Transformer Engine, quantize_nvfp4, each step in
+    float32, m the element's largest value (E2M1: 6; INT4, arXiv 2510.25602: 7):
 
     S = min(448·m / absmax, largest float32), 1 where absmax is 0; a block's scale is e4m3(blockmax · (S · (1/m))),
-    saturating, zero where it underflows.
+    saturating, 0 where it underflows; torchao's is at least 2^-6. An element is read back as v · scale · (absmax /
+    (448·m)).
     """
 
     outer = TENSOR
@@ -289,7 +292,8 @@ class NVFP4(Scaling):
 
 @dataclass(frozen=True)
 class NVFP4Outer(NVFP4):
-    """As NVFP4, the float32 scale for each row, or for runs of 128 as in TetraJet-v2."""
+    """As NVFP4, with a float32 scale for each row (Transformer Engine, row_scaled_activation) or for each run of 128
+    (TetraJet-v2, `nvfp4_quant_fused_kernel.py`)."""
 
     of: Block = ROW
 
@@ -302,9 +306,10 @@ class NVFP4Outer(NVFP4):
 
 @dataclass(frozen=True)
 class Unclipped(NVFP4):
-    """NVFP4 with a block's largest magnitude at m·16/17 = 5.647: E4M3 rounds a normal scale down by at most 16/17, so
-    no value exceeds m, and stochastic rounding is unbiased except where a scale is subnormal. The scale is
-    e4m3((blockmax / 5.647) / (absmax / (448 · 5.647))). Quartet II `nvfp4_triton.py`, fouroversix."""
+    """NVFP4 that scales a block's largest magnitude to m·16/17 = 5.647: E4M3 rounds a normal scale down by at most
+    16/17, so no value exceeds m, and stochastic rounding is unbiased except where a scale is subnormal. The scale is
+    e4m3((blockmax / 5.647) / (absmax / (448 · 5.647))). Quartet II `nvfp4_triton.py`; fouroversix,
+    `stochastic_unbiased`."""
 
     def limit(self, spec: Spec) -> float:
         return E4M3_MAX * self._target(spec)
@@ -321,14 +326,17 @@ class Unclipped(NVFP4):
 
 @dataclass(frozen=True)
 class FourOverSix(NVFP4):
-    """NVFP4 that scales each block's largest magnitude to 6 or to 4 and keeps what has the smaller error; a tie keeps
-    6. arXiv 2512.02010; TransformerEngine `quantize_4over6_nvfp4.cuh` (default: mae), fouroversix `reference.py`
-    (default: mse). B is the bound:
+    """NVFP4 that scales each block's largest magnitude to 6 or to 4, whichever has the smaller error; a tie keeps 6.
+    arXiv 2512.02010. B is the bound:
 
     1. S = min(6·B / absmax, largest float32), 1 if absmax is 0. base = (blockmax / 6) · S.
     2. The scales tried are e4m3(min(base, 448)) and e4m3(min(1.5 · base, 448)).
     3. An element reads back as ((v · scale) · absmax) / (6·B). The error is summed in float32, a line of the block
        from left to right, then the lines as a binary tree.
+
+    Transformer Engine `quantize_4over6_nvfp4.cuh`: mae, 256, neither rotation nor stochastic rounding. fouroversix
+    `reference.py`: mse, 256; values are not clamped to 6, so that under a subnormal scale one may become 8. FlashInfer:
+    mae, 448. Quartet II: ties away from zero, and a scale of 0 becomes 1.
     """
 
     follows_largest = False
@@ -368,17 +376,14 @@ class Eden(NVFP4):
     LARGEST_SCALE: ClassVar[float] = 255.99
     RUN: ClassVar[int] = 128
 
-    shares = "an E4M3 scale for {block} and one for the tensor"
-
     def limit(self, spec: Spec) -> float:
         return self.LARGEST_SCALE * self.TARGET
 
     def quantize(self, x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         assert u is not None, "MS-EDEN rounds its scales stochastically"
-        tensor_scale = absmax / torch.full_like(absmax, self.limit(spec))
-        scale = (nan_max(x) / torch.full_like(absmax, self.TARGET)) / tensor_scale
-        scale = torch.where(nan_max(x) == 0, torch.ones_like(scale), scale)
-        scale = round_to_element(scale, E4M3, Rounding.NEAREST, Overflow.SATURATE)
+        tensor_scale, largest = absmax / torch.full_like(absmax, self.limit(spec)), nan_max(x)
+        scale = (largest / torch.full_like(absmax, self.TARGET)) / tensor_scale
+        scale = _nearest(torch.where(largest == 0, torch.ones_like(scale), scale), E4M3)
         encoded = scaled(x, self.factors(scale, spec, absmax))
         values = round_to_element(encoded, spec.format.element, spec.rounding, spec.overflow)
         together = self.RUN // x.shape[-1]
@@ -393,14 +398,17 @@ class Eden(NVFP4):
 
 @dataclass(frozen=True)
 class HiF4(Scaling):
-    """HiFloat4, arXiv 2602.11287 and its authors' `hifx`: for 64 values an E6M2 scale, a binary exponent for every 8
-    and one for every 4. With m a largest magnitude,
+    """HiFloat4: an E6M2 scale for 64 values, a one-bit exponent for every 8 and one for every 4. arXiv 2602.11287 and
+    its authors' library, ddddwee1/HiFloat4 999cc07. With m a largest magnitude,
 
     scale = e6m2(bf16(clamp(m64 · bf16(1/7), 2^-48, 49152))), r = bf16(1 / scale),
     e8 = [m8 · r >= 4], e4 = [m4 · r · 2^-e8 >= 2], v = min(floor(|x| · r · 2^-(e8+e4) · 4 + 1/2), 7) / 4.
 
     Scales are [groups, 25]: the E6M2 scale, eight factors 1 or 2, sixteen factors 1 or 2. A block whose largest
     magnitude exceeds 7 · 49152 saturates.
+
+    The library's torch version adds 1/2 in float32, so that a k of 0.49999997 rounds up; its NumPy version does not. In
+    both, Inf saturates. HIFxV12 of fake_quant_ops is another format: its first level is a power of two.
     """
 
     follows_largest = False
@@ -411,7 +419,7 @@ class HiF4(Scaling):
     def block_scale(self, x: Tensor, spec: Spec, absmax: Tensor) -> Tensor:
         largest = nan_max(x)
         wanted = (largest * 0.142578125).clamp(2.0**-48, E6M2.max).bfloat16().float()
-        scale = round_to_element(wanted, E6M2, Rounding.NEAREST, Overflow.SATURATE)
+        scale = _nearest(wanted, E6M2)
         inverse = (1.0 / scale).bfloat16().float()
         eights, fours = (x.abs().reshape(-1, 64 // n, n).amax(-1) * inverse for n in (8, 4))
         e8 = torch.where(eights >= 4, 2.0, 1.0)
@@ -507,9 +515,9 @@ def sum_in_order(x: Tensor, rows: int) -> Tensor:
 
 
 def block_scale_exponent(absmax: Tensor, element: Element, rule: str) -> Tensor:
-    """Exponent k of a block's E8M0 scale 2^k, int32 in [-127, 127]. MX specification 6.3; absmax finite.
+    """Exponent k of a block's E8M0 scale 2^k, int32 in [-127, 127]; absmax finite.
 
-    floor   floor(log2 absmax) - emax
+    floor   floor(log2 absmax) - emax, OCP Microscaling Formats v1.0, section 6.3
     ceil    the same with log2 rounded up
     even    floor, after absmax is rounded to the element's mantissa (half an ulp added)
     rceil   the smallest k for which max · 2^k >= absmax

@@ -20,8 +20,6 @@ from binade.quant.elements import Overflow, Rounding
 from binade.quant.formats import FORMATS, Format, ScaleRule, UnknownFormatError
 
 TEXT = re.compile(r"\s*([\w-]+)\s*(?:\((.*)\)\s*)?", re.DOTALL)
-
-
 TENSOR_OR_BLOCK = (ScaleRule.AMAX, ScaleRule.POW2, ScaleRule.AMAX8, ScaleRule.AMAX15)
 
 
@@ -58,7 +56,7 @@ class Block:
             return ROW if value == "row" else TENSOR
         sizes = re.fullmatch(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})", "" if isinstance(value, bool) else str(value))
         if not sizes:
-            raise SpecError(f"block={value} is no block: 32 (a run), 16x16 (a tile), row or tensor were expected")
+            raise SpecError(f"block={value} is not a block: 32 (a run), 16x16 (a tile), row or tensor were expected")
         return cls(int(sizes[1] or 1), int(sizes[2]))
 
 
@@ -72,7 +70,7 @@ CLIPPING = (
     *(ScaleRule.FLOOR, ScaleRule.EVEN, ScaleRule.QUEST, ScaleRule.E4M3, ScaleRule.UE5M3),
     *(ScaleRule.NVFP4, ScaleRule.NVFP4_ROW, ScaleRule.NVFP4_128, ScaleRule.FOUR_OVER_SIX),
 )
-"""The rules whose scale may be smaller than a block's largest value needs, for one because it is rounded down."""
+"""The rules whose scale may be too small for a block's largest value, for example because it is rounded down."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,8 @@ class Spec:
     @classmethod
     def _parse(cls, text: str) -> Spec:
         found = TEXT.fullmatch(text)
+        if not found and "(" in text:
+            raise SpecError(f"{text!r} is not a spec: write a format and its options, as in nvfp4(block=16x16)")
         fmt = FORMATS[found[1] if found else text]
         given: dict[str, str] = {}
         for item in filter(None, (item.strip() for item in ((found and found[2]) or "").split(","))):
@@ -139,9 +139,10 @@ class Spec:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits stored for one value, its part of the block's scale included, that of a row's or tensor's scale not."""
+        """Bits stored per value, with its share of the scales. Scales of a row or a tensor do not count."""
         shared = (self.block.rows or 1) * self.block.columns if self.block and self.block.columns else 0
-        return self.format.element.bits + (SCALE_BITS.get(self.scale, 8) / shared if shared else 0)
+        bits = self.format.element.bits + (SCALE_BITS.get(self.scale, 8) / shared if shared else 0)
+        return bits + (32 / 128 if self.scale == ScaleRule.NVFP4_128 else 0)
 
     @property
     def random(self) -> bool:
@@ -150,8 +151,9 @@ class Spec:
 
     @property
     def biased(self) -> bool:
-        """Whether stochastic rounding is biased: the scale lets values exceed the largest code, which clips them."""
-        return self.rounding == Rounding.STOCHASTIC and self.scale in CLIPPING
+        """Whether stochastic rounding is biased: the scale lets values exceed the largest code, which clips them. With
+        delayed scaling, values outgrow the scale."""
+        return self.rounding == Rounding.STOCHASTIC and (self.scale in CLIPPING or self.history > 0)
 
     def options(self) -> dict[str, object]:
         """The options that are not at their defaults, in the order of the text."""
@@ -198,14 +200,14 @@ class Option:
 def _whole(name: str) -> Callable[[object], int]:
     def read(value: object) -> int:
         if isinstance(value, bool) or not re.fullmatch(r"\d{1,9}", str(value)):
-            raise SpecError(f"{name}={value} is no whole number from 0")
+            raise SpecError(f"{name}={value} is not a whole number from 0")
         return int(str(value))
 
     return read
 
 
 RUNS = {ScaleRule.NVFP4_128: 16, ScaleRule.EDEN: 16, ScaleRule.HIF4: 64}
-"""The block of the rules that allow one only: a run of so many values."""
+"""The length of the run, for rules that allow one block only."""
 
 
 def _blocks(chosen: Chosen) -> str:
@@ -268,7 +270,7 @@ OPTIONS = {
     for option in (
         Option(
             "scale",
-            "How the scale is found",
+            "How the scale is computed",
             lambda chosen: chosen["format"].scale_rules[0],
             lambda chosen: chosen["format"].scale_rules,
         ),
@@ -281,7 +283,7 @@ OPTIONS = {
         ),
         Option(
             "bound",
-            "The largest block scale that 4over6 uses",
+            "The largest scale of a block that 4over6 scales to 6",
             lambda chosen: 256 if _four_over_six(chosen) else None,
             _only(_four_over_six, "256", "448"),
             _whole("bound"),
@@ -302,7 +304,7 @@ OPTIONS = {
         ),
         Option(
             "hadamard",
-            "Runs of so many values are rotated by a Hadamard matrix before rounding",
+            "Rotate runs of this many values by a Hadamard matrix before rounding",
             lambda chosen: 0,
             lambda chosen: "a power of two from 2 to 4096",
             _whole("hadamard"),
@@ -310,8 +312,8 @@ OPTIONS = {
         ),
         Option(
             "signs",
-            "Signs of the values before the rotation: none, Transformer Engine's fixed vector of 16, drawn anew by each"
-            " call's seed, or those of a seed",
+            "Signs of the values before the rotation: none, fixed (Transformer Engine's vector of 16), random (new in "
+            "each call), or a seed",
             lambda chosen: "none",
             lambda chosen: "none, fixed (with hadamard=16), random or a seed" if chosen["hadamard"] else "",
             str,
@@ -323,7 +325,7 @@ OPTIONS = {
         ),
         Option(
             "history",
-            "Delayed scaling: the tensor's scale follows from so many former absmaxes",
+            "Delayed scaling: how many earlier absmaxes the tensor's scale is computed from",
             lambda chosen: 0,
             lambda chosen: (
                 "a number of iterations, for a tensor scale"
@@ -334,13 +336,13 @@ OPTIONS = {
         ),
         Option(
             "algorithm",
-            "Which absmax of the history counts",
+            "Which absmax of the history is used",
             lambda chosen: "max" if _delayed(chosen) else None,
             _only(_delayed, "max", "most_recent"),
         ),
         Option(
             "margin",
-            "A delayed scale is lowered by 2^margin",
+            "A delayed scale is divided by 2^margin",
             lambda chosen: 0,
             lambda chosen: "a whole number up to 127, with history" if _delayed(chosen) else "",
             _whole("margin"),
@@ -365,8 +367,8 @@ def known_specs(texts: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class GemmFormats:
-    """What the six operands of a product's three GEMMs are rounded to; None runs the operand as it is. Names and texts
-    of specs become specs.
+    """What the six operands of a product's three GEMMs are rounded to; None leaves the operand as it is. Names and
+    texts of specs become specs.
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original.
@@ -387,9 +389,8 @@ class GemmFormats:
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, Spec.of(given))
         for gemm in ("forward", "dgrad", "wgrad"):
-            a, b = (self[name] for name in OPERAND_FIELDS if name.startswith(gemm))
-            turned = [(spec.hadamard, spec.signs) if spec else (0, "none") for spec in (a, b)]
-            if turned[0] != turned[1]:
+            a, b = (self[name] or Spec.of("bf16") for name in OPERAND_FIELDS if name.startswith(gemm))
+            if (a.hadamard, a.signs) != (b.hadamard, b.signs):
                 raise SpecError(
                     f"the operands of {gemm} are rotated differently, {a} and {b}: a rotation cancels in a product if "
                     "both have the same hadamard and signs"

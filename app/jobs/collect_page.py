@@ -20,6 +20,8 @@ from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
 LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
+MOST_SEEDS = 20
+SEEDS = "So many runs of each recipe, with different seeds: their spread tells a difference from chance"
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, OSError)
@@ -59,14 +61,14 @@ def _begin() -> None:
             return
     if f"{PREFIX}model" not in state:
         preset = collecting.PRESETS["quick"]
-        _fill(preset.config, preset.recipes)
+        _fill(preset.config, preset.recipes, preset.seeds)
         state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
             state[name] = state[name]  # or it would be lost where its widget is not drawn this time
 
 
-def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: str = "") -> None:
+def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: str = "", tags: str = "") -> None:
     """Set every field. A value above what the form takes is lowered to that, with a warning."""
     state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
@@ -80,14 +82,14 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], title: str = "", tags: st
             plain(f"The form takes less than the job had ({'; '.join(beyond)}): the command line takes all."),
             icon=":material/warning:",
         )
-    state[f"{PREFIX}recipes"] = list(recipes)
+    state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
     state[f"{PREFIX}title"], state[f"{PREFIX}tags"] = title, tags
     state[f"{PREFIX}base"] = config
 
 
 def _choose_preset(name: str) -> None:
     preset = collecting.PRESETS[name]
-    _fill(preset.config, collecting.recipes_of(name, _value("recipes")))
+    _fill(preset.config, collecting.recipes_of(name, _value("recipes")), preset.seeds)
     st.query_params.clear()
 
 
@@ -133,8 +135,10 @@ def _fields() -> None:
         st.markdown("**What is quantized**")
         recipe_view.picker(_key("recipes"))
         recipe_view.about(_value("recipes"))
-        _field(st, "skip_layers")
-        recipe_view.editor(_key("recipes"))
+        left, right = st.columns([3, 1])
+        _field(left, "skip_layers")
+        right.number_input("Seeds", 1, MOST_SEEDS, key=_key("seeds"), help=SEEDS)
+        recipe_view.editor(_key("recipes"), [name for name in modules if name not in ("core", "router")])
     with st.container(border=True):
         st.markdown("**How long**")
         _row("warmup_iterations", "control_iter", "capture_every", "train_iters")
@@ -192,7 +196,7 @@ def _summary() -> None:
     values = {name: _value(name) for name in collecting.FIELDS}
     base = st.session_state[_key("base")]
     try:
-        runs = collecting.runs_of(values, _value("recipes"), base)
+        runs = collecting.runs_of(values, _value("recipes"), base, _value("seeds"))
     except REFUSED as error:
         st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
         st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
@@ -237,7 +241,12 @@ def _summary() -> None:
 def _launch(runs: list[RunConfig]) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
-    titles = [f"{title} · {label(run.recipe)}" if title and len(runs) > 1 else title for run in runs]
+    titles = [
+        f"{title} · {label(run.recipe)}{f' · seed {run.seed}' * (_value('seeds') > 1)}"
+        if title and len(runs) > 1
+        else title
+        for run in runs
+    ]
     try:
         made = [
             job

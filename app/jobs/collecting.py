@@ -32,6 +32,7 @@ class Preset:
     help: str
     config: RunConfig
     recipes: tuple[str, ...]
+    seeds: int = 1
 
 
 _QUICK = defaults("quick")
@@ -67,10 +68,10 @@ PRESETS = {
     "ablation": Preset(
         "Ablation",
         ":material/stairs:",
-        "The recipe that is chosen below, else te_nvfp4: forward, + dgrad, + wgrad, then without one ingredient each. "
-        "For several seeds: binade ablate",
+        "The recipe that is chosen below, else te_nvfp4: forward, + dgrad, + wgrad, then without one ingredient each",
         replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10, backend=Backend.TORCH),
         tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),  # nvidia_nvfp4 keeps both layers of a tiny model
+        seeds=3,
     ),
 }
 
@@ -111,13 +112,16 @@ def _option_value(name: str, value: Any) -> Any:
     return value.strip() if isinstance(value, str) else value
 
 
-def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig) -> list[RunConfig]:
-    """A checked run for each recipe. Raises ConfigError, RecipeError or UnknownFormatError for the first that cannot be
-    run."""
+def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seeds: int = 1) -> list[RunConfig]:
+    """A checked run for each recipe, for so many seeds, counted from that of the values. Raises ConfigError,
+    RecipeError or UnknownFormatError for the first that cannot be run."""
     if not recipes:
         raise ConfigError("choose at least one recipe")
     config = config_of(values, base)
-    return [run for recipe in recipes for run in parse_runs(arguments_of(replace(config, recipe=recipe)))]
+    configs = [
+        replace(config, recipe=recipe, seed=config.seed + number) for number in range(seeds) for recipe in recipes
+    ]
+    return [run for each in configs for run in parse_runs(arguments_of(each))]
 
 
 def kept_options(base: RunConfig) -> list[str]:

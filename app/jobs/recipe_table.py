@@ -5,15 +5,18 @@ A recipe that is saved here is <root>/.recipes/<name>.toml, in the format of `co
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
-from binade.collector.recipes.files import OF_ROUNDED, draft_from, to_toml
+from binade.collector.recipes.files import OF_ROUNDED, changed_cells, draft_from, to_toml
+from binade.collector.recipes.ladder import without
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import LINEAR_OPERANDS, MODULES, PARTS, Recipe, RecipeError
 from binade.data.access import check_writable
@@ -24,6 +27,8 @@ from binade.terminal import names
 
 FOLDER = ".recipes"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+CHANGE = re.compile(r"[\w.\"-]+\s*=")  # a recipe has its first = in parentheses
+REFUSED = (RecipeError, UnknownFormatError, SpecError)
 EDITED = ", edited"
 BIASED = "biased: it clips"
 
@@ -73,41 +78,109 @@ def biased(specs: Iterable[Spec]) -> tuple[str, ...]:
 
 
 def table_of(recipe: Recipe) -> pd.DataFrame:
-    """A row for each operand: part, gemm, operand, axis (which the GEMM contracts), spec, and rounded: whether it is
-    rounded from the rounded forward operand, missing where that is not possible."""
+    """A row for each operand: operand (linear.dgrad.weight), spec, and rounded: whether it is rounded from the rounded
+    forward operand, missing where that is not possible."""
     rows = [
         {
-            "part": name,
-            "gemm": operand.gemm,
-            "operand": operand.name,
-            "axis": operand.axis,
+            "operand": f"{name}.{operand.gemm}.{operand.name}",
             "spec": part.rounded_to(operand.field),
             "rounded": operand.field in part.formats.of_rounded if operand.field in OF_ROUNDED else None,
         }
-        for name, part in recipe.by_name().items()
+        for name, part in sorted(recipe.by_name().items(), key=lambda item: _place(item[0]))
         for operand in PARTS.get(name, LINEAR_OPERANDS)
     ]
     return pd.DataFrame(rows).astype({"rounded": "boolean"})
 
 
-def recipe_of(table: pd.DataFrame, keep: str, start: Recipe, name: str) -> Recipe:
-    """The recipe of an edited table, with the layers of `keep` in bf16. The schedule and what is known of it are from
-    `start`, from which the table was made. Raises RecipeError or SpecError for the first cell that is wrong."""
-    given = tomllib.loads(to_toml(start))
-    for part in (*PARTS, MODULES):
-        given.pop(part, None)
-    for row in table.to_dict("records"):
-        part, _, module = row["part"].partition(".")
-        tables = given.setdefault(part, {}).setdefault(module, {}) if module else given.setdefault(part, {})
-        spec = "" if pd.isna(row["spec"]) else row["spec"].strip()
-        rounded = not pd.isna(row["rounded"]) and row["rounded"]
-        tables.setdefault(row["gemm"], {})[row["operand"]] = {"spec": spec, "of": "rounded"} if rounded else spec
-    given["keep"] = {"layers": keep.strip()}
+def _place(part: str) -> int:
+    """Sorts the parts of a table: modules follow the linear layers, from which they differ."""
+    return 0 if part == "linear" else 1 if part.startswith(MODULES) else 2
+
+
+def _parts(table: pd.DataFrame) -> pd.Series:
+    return table["operand"].str.rsplit(".", n=2).str[0]
+
+
+def modules_of(table: pd.DataFrame) -> list[str]:
+    """The modules that have rows of their own."""
+    return list(dict.fromkeys(part.removeprefix(f"{MODULES}.") for part in _parts(table) if part not in PARTS))
+
+
+def with_modules(table: pd.DataFrame, modules: Sequence[str]) -> pd.DataFrame:
+    """The table with rows for these modules and no others. New ones start as those of the linear layers."""
+    parts = _parts(table)
+    found = [table[parts.isin(list(PARTS))]]
+    for part in (f"{MODULES}.{name}" for name in modules):
+        own = table[parts == part]
+        linear = table[parts == "linear"]
+        found.append(own if len(own) else linear.assign(operand=linear["operand"].str.replace("linear", part, n=1)))
+    made = pd.concat(found)
+    return made.sort_values("operand", key=lambda _: _parts(made).map(_place), kind="stable", ignore_index=True)
+
+
+def schedule_of(recipe: Recipe) -> pd.DataFrame:
+    """A row for each stage of the schedule: from, and changes: what `recipe_of` reads."""
+    rows, before = [], recipe
+    for start, stage in recipe.schedule:
+        cells = changed_cells(stage, before).items()
+        rows.append({"from": start, "changes": "; ".join(f"{key} = " + cell.strip('"') for key, cell in cells)})
+        before = stage
+    return pd.DataFrame(rows, columns=["from", "changes"], dtype=object)
+
+
+def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Recipe, name: str) -> Recipe:
+    """The recipe of an edited table and schedule, with the layers of `keep` in bf16. What is known of it is from
+    `start`, from which they were made. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
+    wrong."""
+    about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
+    given = about | _tables(table) | {"keep": {"layers": keep.strip()}, "schedule": []}
     made = draft_from(given, name).recipe(name)
+    for number, row in enumerate(schedule.fillna("").to_dict("records"), 1):
+        first, changes = str(row["from"]).strip(), str(row["changes"]).strip()
+        if first or changes:
+            before = made.schedule[-1][1] if made.schedule else made
+            try:
+                given["schedule"].append(_stage(changes, before) | {"from": first})
+                made = draft_from(given, name).recipe(name)
+            except REFUSED as error:
+                raise RecipeError(f"row {number} of the schedule: {error}") from None
     if not _same(made, start):
         title = (start.about.title or start.name).removesuffix(EDITED) + EDITED
         made = replace(made, about=replace(start.about, title=title))
     return made
+
+
+def _tables(table: pd.DataFrame) -> dict[str, Any]:
+    """The tables of a file, of the rows of operands."""
+    found: dict[str, Any] = {}
+    for row in table.to_dict("records"):
+        part, gemm, operand = row["operand"].rsplit(".", 2)
+        part, _, module = part.partition(".")
+        cells = found.setdefault(part, {}).setdefault(module, {}) if module else found.setdefault(part, {})
+        spec = "" if pd.isna(row["spec"]) else row["spec"].strip()
+        rounded = not pd.isna(row["rounded"]) and row["rounded"]
+        cells.setdefault(gemm, {})[operand] = {"spec": spec, "of": "rounded"} if rounded else spec
+    return found
+
+
+def _stage(changes: str, before: Recipe) -> dict[str, Any]:
+    """The tables of a stage of a schedule: of the name of a recipe, or of changes, such as "linear.forward = bf16;
+    linear.dgrad.weight = mxfp8". Raises RecipeError."""
+    if not changes:
+        raise RecipeError("nothing changes: name a recipe such as bf16, or operands as in linear.forward = bf16")
+    if CHANGE.match(changes):
+        pairs = (each.partition("=") for each in changes.split(";") if each.strip())
+        cells = [(key, cell.strip().strip('"')) for key, _, cell in pairs]
+        lines = (f"{key} = {cell if cell.startswith('{') else json.dumps(cell)}" for key, cell in cells)
+        try:
+            return tomllib.loads("\n".join(lines))
+        except tomllib.TOMLDecodeError:
+            raise RecipeError(f"{changes!r}: write changes as in linear.forward = bf16; qk.forward = bf16") from None
+    recipe = parse_recipe(changes)
+    if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
+        raise RecipeError(f"{changes} has {' and '.join(own)} of its own: write {without(changes, *own)}")
+    modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
+    return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of(name)) for name in modules))))
 
 
 def _same(one: Recipe, other: Recipe) -> bool:
@@ -124,7 +197,7 @@ def path_of(root: Path, name: str) -> Path:
         raise RecipeError(f"{root} has a comma in its name, which separates recipes: use a root without one")
     try:
         parse_recipe(name)
-    except (RecipeError, UnknownFormatError, SpecError):
+    except REFUSED:
         return path
     raise RecipeError(f"{name} is a recipe of Binade, whose results would bear the same name: choose another name")
 
@@ -140,3 +213,9 @@ def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with staged_file(path) as file:
         file.write(to_toml(recipe).encode())
+
+
+def delete(path: Path) -> None:
+    """Delete a file of `path_of`. Raises ReadOnlyError, or OSError where there is none."""
+    check_writable("deleting a recipe")
+    path.unlink()

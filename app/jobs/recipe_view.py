@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,7 @@ from binade.collector.recipes.recipe import Recipe, RecipeError
 from binade.collector.training.config import FORM_LAYERS
 from binade.data.access import ReadOnlyError
 from binade.data.runs import resolve_root
-from binade.quant.formats import UnknownFormatError
-from binade.quant.specs import SpecError
 
-REFUSED = (RecipeError, UnknownFormatError, SpecError)
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
     "A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published recipe; "
@@ -30,10 +27,9 @@ HELP = (
 )
 SAVE = ":material/save:"
 COLUMNS = {
-    "part": st.column_config.TextColumn("Part", width=58, pinned=True),
-    "gemm": st.column_config.TextColumn("GEMM", width=70, pinned=True),
-    "operand": st.column_config.TextColumn("Operand", width=118, pinned=True),
-    "axis": st.column_config.TextColumn("Contracted", width=92, help="The axis that the GEMM contracts"),
+    "operand": st.column_config.TextColumn(
+        "Operand", width=236, pinned=True, disabled=True, help="Rounded along the axis that its GEMM contracts"
+    ),
     "rounded": st.column_config.CheckboxColumn(
         "Rounded", width=96, help="Of the rounded forward operand, not of the original: where there is one"
     ),
@@ -42,6 +38,15 @@ COLUMNS = {
         width=370,
         help="A format, with options or without: nvfp4(block=16x16). bf16: not quantized. Stochastic rounding is "
         "biased because it clips, unless the scale leaves room: 16over17 of nvfp4, rceil of MX",
+    ),
+}
+STAGES = {
+    "from": st.column_config.TextColumn(
+        "From", width=90, pinned=True, help="An iteration, or a part of all of them: 9000, 90%"
+    ),
+    "changes": st.column_config.TextColumn(
+        "Changes to",
+        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It holds to the next row",
     ),
 }
 
@@ -67,7 +72,7 @@ def about(chosen: Sequence[str]) -> None:
     for name in chosen:
         try:
             recipe = parse_recipe(name)
-        except REFUSED:
+        except recipe_table.REFUSED:
             continue  # the summary says so
         if recipe.about.title or recipe_table.warnings_of(recipe):
             known[name] = recipe
@@ -91,42 +96,44 @@ def _headline(name: str, recipe: Recipe) -> str:
     return f":small[**{plain(name)}** {plain(recipe.about.title)} {badges}]"
 
 
-def editor(picked: str) -> None:
-    """Change the operands of a recipe, see its file and save it. `picked` is the picker's key."""
+def editor(picked: str, modules: Sequence[str]) -> None:
+    """Change the operands of a recipe, see its file and save it. `picked` is the picker's key, modules are those of the
+    model that have linear layers."""
     state = st.session_state
     if not st.toggle("Edit a recipe", key="collect_edit"):
         return
     state.setdefault("collect_start", next(iter(state[picked]), "bf16"))
     left, right = st.columns(2)
-    start = left.selectbox(
-        "Start from",
-        _options([state["collect_start"]]),
-        key="collect_start",
-        format_func=label,
-        accept_new_options=True,
-    )
+    options = _options([state["collect_start"]])
+    start = left.selectbox("Start from", options, key="collect_start", format_func=label, accept_new_options=True)
     try:
         _begin(start)
-    except REFUSED as error:
+    except recipe_table.REFUSED as error:
         _refuse(error)
         return
     right.text_input("Layers that it keeps in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
-    table = _table()
-    left, right = st.columns([3, 1], vertical_alignment="bottom")
-    name = left.text_input("Name", key="collect_name", placeholder="letters, digits, - and _", max_chars=64).strip()
-    place = right.container()
+    table = _operands(modules)
+    st.markdown(":small[Schedule: what changes as the run goes on]")
+    stages = _edited("stages", STAGES, num_rows="dynamic", height="content")
+    name_place, *places = st.columns([3, 1, 1], vertical_alignment="bottom")
+    hint = "letters, digits, - and _"
+    name = name_place.text_input("Name", key="collect_name", placeholder=hint, max_chars=64).strip()
+    path = recipe = None
     try:
-        recipe = recipe_table.recipe_of(table, state["collect_keep"], state["recipe_start"], name or "unnamed")
         path = recipe_table.path_of(resolve_root(), name) if name else None
-    except REFUSED as error:
-        place.button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
+        recipe = recipe_table.recipe_of(table, stages, state["collect_keep"], state["recipe_start"], name or "unnamed")
+    except recipe_table.REFUSED as error:
         _refuse(error)
+    if path and path.exists():
+        _delete(places[1], path, picked)
+    if recipe is None:
+        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_refused")
         return
     text = to_toml(recipe)
     if path is None:
-        place.button("Save", icon=SAVE, disabled=True, width="stretch", key="save_nameless")
+        places[0].button("Save", icon=SAVE, disabled=True, width="stretch", key="save_nameless")
     else:
-        _save(place, path, recipe, text)
+        _save(places[0], path, recipe, text)
     st.markdown(_headline(f"{name}.toml" if name else "Unnamed", recipe))
     if biased := recipe_table.biased_specs(recipe):
         st.caption(plain(f"{', '.join(biased)}: {recipe_table.BIASED}."))
@@ -138,28 +145,64 @@ def _refuse(error: Exception) -> None:
 
 
 def _begin(start: str) -> None:
-    """Fill the table from a recipe, if another one was chosen."""
+    """Fill the fields from a recipe, if another one was chosen."""
     state = st.session_state
     if state.get("recipe_started") != start:
         recipe = parse_recipe(start)
         state["recipe_started"], state["recipe_start"], state["collect_keep"] = start, recipe, recipe.keep
-        state["recipe_edited"] = recipe_table.table_of(recipe)
+        state["recipe_operands"] = recipe_table.table_of(recipe)
+        state["recipe_stages"] = recipe_table.schedule_of(recipe)
+        state["collect_own"] = recipe_table.modules_of(state["recipe_operands"])
+        state["collect_name"] = Path(start).stem if start in recipe_table.saved(resolve_root()) else ""
         state["recipe_count"] = state.get("recipe_count", 0) + 1
 
 
-def _table() -> pd.DataFrame:
-    """The table as it was edited."""
+def _operands(modules: Sequence[str]) -> pd.DataFrame:
+    """The table of operands, as it was edited, with rows for the modules that are chosen above it."""
     state = st.session_state
-    key = f"recipe_operands_{state['recipe_count']}"
-    if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
-        state["recipe_table"] = state["recipe_edited"]
-    table: pd.DataFrame = st.data_editor(
-        state["recipe_table"], key=key, hide_index=True, disabled=["part", "gemm", "operand", "axis"],
-        column_order=list(COLUMNS),
-        column_config=COLUMNS, height=332,
+    own = st.multiselect(
+        "Modules that differ", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
+        placeholder="none: all linear layers alike", accept_new_options=True,
+        help="Linear layers that get rows of their own",
     )  # fmt: skip
-    state["recipe_edited"] = table
+    if own != recipe_table.modules_of(state["recipe_operands"]):
+        state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)
+        state["recipe_count"] += 1
+    return _edited("operands", COLUMNS, height=402)
+
+
+def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFrame:
+    """A table as it was edited."""
+    state = st.session_state
+    key = f"recipe_{name}_{state['recipe_count']}"
+    if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
+        state[f"recipe_{name}_first"] = state[f"recipe_{name}"]
+    table: pd.DataFrame = st.data_editor(
+        state[f"recipe_{name}_first"], key=key, hide_index=True, column_order=list(columns), column_config=columns,
+        **settings,
+    )  # fmt: skip
+    state[f"recipe_{name}"] = table
     return table
+
+
+def _delete(place: Any, path: Path, picked: str) -> None:
+    with place.popover("Delete", icon=":material/delete:", width="stretch"):
+        st.markdown(plain(f"Delete {path}? This cannot be undone. Queued jobs that name it will fail."))
+        st.button("Delete recipe", type="primary", key="recipe_delete", on_click=_deleted, args=(path, picked))
+
+
+def _deleted(path: Path, picked: str) -> None:
+    """Delete a recipe, also from what is chosen."""
+    state = st.session_state
+    try:
+        recipe_table.delete(path)
+    except (ReadOnlyError, OSError) as error:
+        st.toast(plain(f"The recipe was not deleted: {error}."), icon=":material/error:", duration="long")
+        return
+    state[picked] = [recipe for recipe in state[picked] if not recipe.startswith(str(path))]
+    if state["collect_start"] == str(path):
+        state["collect_start"] = next(iter(state[picked]), "bf16")
+    st.toast("Deleted", icon=":material/check:")
 
 
 def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:

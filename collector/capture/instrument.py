@@ -28,7 +28,7 @@ from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
 from binade.collector.recipes.parse import parse_recipe
-from binade.collector.recipes.recipe import BF16, Part, Recipe
+from binade.collector.recipes.recipe import BF16, Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection
 from binade.data.tensor_kinds import Product
 from binade.data.text import markdown_table
@@ -84,9 +84,10 @@ def instrument(
     sites = [layer.site for layer in layers]
     skipped = _unquantized(recipe, skip, sites)
     recorded = _chosen(capture, sites) if capture else frozenset(sites)
-    modules = {site.module for site in sites}
-    if missing := [module for module, _ in recipe.modules if module not in modules]:
-        raise InstrumentError(f"recipe {recipe.name} is for module {missing[0]}: the model has {', '.join(modules)}")
+    try:
+        recipe.check_modules(sites)
+    except RecipeError as error:
+        raise InstrumentError(str(error)) from None
 
     stages = recipe.stages(iterations)
     varies = len(stages) > 1 or any(part.formats.varies for part in recipe.every_part())

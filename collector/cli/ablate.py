@@ -98,13 +98,13 @@ def _ablate(recipe: str, **params: Any) -> None:
 
 def _described(found: Ladder, runs: list[RunConfig]) -> str:
     """The rungs, and the commands that would train them here."""
-    by_seed = {config.seed: [each for each in runs if each.seed == config.seed] for config in runs}
+    seeds = dict.fromkeys(str(config.seed) for config in runs)
     width = max(len(rung.title) for rung in found.rungs)
     return "\n".join(
         [
-            f"ablation of {found.name}, seed {', '.join(map(str, by_seed))}: {len(runs)} runs",
+            f"ablation of {found.name}, seed {', '.join(seeds)}: {len(runs)} runs",
             *(f"    {rung.title:<{width}}  {rung.recipe}" for rung in found.rungs),
-            *(command_line(each) for each in by_seed.values()),
+            command_line(runs),
         ]
     )
 

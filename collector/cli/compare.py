@@ -18,6 +18,9 @@ to the bf16 run of the same seed. Only finished iterations count, in losses, err
                other, so it is not turned into a standard error.
     rounding   SQNR of the summed powers over the recorded quantized operands, as `Catalog.moments`. Gradients apart
                from forward operands and attention apart from linear layers, or the larger would hide the smaller.
+    gradients  of the weight, against bf16's of the same seed: those of the first iteration that pairs of runs recorded,
+               all seeds together. The cosine is the mean over tensors, the bias ‖ĝ−g‖²/‖g‖² is of the summed powers.
+               The Recipes page shows the same.
     storage    the recorded operands, each in its exact format with block scales (`Spec.bits_per_value`), those not
                quantized in their own dtype.
     seconds    the median of an iteration's optimizer step, with capture and without.
@@ -30,10 +33,12 @@ import math
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from binade.collector.recipes.ladder import Ladder, ladders
 from binade.collector.recipes.parse import without_none
@@ -42,11 +47,13 @@ from binade.collector.recipes.spread import Spread
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.runs import DONE, STATES, RunInfo, is_loss, list_runs, read_losses
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
 BF16_BITS = 16
+MAX_GRADIENT_VALUES = 1 << 28  # that are read for a section
 # What rounding is shown for: component and operation.
 SIDES = {
     "linear forward": ("linear", "forward"),
@@ -77,6 +84,10 @@ FIGURES = (
     "gap_seeds",
     "gap_mean_over_seeds_nats",
     "gap_deviation_over_seeds_nats",
+    "gradient_iteration",
+    "gradient_pairs",
+    "gradient_cosine",
+    "gradient_bias",
     "operands",
     "operand_values",
     "operand_bits_per_value",
@@ -274,15 +285,16 @@ def _section(catalog: Catalog, settings: Settings, runs: list[_Run], refused: li
     places = {rung.recipe: place for place, rung in enumerate(rung for each in made for rung in each.rungs)}
     rows: list[Row] = []
     bf16 = None
+    pairs = {
+        key: [(run, references[seed]) for seed, run in each.items() if run is not references.get(seed, run)]
+        for key, each in longest.items()
+    }
+    gradients = _gradients(catalog, pairs, refused)
     for key in sorted(groups, key=lambda key: _order(key, places)):
         shown = max(longest[key].values(), key=lambda run: (usual[run.seed], run.rank))
         figures = _losses(shown, groups[key][shown.seed])
-        compared = {
-            seed: _gap(run, references[seed])
-            for seed, run in longest[key].items()
-            if seed in references and run is not references[seed]
-        }
-        figures |= compared.get(shown.seed, {})
+        compared = {run.seed: _gap(run, reference) for run, reference in pairs[key]}
+        figures |= compared.get(shown.seed, {}) | gradients.get(key, {})
         gaps = None
         if values := tuple(each["gap_mean_nats"] for each in compared.values() if each):
             gaps = Spread(values)
@@ -367,6 +379,36 @@ def _gap(run: _Run, bf16: _Run) -> Figures:
         "perplexity_ratio": math.exp(mean) if mean < math.log(sys.float_info.max) else math.inf,
         **({"gap_deviation_nats": statistics.stdev(gaps)} if len(gaps) > 1 else {}),
     }
+
+
+def _gradients(
+    catalog: Catalog, pairs: Mapping[tuple[str, str], Iterable[tuple[_Run, _Run]]], refused: list[str]
+) -> dict[tuple[str, str], Figures]:
+    """How far the gradients of each recipe's runs are from their bf16 runs'."""
+    where = Filter(tensor_name=GRADIENTS[:1])
+    found = {
+        key: pd.concat(
+            tensors[tensors["iteration"] <= min(run.last, bf16.last)]
+            for run, bf16 in runs
+            for tensors in [catalog.pairs(run.info.run_id, bf16.info.run_id, where)]
+        )
+        for key, runs in pairs.items()
+        if runs
+    }
+    first = min((int(tensors["iteration"].min()) for tensors in found.values() if len(tensors)), default=0)
+    found = {key: tensors[tensors["iteration"] == first] for key, tensors in found.items()}
+    figures: dict[tuple[str, str], Figures] = {}
+    if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
+        refused.append(f"gradients: {values:,} values are too many to compare here; the app's page Recipes does")
+        return figures
+    for key, tensors in found.items():
+        errors, unread = gradient_errors(catalog, tensors)
+        if unread:
+            refused.append(f"{key[0]}: {unread} of its gradients cannot be read")
+        for row in gradient_summary(errors, ["tensor_name"]).to_dict("records"):
+            figures[key] = {"gradient_iteration": first, "gradient_pairs": row["tensors"]}
+            figures[key] |= {"gradient_cosine": row["cosine"], "gradient_bias": row["gradient_bias"]}
+    return figures
 
 
 def _times(run: _Run, kind: str) -> Figures:

@@ -10,7 +10,7 @@ from binade.terminal import Command, Option, fail, print_text, resolve_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
-    """Compare the recipes of a root: loss, rounding error, storage and time.
+    """Compare the recipes of a root: loss, rounding error, gradients, storage and time.
 
     ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """

@@ -54,8 +54,11 @@ def _tokenizers() -> str:
 def _recipes() -> str:
     lines = [f"    {name}" for name in TEN_RECIPES]
     for name in PUBLISHED:
-        about = parse_recipe(name).about
+        recipe = parse_recipe(name)
+        about = recipe.about
         lines.append(f"    {name:<22}{about.title} ({about.read}{'; not all is certain' * bool(about.uncertain)})")
+        kept = {"in bf16": recipe.keep} if recipe.keep else {}
+        lines += [f"        {gemm:<15} {operands}" for gemm, operands in (recipe.gemms() | kept).items()]
     return "\n".join(
         [
             *lines,
@@ -92,7 +95,9 @@ KINDS: dict[str, Callable[[], str]] = {
 def _format(fmt: Format) -> list[str]:
     """A format, and the values of its options, the default first where it is one of several."""
     spec = Spec.of(fmt)
-    lines = [f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}"]
+    lines = [
+        f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"
+    ]
     chosen = {"format": fmt} | {name: getattr(spec, name) for name in OPTIONS}
     for name, option in OPTIONS.items():
         allowed = option.allowed(chosen)

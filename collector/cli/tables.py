@@ -1,8 +1,7 @@
 """A comparison of recipes as text, CSV or Markdown.
 
-Text and Markdown are for reading: three tables a section, and those of its seeds and ladders, numbers rounded and
-right-aligned, notes beneath. CSV is for
-programs (RFC 4180): one table, full precision, units in the names of the columns, empty where there is nothing to tell.
+Text and Markdown are for reading: a few tables per section, numbers rounded and right-aligned, notes beneath. CSV is
+for programs (RFC 4180): one table, full precision, units in the names of the columns, empty where there is no figure.
 """
 
 from __future__ import annotations
@@ -40,6 +39,8 @@ LEGEND = (
     "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
     "dgrad); flushed: nonzero values that became 0, of the nonzero; saturated: values beyond the format's largest, of "
     "all.",
+    "Gradients: of the weights, all seeds together, each against that of the bf16 run of its seed; cosine: mean over "
+    "the tensors; bias: ‖ĝ−g‖²/‖g‖² of the summed powers, g being bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
     "nothing of hardware that has the format.",
@@ -74,6 +75,11 @@ COST = (
 )
 
 
+GRADIENT = (
+    ("pairs", "gradient_pairs", "", 1),
+    ("cosine", "gradient_cosine", ".4f", 1),
+    ("bias", "gradient_bias", ".3g", 1),
+)
 SEEDS = ("seeds", "mean gap", "sd", "95 % interval", "change", "verdict")
 
 
@@ -117,7 +123,8 @@ def heading(section: Section) -> str:
 
 
 def tables(section: Section) -> list[Table]:
-    """Loss; gaps over seeds if there are several, or an ablation; rounding if anything was rounded; size and time."""
+    """Loss; gaps over seeds if there are several, or an ablation; rounding and gradients if there are any; size and
+    time."""
     rows = section.rows
     found = [
         Table(
@@ -137,6 +144,14 @@ def tables(section: Section) -> list[Table]:
                 "Rounding: SQNR, dB / flushed to zero, % / saturated, %",
                 ("recipe", *sides),
                 tuple((one_line(row.label), *(_rounding(row, side) for side in sides)) for row in rows),
+            )
+        )
+    if compared := [row for row in rows if "gradient_cosine" in row.figures]:
+        found.append(
+            Table(
+                f"Gradients against bf16's, iteration {compared[0].figures['gradient_iteration']}",
+                ("recipe", *(title for title, *_ in GRADIENT)),
+                tuple((one_line(row.label), *_cells(row, GRADIENT)) for row in compared),
             )
         )
     return [

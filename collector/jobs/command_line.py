@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import groupby
 
 import click
 
@@ -53,12 +54,13 @@ def arguments_of(config: RunConfig) -> list[str]:
 
 
 def command_line(runs: Sequence[RunConfig]) -> str:
-    """The commands for these runs: a single batch if only their recipes differ."""
-    lines = [arguments_of(config) for config in runs]
-    rest = [line[3:] for line in lines]
-    if len(lines) > 1 and all(other == rest[0] for other in rest):
-        lines = [["batch", "--quantization", ",".join(config.recipe for config in runs), *rest[0]]]
-    return "\n".join(shlex.join(["binade", *line]) for line in lines)
+    """The commands for these runs: one batch for those in a row that differ in their recipes alone."""
+    lines = []
+    for rest, group in groupby(map(arguments_of, runs), key=lambda line: line[3:]):
+        recipes = [line[2] for line in group]
+        command = "batch" if len(recipes) > 1 else "run"
+        lines.append(shlex.join(["binade", command, "--quantization", ",".join(recipes), *rest]))
+    return "\n".join(lines)
 
 
 def modules_of(config: RunConfig) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A recipe while it is put together: operands are set one after another, ingredients are left out. No torch."""
+"""A recipe under construction: operands are set, ingredients are left out. No torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from binade.quant.specs import OPERAND_FIELDS, Block, GemmFormats, Spec, SpecErr
 
 Formats = dict[str, Spec | None]  # by the fields of GemmFormats
 
-# The format of gradients, where it differs from the requested one: they need range more than precision. The name is as
-# the user wrote it: the alias mxfp8_e4m3 is not among them.
+# The format of gradients, which need range more than precision, by the name that the user wrote: mxfp8_e4m3 means E4M3
+# for gradients too, mxfp8 does not.
 GRADIENT_FORMAT = {"mxfp8": "mxfp8_e5m2"}
 
 INGREDIENTS = {
-    "dgrad": "the product for the gradient of the input runs in bf16",
-    "wgrad": "the product for the gradient of the weight runs in bf16",
-    "scale": "scales follow the format's usual rule",
-    "rounding": "to nearest instead of stochastically",
+    "dgrad": "the GEMM for the gradient of the input runs in bf16",
+    "wgrad": "the GEMM for the gradient of the weight runs in bf16",
+    "scale": "the format's default scale rule",
+    "rounding": "to nearest instead of stochastic",
     "rotation": "no Hadamard rotation",
     "tiles": "runs along the contracted axis instead of tiles",
     "rounded": "backward operands are rounded from the original, not from the rounded forward operand",
     "keep": "no layer stays in bf16",
     "schedule": "the recipe does not change during the run",
 }
-"""What `without=` turns off, and what is done instead."""
+"""What `without=` turns off, and what happens instead."""
 
 
 @dataclass
 class Draft:
-    """A recipe that is being written, or a stage of its schedule: by part, and by "modules.<module>".
+    """A recipe under construction, or a stage of its schedule: by part, and by "modules.<module>".
 
     quant_types  what is requested for each part
     formats      the spec of each operand
@@ -50,7 +50,7 @@ class Draft:
     about: About = field(default_factory=About)
 
     def copy(self) -> Draft:
-        """Of the parts alone."""
+        """A copy without layers to keep, schedule and source."""
         return replace(deepcopy(self), keep="", schedule=[], about=About())
 
     def stages(self) -> list[Draft]:
@@ -59,13 +59,18 @@ class Draft:
 
     @property
     def linears(self) -> list[str]:
-        """The parts of linear layers."""
+        """The names of the parts that are linear layers."""
         return ["linear", *(part for part in self.formats if part.startswith(f"{MODULES}."))]
+
+    def _set(self, part: str, formats: Formats) -> None:
+        """Set operands, which are then rounded from the original."""
+        self.formats[part] |= formats
+        self.of_rounded[part] = tuple(field for field in self.of_rounded.get(part, ()) if field not in formats)
 
     def set_part(self, part: str, text: str) -> None:
         for name in self.linears if part == "linear" else [part]:
             self.quant_types[name] = str(Spec.of(text))
-            self.formats[name] = formats_of(text, backward=part not in ("qk", "pv"))
+            self._set(name, formats_of(text, backward=part not in ("qk", "pv")))
             self.overrides.pop(name, None)
 
     def set_gemm(self, gemm: str, text: str) -> None:
@@ -73,16 +78,16 @@ class Draft:
         whole = formats_of(text)
         changed = [operand.field for operand in LINEAR_OPERANDS if operand.gemm == gemm]
         for name in self.linears:
-            self.formats[name] |= {field: whole[field] for field in changed}
+            self._set(name, {field: whole[field] for field in changed})
             self.overrides[name] |= dict.fromkeys(changed, str(Spec.of(text)))
 
     def set_operand(self, part: str, field: str, text: str) -> None:
         for name in self.linears if part == "linear" else [part]:
-            self.formats[name][field] = requested_specs(text)[0]
+            self._set(name, {field: requested_specs(text)[0]})
             self.overrides[name][field] = str(Spec.of(text))
 
     def leave_out(self, ingredient: str) -> bool:
-        """Turn an ingredient off; whether there was one."""
+        """Turn an ingredient off. Returns whether the recipe had it."""
         before = deepcopy((self.formats, self.of_rounded, self.keep, self.schedule))
         if ingredient == "keep":
             self.keep = ""
@@ -95,6 +100,7 @@ class Draft:
                 for name, spec in formats.items():
                     formats[name] = spec and _without(ingredient, name, spec)
                     if spec and not formats[name]:
+                        self._set(part, {name: None})  # not from the rounded value either
                         self.overrides[part][name] = BF16
         return before != (self.formats, self.of_rounded, self.keep, self.schedule)
 
@@ -120,7 +126,7 @@ class Draft:
 
 
 def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
-    """The spec of an operand without an ingredient."""
+    """The spec of an operand without an ingredient; None for bf16."""
     if field.startswith(ingredient):  # dgrad, wgrad
         return None
     options, plain = spec.options(), Spec.of(spec.format)
@@ -139,7 +145,7 @@ def _without(ingredient: str, field: str, spec: Spec) -> Spec | None:
 
 
 def requested_specs(text: str) -> tuple[Spec | None, Spec | None]:
-    """The specs of a part's operands, and of its gradients, for the text that asks for them; None for bf16."""
+    """The specs of a part's operands and of its gradients for a requested format; None for bf16."""
     spec = Spec.of(text)
     if str(spec) == BF16:
         return None, None

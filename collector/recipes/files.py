@@ -15,7 +15,7 @@
     forward.input = "mxfp8"
 
     [keep]
-    layers = "first, last"              # as in --skip-layers
+    layers = "first, last 2"            # as in --skip-layers
 
     [[schedule]]                        # what changes from an iteration on, or from a part of them: 9000, "90%"
     from = "90%"
@@ -56,15 +56,17 @@ def label(recipe: str) -> str:
 
 
 def read_draft(path: Path, quant_type: str) -> Draft:
-    """The recipe of a file, to go on with. quant_type is recorded for the operands that it quantizes.
+    """The recipe of a file, as a draft. quant_type is recorded for the operands that it quantizes.
 
-    Raises RecipeError, naming the file, for one that cannot be read or says what is not known.
+    Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
     try:
-        return draft_of(path.read_text(encoding="utf-8"), quant_type)
+        draft = draft_of(path.read_text(encoding="utf-8"), quant_type)
+        draft.recipe(quant_type)  # refuses operands that do not go together
+        return draft
     except OSError as error:
         raise RecipeError(f"recipe {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, RecipeError) as error:
+    except (UnicodeDecodeError, RecipeError, SpecError) as error:
         raise RecipeError(f"recipe {path}: {error}") from None
 
 
@@ -98,6 +100,10 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
         start = str(stage.get("from", ""))
         if not START.fullmatch(start):
             raise RecipeError(f'[[schedule]] from = {start or "nothing"}: an iteration from 1, or a part such as "90%"')
+        number = float(start.rstrip("%"))
+        earlier = [each for each, _ in draft.schedule if each.endswith("%") == start.endswith("%")]
+        if earlier and number <= float(earlier[-1].rstrip("%")):
+            raise RecipeError(f"[[schedule]] from = {start} follows {earlier[-1]}: each changes what was before it")
         latest = latest.copy()
         _fill(latest, stage, quant_type)
         draft.schedule.append((start, latest))
@@ -153,9 +159,11 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
             rounded = isinstance(cell, dict) and "of" in cell
             if isinstance(cell, dict):
                 _only(cell, ("spec", "of"), where)
-                if cell.get("of", "rounded") != "rounded" or names[name] not in OF_ROUNDED:
+                if cell.get("of", "rounded") != "rounded":
+                    raise RecipeError(f'{where}: of = {cell["of"]!r} is unknown: write of = "rounded", or leave it out')
+                if names[name] not in OF_ROUNDED:
                     raise RecipeError(
-                        f'{where}: of = "rounded" is possible for the backward operands that are forward operands too'
+                        f'{where}: of = "rounded" is for backward operands that enter the forward product too'
                     )
                 cell = cell.get("spec")
             try:
@@ -191,18 +199,31 @@ def to_toml(recipe: Recipe) -> str:
             lines.append(f"{name} = {_quoted(value)}")
     for part, made in recipe.by_name().items():
         if made.formats.quantized or part not in PARTS:
-            lines += ["", f"[{part}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
+            lines += ["", f"[{_key(part)}]", *(f"{key} = {cell}" for key, cell in _cells(part, made).items())]
     if recipe.keep:
         lines += ["", "[keep]", f"layers = {_quoted(recipe.keep)}"]
     before = recipe
     for start, stage in recipe.schedule:
         lines += ["", "[[schedule]]", f"from = {start if start.isdecimal() else _quoted(start)}"]
-        former = before.by_name()
-        for part, made in stage.by_name().items():
-            old = _cells(part, former.get(part, before.linear))
-            lines += [f"{part}.{key} = {cell}" for key, cell in _cells(part, made).items() if cell != old[key]]
+        lines += [f"{key} = {cell}" for key, cell in changed_cells(stage, before).items()]
         before = stage
     return "\n".join(lines).lstrip() + "\n"
+
+
+def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
+    """The operands that a stage of a schedule changes, as a file has them: {"linear.forward.input": '"bf16"', ...}"""
+    former = before.by_name()
+    found: dict[str, str] = {}
+    for part, made in stage.by_name().items():
+        old = _cells(part, former.get(part, before.linear))
+        found |= {f"{_key(part)}.{key}": cell for key, cell in _cells(part, made).items() if cell != old[key]}
+    return found
+
+
+def _key(part: str) -> str:
+    """The header of a part's table, such as modules.fc2."""
+    table, dot, module = part.partition(".")
+    return f"{table}{dot}{module if re.fullmatch(r'[A-Za-z0-9_-]*', module) else _quoted(module)}"
 
 
 def _cells(part: str, made: Part) -> dict[str, str]:

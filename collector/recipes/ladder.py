@@ -6,7 +6,7 @@
     + wgrad             the recipe itself
     without <name>      the recipe with one ingredient off, for each of INGREDIENTS that it has
 
-A recipe that rounds nothing in a GEMM has no rung for it. Rungs are told by the texts of recipes alone, so that runs on
+A recipe that rounds nothing in a GEMM has no rung for it. The text of a recipe says which rung it is, so that runs on
 disk are found without the recipe's file.
 """
 
@@ -26,8 +26,8 @@ GEMMS = DGRAD | WGRAD
 
 @dataclass(frozen=True)
 class Rung:
-    """title: what stands in a table; recipe: its text; against: the recipe that shows what the rung changes, "" for
-    bf16: the step before, or, with one ingredient off, the whole recipe."""
+    """title: its name in a table; recipe: its text; against: the recipe that it is compared with: the step before, or,
+    with one ingredient off, the whole recipe; "" for bf16."""
 
     title: str
     recipe: str
@@ -55,14 +55,14 @@ def ladder(recipe: str) -> Ladder:
     # Without its backward GEMMs a recipe may round nothing: that is bf16.
     texts = {off: text for off, text in texts.items() if parse_recipe(text).quantized}
     if len(texts) < 2:
-        raise RecipeError(f"recipe {recipe} has no ingredient to turn off, of {', '.join(INGREDIENTS)}")
+        raise RecipeError(f"recipe {recipe} has nothing to turn off: none of {', '.join(INGREDIENTS)}")
     return _ladder(_text(base, common), texts)
 
 
 def ladders(recipes: Iterable[str]) -> list[Ladder]:
     """The ladders that these recipes are rungs of, by name, each with those of its rungs that are here.
 
-    A recipe whose text is no ladder's is left out, as is one that turns off what is no ingredient.
+    Recipes that belong to no ladder are left out.
     """
     found: dict[str, dict[Off, str]] = {}
     for text in dict.fromkeys(recipes):
@@ -82,7 +82,7 @@ def ladders(recipes: Iterable[str]) -> list[Ladder]:
 
 
 def without(recipe: str, *ingredients: str) -> str:
-    """The text of a recipe with ingredients off, besides those that it turns off already. Raises RecipeError."""
+    """The text of a recipe with these ingredients off, and those that it already turns off. Raises RecipeError."""
     base, given = split_without(recipe)
     return _text(base, Off({*given, *ingredients}))
 
@@ -96,9 +96,9 @@ def _text(base: str, off: Off) -> str:
 
 
 def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
-    """Of the texts by what they turn off."""
+    """The ladder of these texts, by what they turn off."""
     steps = [off for off in (GEMMS, WGRAD, DGRAD, WHOLE) if off in texts]
-    if DGRAD in steps[1:]:  # that is no step on the way from forward to the whole
+    if DGRAD in steps[1:]:  # not a step on the way from forward to the whole recipe
         steps.remove(DGRAD)
     before = [BF16, *(texts[off] for off in steps)]
     rungs = [Rung(_title(off, texts), texts[off], other) for off, other in zip(steps, before, strict=False)]
@@ -108,7 +108,7 @@ def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
 
 
 def _title(off: Off, texts: Mapping[Off, str]) -> str:
-    """A step is named for what it adds where the step before is here."""
+    """The name of a step says what it adds, if the step before is there too."""
     if off == GEMMS:
         return "forward"
     if off == WGRAD and GEMMS in texts:

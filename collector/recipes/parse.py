@@ -26,6 +26,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 
 from binade.collector.recipes.draft import INGREDIENTS, Draft, formats_of
@@ -61,10 +62,11 @@ def _by_format(name: str) -> Draft:
         if name.startswith(prefix) and fmt.partition("(")[0] in FORMATS:
             break
     else:
+        known = [*PUBLISHED, *(prefix + fmt for prefix in PREFIXES for fmt in (*FORMATS, *FORMATS.aliases))]
+        near = get_close_matches(re.split(r"[ (]", name)[0].lower(), known)
+        meant = f"; did you mean {', '.join(near)}?" if near else ":"
         raise RecipeError(
-            f"recipe {name!r} is unknown: bf16, FA_<format>, linear_<format>, FA_linear_<format> or <format>, with a "
-            f"format of {', '.join([*FORMATS, *FORMATS.aliases])}; a published one: {', '.join(PUBLISHED)}; or the "
-            "path of a .toml file"
+            f"recipe {name!r} is unknown{meant} `binade list recipes` lists all; the path of a file ends in .toml"
         )
     draft = Draft()
     for part in PREFIXES[prefix]:
@@ -74,14 +76,14 @@ def _by_format(name: str) -> Draft:
 
 
 def split_without(name: str) -> tuple[str, list[str]]:
-    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for what is
-    no ingredient."""
+    """("nvidia_nvfp4", ["rounding", "keep"]) of "nvidia_nvfp4(without=rounding+keep)". Raises RecipeError for an
+    unknown ingredient."""
     found = WITHOUT.search(name)
     if not found:
         return name, []
     ingredients = found[1].split("+")
     if unknown := [each for each in ingredients if each not in INGREDIENTS]:
-        raise RecipeError(f"without={unknown[0]} is no ingredient of a recipe: {', '.join(INGREDIENTS)}")
+        raise RecipeError(f"without={unknown[0]} is not an ingredient of a recipe: {', '.join(INGREDIENTS)}")
     return without_none(name), ingredients
 
 

@@ -1,15 +1,16 @@
 """Recipes: which operand of which GEMM gets which format. Plain data, no torch.
 
-`collector.recipes.parse` makes one of its name, `collector.recipes.files` of a TOML file.
+`collector.recipes.parse` makes one from its name, `collector.recipes.files` from a TOML file.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from binade.collector.models.site import Site
 from binade.quant.specs import GemmFormats
 
 BF16 = "bf16"
@@ -19,7 +20,7 @@ TEN_RECIPES = (BF16, *(f"{part}_{name}" for part in ("FA", "linear", "FA_linear"
 
 
 class RecipeError(ValueError):
-    """The recipe is unknown or contradicts itself. The message lists what is known."""
+    """The recipe is unknown or contradicts itself. The message says what to write."""
 
 
 class Operand(NamedTuple):
@@ -84,9 +85,9 @@ class Part:
 class About:
     """Where a published recipe comes from.
 
-    read        how it was found: "code" was read, "excerpt" is of its paper's text, "recalled" was neither
-    leaves_out  what of it Binade does not do
-    uncertain   what was not read
+    read        how it is known: its "code" was read, or an "excerpt" of its paper; "recalled": neither
+    leaves_out  what Binade does not do
+    uncertain   what could not be verified
     """
 
     title: str = ""
@@ -103,7 +104,7 @@ class Recipe:
 
     modules   parts of single modules, such as ("fc2", Part(...)), in place of `linear`
     keep      layers that stay in bf16, as in --skip-layers; "" for none
-    schedule  the recipes of later iterations: (from which iteration on, recipe). "90%" is of the iterations trained
+    schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
     """
 
     name: str
@@ -122,11 +123,19 @@ class Recipe:
 
     @property
     def keeps_all(self) -> str:
-        """What to say where `keep` is every layer of a model."""
+        """The error message for a model whose layers are all in `keep`."""
         return (
-            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: take more layers, or "
-            "leave that out, as in nvidia_nvfp4(without=keep)"
+            f"recipe {self.name} keeps {self.keep} in bf16, which is every layer of this model: train one with more "
+            "layers, or quantize all, as in nvidia_nvfp4(without=keep)"
         )
+
+    def check_modules(self, sites: Iterable[Site]) -> None:
+        """Raises RecipeError for a part of a module that has no linear layer among these sites."""
+        known = dict.fromkeys(site.module for site in sites if site.module != "core")
+        for stage in (self, *(stage for _, stage in self.schedule)):
+            for module, _ in stage.modules:
+                if module not in known:
+                    raise RecipeError(f"recipe {self.name} is for module {module}: the model has {', '.join(known)}")
 
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:
         """The recipe of the first iteration and those of the schedule, each with the iteration from which it holds.
@@ -154,15 +163,28 @@ class Recipe:
         return lines
 
     def _lines(self) -> list[str]:
-        parts = [(name, part, PARTS[name]) for name, part in self.parts().items()]
-        parts += [(f"{MODULES}.{name}", part, LINEAR_OPERANDS) for name, part in self.modules]
+        parts = self.parts() | {f"{MODULES}.{name}": part for name, part in self.modules}
+        rows = [
+            (f"{name}.{operand.gemm}.{operand.name}", operand, part)
+            for name, part in parts.items()
+            for operand in PARTS.get(name, LINEAR_OPERANDS)
+        ]
+        width = max(len(name) for name, _, _ in rows)
         return [
-            f"{f'{name}.{operand.gemm}.{operand.name}':<27} {operand.axis:<12} "
+            f"{name:<{width}}  {operand.axis:<12} "
             f"{'the rounded forward operand in ' * (operand.field in part.formats.of_rounded)}"
             f"{part.rounded_to(operand.field)}"
-            for name, part, operands in parts
-            for operand in operands
+            for name, operand, part in rows
         ]
+
+    def gemms(self) -> dict[str, str]:
+        """The two operands of each quantized GEMM: {"linear.dgrad": "nvfp4(rounding=stochastic) × nvfp4", ...}"""
+        found: dict[str, list[str]] = {}
+        for name, part in self.by_name().items():
+            for operand in PARTS.get(name, LINEAR_OPERANDS):
+                rounded = "rounded " * (operand.field in part.formats.of_rounded)
+                found.setdefault(f"{name}.{operand.gemm}", []).append(rounded + part.rounded_to(operand.field))
+        return {gemm: " × ".join(specs) for gemm, specs in found.items() if set(specs) != {BF16}}
 
     def parts(self) -> dict[str, Part]:
         """The parts by name, without the router if it is not quantized."""

@@ -2,7 +2,7 @@
 
 A list of layers is separated by commas:
 
-    first, last        the first or the last layer
+    first, last        the first or the last layer; first 2, last 8: as many of them
     3, 2-4             a layer by its number, from 1, or several
     anything else      a Python regular expression, searched anywhere in the names of the sites: layer1.qkv,
                        layer1.core, layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not.
@@ -22,6 +22,7 @@ from binade.collector.models.site import Site
 LAST = -1
 SEPARATOR = re.compile(r",(?![^{}]*\})")
 NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8}))?")
 
 
 class SelectionError(ValueError):
@@ -31,7 +32,7 @@ class SelectionError(ValueError):
 @dataclass(frozen=True)
 class Term:
     """One item of a list of layers: a pattern for names, or without one the layers from the first number to the
-    second."""
+    second, which are counted from the last one, -1, where they are negative."""
 
     text: str
     layers: tuple[int, int] = (1, LAST)
@@ -39,9 +40,9 @@ class Term:
 
     @classmethod
     def parse(cls, text: str) -> Term:
-        if text in ("first", "last"):
-            number = 1 if text == "first" else LAST
-            return cls(text, (number, number))
+        if found := ENDS.fullmatch(text):
+            number = int(found[2] or 1)
+            return cls(text, (1, number) if found[1] == "first" else (-number, LAST))
         if found := NUMBERS.fullmatch(text):
             low, high = int(found[1]), int(found[2] or found[1])
             if low > high:
@@ -58,7 +59,7 @@ class Term:
             found = {site for site in sites if self.pattern.search(site.name)}
         else:
             last = max(site.layer_index for site in sites)
-            low, high = (last if number == LAST else number for number in self.layers)
+            low, high = (last + 1 + number if number < 0 else number for number in self.layers)
             inside = 1 <= low <= high <= last
             found = {site for site in sites if inside and low <= site.layer_index <= high}
         if not found:

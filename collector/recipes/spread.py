@@ -1,4 +1,4 @@
-"""A figure over seeds: its mean, how far the seeds differ, and whether that separates two recipes. No torch."""
+"""A figure over seeds: its mean, its spread, and whether the spread separates two recipes. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""What 95 % of Student's t lies within, by degrees of freedom from 1; for more, the last is a little too wide."""
+"""Two-sided 95 % quantiles of Student's t, for 1 to 10 degrees of freedom. For more, the last is a little too wide."""
 
 SEPARATED = (
     "Two means are separated if their 95 % intervals over seeds (mean ± t·sd/√n, Student’s t) do not overlap. One seed "
@@ -17,7 +17,7 @@ SEPARATED = (
 
 @dataclass(frozen=True)
 class Spread:
-    """values: the figure's, one for each seed; at least one."""
+    """values: one for each seed, at least one."""
 
     values: tuple[float, ...]
 
@@ -54,7 +54,7 @@ class Spread:
 
 
 def verdict(own: Spread, other: Spread, name: str) -> str:
-    """Where a mean lies: "higher than bf16", "lower than bf16", or "not separated from bf16"; name is the other's."""
+    """How a mean compares: "higher than bf16", "lower than bf16" or "not separated from bf16". name is the other's."""
     if not own.separated(other):
         return f"not separated from {name}"
     return f"{'higher' if own.mean > other.mean else 'lower'} than {name}"

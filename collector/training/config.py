@@ -38,7 +38,7 @@ __all__ = [
 
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 LAYERS = (
-    "LAYERS is first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
+    "LAYERS is first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
     "layer2.expert3.fc1. Separate several with commas; a comma inside braces does not separate."
 )
 MODEL = Group("Model and data")
@@ -51,7 +51,7 @@ FORMAT = Group(
 LENGTH = Group("How long")
 RECORD = Group("What is recorded", "LAYERS is as above.")
 WHERE = Group("Where")
-FORM_LAYERS = "Layers: first, last, 3, 2-4, or a regular expression searched in names such as layer1.qkv"
+FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv"
 
 
 class Size(StrEnum):
@@ -313,11 +313,10 @@ def _check_sites(config: RunConfig) -> None:
             f"the router is given a format, but {config.model} of {config.shape().layers} layers has none"
         )
     recipe = config.parsed_recipe()
-    modules = {site.module for site in model}
-    if missing := [module for module, _ in recipe.modules if module not in modules]:
-        raise ConfigError(
-            f"recipe {recipe.name} is for module {missing[0]}: the model has {', '.join(sorted(modules))}"
-        )
+    try:
+        recipe.check_modules(model)
+    except RecipeError as error:
+        raise ConfigError(str(error)) from None
     option = "the recipe's layers to keep"
     try:
         if recipe.keep and Selection.parse(recipe.keep).of(model) == frozenset(model):

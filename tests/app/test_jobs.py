@@ -35,7 +35,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
-    return jobs.parse_runs(shlex.split(at.code[0].value.replace("\\\n", " "))[1:])
+    lines = at.code[0].value.replace("\\\n", " ").splitlines()
+    return [run for line in lines for run in jobs.parse_runs(shlex.split(line)[1:])]
 
 
 def press(at: AppTest, key: str) -> AppTest:
@@ -92,12 +93,13 @@ class TestCollect:
         at = visit(root, "collect")
         at.multiselect(key="collect_recipes").set_value(["bf16", "linear_mxfp4"])
         rerun(at)
-        runs = chosen(press(at, "preset_ablation"))
-        assert [run.recipe for run in runs] == [
-            *("bf16", "linear_mxfp4(without=dgrad+wgrad)", "linear_mxfp4(without=wgrad)", "linear_mxfp4")
-        ]
+        press(at, "preset_ablation")
+        at.number_input(key="collect_seeds").set_value(2)
+        rerun(at)
+        rungs = ("bf16", "linear_mxfp4(without=dgrad+wgrad)", "linear_mxfp4(without=wgrad)", "linear_mxfp4")
+        assert [(run.seed, run.recipe) for run in chosen(at)] == [(s, rung) for s in (1234, 1235) for rung in rungs]
         runs = chosen(press(at, "preset_ablation"))  # of several: te_nvfp4's
-        assert runs[3].recipe == "te_nvfp4" and len(runs) == 7 and len({run.iterations for run in runs}) == 1
+        assert runs[3].recipe == "te_nvfp4" and len(runs) == 3 * 7 and len({run.iterations for run in runs}) == 1
 
     def test_what_cannot_run_is_named_and_not_launched(self, visit: Visit, root: Path):
         at = visit(root, "collect")
@@ -134,6 +136,7 @@ class TestCollect:
         at.selectbox(key="collect_start").set_value("te_nvfp4")
         rerun(at)
         at.text_input(key="collect_keep").set_value("last")
+        at.multiselect(key="collect_own").set_value(["fc2"])
         at.text_input(key="collect_name").set_value("../mine")
         rerun(at)
         assert "is not a name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
@@ -143,7 +146,7 @@ class TestCollect:
         shown = at.code[0].value
         press(at, "recipe_Save")
         path = root / ".recipes" / "mine.toml"
-        assert path.read_text().rstrip() == shown and 'layers = "last"' in shown
+        assert path.read_text().rstrip() == shown and 'layers = "last"' in shown and "[modules.fc2]" in shown
         assert at.multiselect(key="collect_recipes").value == ["mxfp8", str(path)]
         run = jobs.parse_runs(shlex.split(at.code[1].value.replace("\\\n", " "))[1:])[1]
         assert run.recipe == str(path) and run.parsed_recipe().keep == "last"
@@ -153,6 +156,14 @@ class TestCollect:
         assert "exists: Replace overwrites it" in words(at) and path.read_text().rstrip() == shown
         press(at, "recipe_Replace")
         assert path.read_text().rstrip() == at.code[0].value != shown
+        at.multiselect(key="collect_own").set_value([])
+        at.selectbox(key="collect_start").set_value(str(path))
+        rerun(at)
+        assert at.text_input(key="collect_name").value == "mine" and at.multiselect(key="collect_own").value == ["fc2"]
+        press(at, "recipe_delete")
+        assert not path.exists() and not at.error
+        assert at.selectbox(key="collect_start").value == "mxfp8"
+        assert at.multiselect(key="collect_recipes").value == ["mxfp8"]
 
     def test_a_start_that_is_no_recipe_is_named(self, visit: Visit, root: Path):
         at = visit(root, "collect")

@@ -17,6 +17,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection
 from binade.app.sessions import pins
 from binade.app.sessions.session import Pin
+from binade.collector.cli.compare import compare
 from binade.collector.recipes.ladder import ladder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -131,6 +132,15 @@ class TestTable:
         assert len(rows) == 4
         assert table.loc["+ wgrad", "forward_sqnr_db"] == pytest.approx(10 * np.log10(power / error), rel=1e-9)
         assert table.loc["bf16", ["cosine", "forward_sqnr_db"]].isna().all()
+
+    def test_binade_compare_prints_the_same(self, drawn, root):
+        (section,) = compare(root).sections
+        rows = {row.recipe: row.figures for row in section.rows}
+        same = {"gap": "gap_mean_over_seeds_nats", "cosine": "gradient_cosine", "gradient_bias": "gradient_bias"}
+        for row in drawn.tables["ladder"].iloc[1:].to_dict("records"):
+            expected = [row[column] for column in same]
+            assert [rows[row["recipe"]][name] for name in same.values()] == pytest.approx(expected, rel=1e-9)
+            assert rows[row["recipe"]]["gradient_pairs"] == 4
 
 
 class TestVerdict:

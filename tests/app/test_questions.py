@@ -31,6 +31,7 @@ from binade.app.questions.what_if import compute as what_if_compute
 from binade.app.questions.why import compute as why_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.gradients import gradient_errors, gradient_summary
 from binade.data.runs import read_losses
 from binade.quant.blocks import look
 from binade.quant.formats import FORMATS
@@ -563,13 +564,13 @@ class TestRecipes:
     def test_gradients_are_numpys_cosine_and_bias(self, catalog, table):
         run = table[table["recipe"] == "mxfp4"].iloc[0]
         pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
-        found, unread = recipes_compute.gradients(catalog, pairs)
+        found, unread = gradient_errors(catalog, pairs)
         assert len(found) == len(pairs) and not unread
         for row in found.itertuples():
             a, b = (catalog.load(i).double().numpy().reshape(-1) for i in (row.reference_id, row.tensor_id))
             assert row.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=1e-9)
             assert row.gradient_bias == pytest.approx(((b - a) ** 2).sum() / (a**2).sum(), rel=1e-9)
-        whole = recipes_compute.gradient_summary(found, ["tensor_name"]).iloc[0]
+        whole = gradient_summary(found, ["tensor_name"]).iloc[0]
         pairs_of = [[catalog.load(i).double() for i in (r.reference_id, r.tensor_id)] for r in found.itertuples()]
         error = sum(float((b - a).square().sum()) for a, b in pairs_of)
         assert whole["gradient_bias"] == pytest.approx(

@@ -35,13 +35,19 @@ linear.forward = "bf16"
 
 
 def again(table: pd.DataFrame, start: Recipe, name: str = "mine", keep: str | None = None) -> Recipe:
-    return recipe_table.recipe_of(table, start.keep if keep is None else keep, start, name)
+    schedule = recipe_table.schedule_of(start)
+    return recipe_table.recipe_of(table, schedule, start.keep if keep is None else keep, start, name)
+
+
+def scheduled(start: Recipe, *stages: tuple[str, str]) -> Recipe:
+    """With a schedule of these rows."""
+    schedule = pd.DataFrame(stages, columns=["from", "changes"])
+    return recipe_table.recipe_of(recipe_table.table_of(start), schedule, start.keep, start, "mine")
 
 
 def cell(table: pd.DataFrame, operand: str) -> int:
     """The row of an operand such as linear.forward.input."""
-    part, gemm, name = operand.split(".")
-    return table.index[(table["part"] == part) & (table["gemm"] == gemm) & (table["operand"] == name)].item()
+    return table.index[table["operand"] == operand].item()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -72,6 +78,75 @@ def test_an_edited_cell_changes_one_operand_and_what_the_schedule_leaves(tmp_pat
     ]
     ((_, last),) = made.schedule
     assert str(last.linear.formats.dgrad_grad) == "mxfp8(scale=rceil)" and last.linear.formats.forward_a is None
+
+
+class TestModules:
+    def test_rows_are_added_and_removed(self):
+        recipe = parse_recipe("te_nvfp4")
+        table = recipe_table.with_modules(recipe_table.table_of(recipe), ["fc2", "h.0"])
+        assert recipe_table.modules_of(table) == ["fc2", "h.0"]
+        assert table["operand"].str.startswith("modules.")[6:18].all() and len(table) == 24 + 12
+        table.loc[cell(table, "modules.h.0.wgrad.input"), "spec"] = "nvfp4(block=16x16, hadamard=16, signs=fixed)"
+        made = again(table, recipe)
+        assert dict(made.modules)["fc2"].formats == recipe.linear.formats == made.linear.formats
+        assert dict(made.modules)["h.0"].formats.wgrad_a.block.rows == 16
+        table = recipe_table.with_modules(table, ["h.0"])
+        assert recipe_table.modules_of(table) == ["h.0"]
+        assert "16x16" in table.loc[cell(table, "modules.h.0.wgrad.input"), "spec"]
+        assert again(recipe_table.with_modules(table, []), recipe, "te_nvfp4") == recipe
+
+    def test_any_name_of_a_module_survives_the_file(self, tmp_path: Path):
+        recipe = parse_recipe("te_nvfp4")
+        made = again(recipe_table.with_modules(recipe_table.table_of(recipe), ['h.0 "x"']), recipe)
+        recipe_table.save(tmp_path / "mine.toml", made)
+        assert parse_recipe(str(tmp_path / "mine.toml")) == made
+
+
+class TestSchedule:
+    def test_changes_hold_from_their_iteration_on(self):
+        changes = "linear.forward=bf16; qk.forward.key = mxfp8(scale=rceil)"
+        made = scheduled(parse_recipe("quartet"), ("9000", changes), ("90%", "hif4"))
+        (early, first), (late, last) = made.schedule
+        assert (early, late) == ("9000", "90%")
+        assert first.linear.formats.forward_a is None and str(first.qk.formats.forward_b) == "mxfp8(scale=rceil)"
+        assert first.linear.formats.dgrad_grad == made.linear.formats.dgrad_grad
+        other = parse_recipe("hif4")
+        assert [last.by_name()[part].formats for part in other.by_name()] == [
+            part.formats for part in other.by_name().values()
+        ]
+
+    def test_a_recipe_replaces_what_modules_have_of_their_own(self, tmp_path: Path):
+        (tmp_path / "own.toml").write_text(OWN)
+        made = scheduled(parse_recipe(str(tmp_path / "own.toml")), ("2", "bf16"))
+        ((_, last),) = made.schedule
+        assert made.quantized and not last.quantized and not dict(last.modules)["fc2"].formats.quantized
+
+    def test_a_named_recipe_survives_its_file(self, tmp_path: Path):
+        made = scheduled(parse_recipe("quartet"), ("90%", "te_mxfp8"))
+        recipe_table.save(tmp_path / "mine.toml", made)
+        read = parse_recipe(str(tmp_path / "mine.toml"))
+        assert read == made and again(recipe_table.table_of(read), read) == read
+
+    @pytest.mark.parametrize(
+        ("start", "changes", "message"),
+        [
+            ("", "bf16", "row 1 of the schedule: .* an iteration from 1"),
+            ("0", "bf16", "row 1 of the schedule: .* an iteration from 1"),
+            ("90%", "", "row 1 of the schedule: nothing changes: name a recipe"),
+            ("90%", "mxfp9", "row 1 of the schedule: recipe 'mxfp9' is unknown"),
+            ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: format 'mxfp9'"),
+            ("90%", "linear.forward", "row 1 of the schedule: recipe 'linear.forward' is unknown"),
+            ("90%", "linear.forward = bf16; x y = 3", "write changes as in linear.forward = bf16"),
+            ("90%", "nvidia_nvfp4", r"keep of its own: write nvidia_nvfp4\(without=keep\)"),
+        ],
+    )
+    def test_a_wrong_row_is_named_in_one_line(self, start: str, changes: str, message: str):
+        with pytest.raises(RecipeError, match=message) as caught:
+            scheduled(parse_recipe("te_nvfp4"), (start, changes))
+        assert "\n" not in str(caught.value)
+
+    def test_an_empty_row_is_none(self):
+        assert scheduled(parse_recipe("te_nvfp4"), ("", " ")).schedule == ()
 
 
 def test_an_edited_recipe_does_not_pass_for_the_published_one():
@@ -142,11 +217,15 @@ class TestFiles:
         recipe_table.save(path, parse_recipe("hif4"), replace=True)
         assert path.read_text() == to_toml(parse_recipe("hif4"))
 
-    def test_read_only_saves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_read_only_saves_and_deletes_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("BINADE_READ_ONLY", "1")
         with pytest.raises(ReadOnlyError, match="saving a recipe"):
             recipe_table.save(recipe_table.path_of(tmp_path, "mine"), parse_recipe("quartet"))
         assert list(tmp_path.iterdir()) == []
+        (tmp_path / "mine.toml").touch()
+        with pytest.raises(ReadOnlyError, match="deleting a recipe"):
+            recipe_table.delete(tmp_path / "mine.toml")
+        assert (tmp_path / "mine.toml").exists()
 
 
 class TestWarnings:

@@ -117,6 +117,22 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, root: Path):
         expect(page.get_by_role("button", name="Save")).to_be_disabled()
         enter_cell(page, 0, "mxfp8(scale=rceil)")
         expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
+        own = page.get_by_role("combobox", name="Modules that differ")
+        own.fill("fc2")
+        own.press("Enter")
+        own.press("Escape")
+        expect(toml).to_contain_text('[modules.fc2]\nforward.input = "mxfp8(scale=rceil)"')
+        settle(page)
+        schedule = page.get_by_test_id("stDataFrame").nth(1)
+        schedule.scroll_into_view_if_needed()
+        box = schedule.bounding_box()
+        assert box
+        page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 35 * 1.5)  # makes the row
+        settle(page)
+        enter_cell(page, 0, "bf16", table=1)
+        expect(page.get_by_text("row 1 of the schedule: [[schedule]] from = nothing")).to_be_visible()
+        enter_cell(page, 0, "90%", table=1, place=0.15)
+        expect(toml).to_contain_text('from = "90%"\nlinear.forward.input = "bf16"')
         name = page.get_by_label("Name", exact=True)
         name.fill("mine")
         name.press("Enter")
@@ -130,16 +146,21 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, root: Path):
         path = root / ".recipes" / "mine.toml"
         expect(page.get_by_test_id("stCode").filter(has_text=f"mxfp8,{path}")).to_be_visible()
         assert parse_recipe(str(path)).linear.rounded_to("forward_a") == "mxfp8(scale=rceil)"
+        page.get_by_role("button", name="Delete").click()
+        page.get_by_role("button", name="Delete recipe").click()
+        settle(page)
+        assert not path.exists()
         assert page.complaints == []
 
 
-def enter_cell(page: Page, row: int, text: str) -> None:
-    """Type into a row's spec: the last column of the table, which is drawn on a canvas."""
-    table = page.get_by_test_id("stDataFrame")
-    table.scroll_into_view_if_needed()
-    box = table.bounding_box()
+def enter_cell(page: Page, row: int, text: str, *, table: int = 0, place: float = 0.8) -> None:
+    """Type into a cell of a table, which is drawn on a canvas. place is how far to the right the cell is: 0.8 is in the
+    last column."""
+    shown = page.get_by_test_id("stDataFrame").nth(table)
+    shown.scroll_into_view_if_needed()
+    box = shown.bounding_box()
     assert box
-    page.mouse.dblclick(box["x"] + 0.8 * box["width"], box["y"] + 35 * (row + 1.5))
+    page.mouse.dblclick(box["x"] + place * box["width"], box["y"] + 35 * (row + 1.5))
     cell = page.locator("textarea.gdg-input")
     cell.fill(text)
     cell.press("Enter")

@@ -26,6 +26,7 @@ from binade.app.questions.training import compute as training_compute
 from binade.app.questions.what_if import compute as what_if_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.gradients import gradient_errors
 from binade.data.runs import read_losses
 from tests.browser.driver import new_page, serving, settle
 from tests.browser.test_explore import number
@@ -259,7 +260,7 @@ def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     visitor.until("Furthest from bf16")
     run = table[table["label"] == "mxfp4"].iloc[0]
     pairs = catalog.pairs(run["run_id"], run["reference"], Filter(tensor_name=["grad_weight"], iteration=[0]))
-    found = recipes_compute.gradients(catalog, pairs)[0].set_index(["layer_index", "module"])
+    found = gradient_errors(catalog, pairs)[0].set_index(["layer_index", "module"])
     dots = {(m["run"], m["gradient"]): m for m in visitor.marks("cosine") if "gradient" in m}
     assert number(dots["mxfp4", "L1 fc1"]["Cosine to bf16’s gradient"]) == pytest.approx(
         found.loc[(1, "fc1"), "cosine"], rel=1e-4

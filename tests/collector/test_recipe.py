@@ -139,8 +139,23 @@ def test_a_part_can_be_set_alone(name, given, expected):
     "name", ["", "FA", "FA_", "linear_", "mxfp9", "fa_mxfp8", "linear_FA_mxfp8", "mxfp8 ", "FA_FA_mxfp8", "MXFP8"]
 )
 def test_unknown_recipes_are_refused(name):
-    with pytest.raises(RecipeError, match="is unknown: bf16, FA_<format>"):
+    with pytest.raises(RecipeError, match=r"is unknown.* `binade list recipes`"):
         parse_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("nvidia_nvfp5", "nvidia_nvfp4"),
+        ("MXFP8", "mxfp8"),
+        ("FA_nvfp(block=16x16)", "FA_nvfp4"),
+        ("nvfp4 block=16x16", "nvfp4"),
+    ],
+)
+def test_what_may_be_meant_is_named(name, meant):
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(name)
+    assert meant in str(refused.value).partition("did you mean ")[2].partition("?")[0].split(", ")
 
 
 @pytest.mark.parametrize("unknown", ["mxfp9", "", "FA_mxfp8"])

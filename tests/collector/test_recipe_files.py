@@ -58,7 +58,7 @@ EXPECTED = {
 def six(recipe: Recipe) -> tuple[str | None, ...]:
     formats = recipe.linear.formats
     return tuple(
-        None if formats[name] is None else "*" * (name in formats.of_rounded) + str(formats[name])
+        "*" * (name in formats.of_rounded) + str(formats[name]) if formats[name] or name in formats.of_rounded else None
         for name in OPERAND_FIELDS
     )
 
@@ -130,6 +130,13 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
             assert [str(formats[name]) for name in ("forward_a", "forward_b", "dgrad_b")] == ["mxfp8", "mxfp8", "fp16"]
 
 
+def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
+    for given in ({"linear": "mxfp8"}, {"dgrad": "bf16"}, {"operands": ["linear.dgrad.weight=bf16"]}):
+        recipe = parse_recipe("quartet(without=rotation)", **given)
+        assert "dgrad_b" not in recipe.linear.formats.of_rounded
+        assert ("wgrad_a" in recipe.linear.formats.of_rounded) == ("linear" not in given)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -138,6 +145,10 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
         ("[linear]\nforward = 'mxfp9'", "linear.forward.input: .*mxfp9"),
         ("[linear]\nforward = 'mxfp8(scale=quest)'", "linear.forward.input: scale=quest is not possible for mxfp8"),
         ("[linear]\nforward = 3", "linear.forward is a table, not 3"),
+        ("[[schedule]]\nfrom = 10\n[[schedule]]\nfrom = '5%'\n[[schedule]]\nfrom = 9\n", "from = 9 follows 10"),
+        ("[[schedule]]\nfrom = '90%'\n[[schedule]]\nfrom = '90.0%'\n", "from = 90.0% follows 90%"),
+        ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is not a spec"),
+        ("[linear]\ndgrad.weight = { spec = 'mxfp8', of = 'round' }", "of = 'round' is unknown"),
         ("[linear]\nforward.input = 3", "linear.forward.input is a text, not 3"),
         ("[linear]\nforward.input = { spec = 'mxfp8', of = 'rounded' }", 'linear.forward.input: of = "rounded"'),
         ("linear = 'mxfp8'", r"\[linear\] is a table"),
@@ -147,7 +158,10 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
         ("[[schedule]]\nfrom = '120%'", "from = 120%"),
         ("schedule = 3", "schedule is a list"),
         ("[linear", "is not TOML"),
-        ("[linear]\nforward.input = 'mxfp8(hadamard=32)'", "rotated differently"),
+        (
+            "[linear]\nforward.input = 'mxfp8(hadamard=32)'",
+            "recipe .*wrong.toml: linear: the operands of forward are rotated differently, .* and bf16",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_in_a_line(tmp_path, text, said):
@@ -176,6 +190,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_a_line(tmp_path):
         ("te_delayed(without=scale)", EXPECTED["te_current"]),
         ("te_block(without=scale)", TILES),
         ("quartet(without=rounded)", tuple(spec.strip("*") for spec in EXPECTED["quartet"])),
+        ("quartet(without=dgrad)", (*EXPECTED["quartet"][:2], None, None, *EXPECTED["quartet"][4:])),
         ("linear_mxfp4(without=dgrad+wgrad)", ("mxfp4", "mxfp4", None, None, None, None)),
         ("linear_nvfp4(block=16x16, without=tiles)", ("nvfp4",) * 6),
     ],
@@ -247,10 +262,15 @@ def test_a_schedule_in_percent_needs_the_number_of_iterations(tmp_path):
 
 
 def test_a_module_that_the_model_has_not_is_refused(tmp_path):
-    (tmp_path / "mine.toml").write_text("[modules.fc7]\nforward = 'mxfp8'\n")
-    with pytest.raises(InstrumentError, match="module fc7: the model has"):
-        with instrument(build(), str(tmp_path / "mine.toml")):
-            pass
+    for module, text in (
+        ("fc7", "[modules.fc7]\nforward = 'mxfp8'\n"),
+        ("core", "[modules.core]\nforward = 'mxfp8'\n"),
+        ("fc7", "[linear]\nforward = 'mxfp8'\n[[schedule]]\nfrom = 2\nmodules.fc7.forward = 'mxfp4'\n"),
+    ):
+        (tmp_path / "mine.toml").write_text(text)
+        with pytest.raises(InstrumentError, match=f"module {module}: the model has"):
+            with instrument(build(), str(tmp_path / "mine.toml")):
+                pass
     with pytest.raises(InstrumentError, match="keeps last in bf16, which is every layer"):
         with instrument(build(1), "nvidia_nvfp4"):
             pass

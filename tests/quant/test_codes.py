@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from binade.quant import quantize
 from binade.quant.codes import encode
 from binade.quant.elements import E4M3, INT4, Element
 from binade.quant.formats import FORMATS
@@ -81,6 +82,17 @@ def test_hifloat8_named_codes():
 def test_derived_limits(name, largest, smallest, emax, bits):
     element, stored = FORMATS[name].element, Spec.of(name).bits_per_value
     assert (element.max, element.smallest, element.emax, stored) == (largest, smallest, emax, bits)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["nvfp4(scale=nvfp4_1x128)", "nvfp4(scale=float32)", "mxfp4(block=32x32)", "fp8_e4m3(block=1x128)", "hif4"],
+)
+def test_bits_per_value_are_those_of_the_stored_scales(spec):
+    stored = quantize(torch.ones(64, 256), spec)
+    scales = stored.nbytes - stored.codes.numel() * stored.codes.element_size()
+    bits = Spec.of(spec).format.element.bits + 8 * scales / (64 * 256)
+    assert Spec.of(spec).bits_per_value == bits
 
 
 @pytest.mark.parametrize("name", formats())

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from binade.quant import fake_quantize, quantize
+from binade.quant.delayed import ScaleHistory
+from binade.quant.specs import Spec
 from tests.quant import oracles
 from tests.quant.oracles import E2M1, E4M3, E5M2, HIF8, INT4, NVIDIA_SIGNS
 
@@ -426,6 +428,17 @@ def test_oracle_hif4_by_hand() -> None:
 
 
 # --- Delayed scaling --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("history", "margin"), [(1, 0), (2, 3), (5, 0)])
+def test_delayed_scales(history: int, margin: int, algorithm: str) -> None:
+    options = {"history": history, "algorithm": algorithm, "margin": margin}
+    kept = ScaleHistory(Spec.of("fp8_e4m3", **options))
+    random = np.random.default_rng(history)
+    amaxes = [1, 4, 2, 2, 0, np.nan, 1e-3, 7, np.inf, 5, 0, 3, 1e-41, 2, np.nan, 0, *2.0 ** random.normal(0, 9, 40)]
+    used = [kept.use(torch.tensor([[0.0, -amax], [amax / 2, 0.0]])).item() for amax in amaxes]
+    assert used == oracles.delayed_scales(amaxes, **options)[:-1]
 
 
 def test_oracle_delayed_scales() -> None:

@@ -51,6 +51,11 @@ def test_a_spec_is_biased_where_the_largest_value_of_a_block_is_clipped(spec):
     assert (share < 0.97) == spec.biased, share
 
 
+def test_a_delayed_scale_clips_what_outgrows_it():
+    assert Spec.of("fp8_e4m3(history=4, rounding=stochastic)").biased
+    assert not Spec.of("fp8_e4m3(rounding=stochastic)").biased and not Spec.of("fp8_e4m3(history=4)").biased
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_grid_values_stay(name):
     x = awkward((8, 64), seed=1, specials=False)

@@ -81,7 +81,7 @@ AGREEMENT = {
 
 
 def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> alt.Chart:
-    """Of analysis.recipes.gradient_summary by group (a run) and place: a dot each."""
+    """Of `gradient_summary` by group (a run) and place: a dot each."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
     result: alt.Chart = (

@@ -1,9 +1,9 @@
-"""Runs against the bf16 run that saw the same data: which part costs the most loss, and what becomes of the gradients.
+"""Runs against the bf16 run that saw the same data: which part costs the most loss.
 
 `rungs` makes of runs with several seeds the table of a ladder: an ablation's recipes in order.
 
-Runs are matched by configuration (SAME_DATA: two runs that agree in it start from the same weights and read the same
-tokens in the same order), tensors by identity (`Catalog.twins`).
+Runs are matched by configuration: two runs that agree in SAME_DATA start from the same weights and read the same tokens
+in the same order.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from binade.app.questions.shared.runs import PARTS
 from binade.collector.recipes.ladder import Ladder
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import Spread, no_gap, verdict
-from binade.data.catalog import Catalog, CatalogError
-from binade.data.store import TensorFileError
-from binade.quant.metrics import errors
 
 
 def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> pd.DataFrame:
@@ -106,32 +103,3 @@ def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
         rows.append(row)
     columns = ["rung", "recipe", "seeds", "gap", "deviation", "low", "high", "change", "verdict", "separated"]
     return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan)
-
-
-def gradients(catalog: Catalog, pairs: pd.DataFrame) -> tuple[pd.DataFrame, int]:
-    """Each pair of `Catalog.pairs` compared: (its columns with cosine, gradient_bias ‖ĝ−g‖²/‖g‖², projection, and the
-    sums they are made of; how many could not be read)."""
-    rows, unread = [], 0
-    for pair in pairs.to_dict("records"):
-        try:
-            own, base = catalog.load(pair["tensor_id"]), catalog.load(pair["reference_id"])
-            found = errors(base, own)
-        except (CatalogError, TensorFileError, ValueError):
-            unread += 1
-            continue
-        rows.append(
-            pair
-            | {"cosine": found.cosine, "gradient_bias": found.relative_error**2, "projection": found.projection}
-            | {"error": found.relative_error**2 * pair["reference_power"]}
-        )
-    added = ["cosine", "gradient_bias", "projection", "error"]
-    return pd.DataFrame(rows, columns=[*pairs.columns, *added]), unread
-
-
-def gradient_summary(table: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """`gradients` by columns: tensors, cosine (mean, each tensor alike), gradient_bias (of the summed powers)."""
-    found = table.groupby(by, sort=False, dropna=False).agg(
-        tensors=("cosine", "size"), cosine=("cosine", "mean"), square=("reference_power", "sum"), error=("error", "sum")
-    )
-    found = found.assign(gradient_bias=found["error"] / found["square"].replace(0, np.nan))
-    return found.drop(columns=["square", "error"]).reset_index()

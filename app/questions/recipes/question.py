@@ -29,6 +29,7 @@ from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import SEPARATED
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
@@ -37,12 +38,11 @@ VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
 NO_ABLATION = "No ablation is among these runs: queue one with `binade ablate te_nvfp4 --train-iters 50 --seeds 3`."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
-NAMES = ("grad_weight", "grad_input", "grad_output")
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
 VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS)
 GRADIENT = Control(
-    name="gradient", label="Gradient", param=One(NAMES), titles={name: label_of(name) for name in NAMES},
+    name="gradient", label="Gradient", param=One(GRADIENTS), titles={name: label_of(name) for name in GRADIENTS},
     row="gradients", width=2,
 )  # fmt: skip
 AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="slider", row="gradients")
@@ -199,9 +199,9 @@ def iterations_of(opened: Catalog, name: str) -> list[int]:
 
 @lru_cache(64)
 def compare(opened: Catalog, run_id: str, reference: str, name: str, at: int) -> tuple[pd.DataFrame, int]:
-    """A run's gradients of one name and iteration against the reference's: as `compute.gradients`."""
+    """A run's gradients of one name and iteration against the reference's: as `gradient_errors`."""
     where = Filter(tensor_name=(name,), iteration=(at,))
-    return compute.gradients(opened, opened.pairs(run_id, reference, where))
+    return gradient_errors(opened, opened.pairs(run_id, reference, where))
 
 
 def gradients(
@@ -222,8 +222,8 @@ def gradients(
     together["place"] = [
         f"L{int(layer)} {module}" for layer, module in zip(together["layer_index"], together["module"], strict=True)
     ]
-    summary = compute.gradient_summary(together, ["group", "place"])
-    worst = compute.gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
+    summary = gradient_summary(together, ["group", "place"])
+    worst = gradient_summary(together, ["group"]).sort_values("cosine").iloc[0]
     verdict = (
         f"Furthest from bf16’s: {worst['group']}, mean cosine {worst['cosine']:.3f}, "
         f"gradient bias {worst['gradient_bias']:.3g}."
@@ -283,10 +283,8 @@ def ladder(
     figure = Figure("ladder", chart, rungs, caption, note=SEPARATED, height=charts.ladder_height(rungs))
     problems = _missing(runs, rungs)
     if left_out:
-        notes = [
-            *notes,
-            f"{left_out} runs of these recipes are left out: other settings, or newer runs of the same seed.",
-        ]
+        runs_are = "run of these recipes is" if left_out == 1 else "runs of these recipes are"
+        notes = [*notes, f"{left_out} {runs_are} left out: other settings, or newer runs of the same seed."]
     shown = Table("ladder", rungs, columns)
     return Drawn((figure, shown, *map(Text, notes)), _separated(rungs, chosen), tuple(problems))
 
@@ -344,7 +342,7 @@ def _gradient_errors(
     notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]
     if unread:
         notes.append(f"{unread} pairs could not be read and are left out.")
-    summary = compute.gradient_summary(together, ["group"]).rename(columns={"group": "recipe"})
+    summary = gradient_summary(together, ["group"]).rename(columns={"group": "recipe"})
     return summary.drop(columns="tensors"), notes
 
 
@@ -390,7 +388,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 def _weight_gradients(opened: Catalog, where: Filter, runs: pd.DataFrame) -> Drawn:
     """Those of the first iteration, unless that would read too many values."""
-    name = NAMES[0]
+    name = GRADIENTS[0]
     iterations = iterations_of(opened, name)
     if not iterations:
         return Drawn(problems=(f"No {label_of(name)} was recorded.",))
@@ -410,7 +408,7 @@ def _values_read(opened: Catalog, runs: pd.DataFrame, name: str, iteration: int)
 
 def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladder) -> Section:
     """An ablation, with gradients of the first iteration unless that would read too many values."""
-    opened, name = selection.opened, NAMES[0]
+    opened, name = selection.opened, GRADIENTS[0]
     own = comparable_runs(runs[runs["recipe"].isin([rung.recipe for rung in chosen.rungs])])
     iterations = iterations_of(opened, name)
     too_many = bool(iterations) and _values_read(opened, own, name, iterations[0]) > MAX_GRADIENT_VALUES

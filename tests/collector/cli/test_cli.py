@@ -278,7 +278,7 @@ def test_list_shows_everything(command, capsys):
     for module in ("qkv", "core", "fc2", "kv_down", "router", "shared_fc1"):
         assert module in words
     for fmt in FORMATS.values():
-        assert f"{fmt.max:g}" in words
+        assert f"{fmt.max:g}." in words
 
 
 def test_list_shows_one_kind(command, capsys):
@@ -286,6 +286,8 @@ def test_list_shows_one_kind(command, capsys):
     out = capsys.readouterr().out
     assert "nvidia_nvfp4          NVIDIA NVFP4 pre-training (code, excerpt; not all is certain)" in out
     assert "without=A+B" in out and "llama32-1b" not in out
+    assert "    linear.dgrad    nvfp4(rounding=stochastic) × nvfp4(block=16x16)\n" in out
+    assert "    linear.wgrad    fp8_e4m3(block=1x128) × rounded fp8_e4m3(block=1x128)\n" in out
     assert command("list", "recipe") == 2 and "'recipes'" in capsys.readouterr().err
 
 

@@ -50,9 +50,9 @@ def losses(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def copy(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The collected root without its tensor files: neither they nor an index of it are needed."""
+    """The collected root without its index."""
     target = tmp_path_factory.mktemp("compared") / "runs"
-    return shutil.copytree(collected, target, ignore=shutil.ignore_patterns("*.pt", "index.duckdb*"))
+    return shutil.copytree(collected, target, ignore=shutil.ignore_patterns("index.duckdb*"), copy_function=os.link)
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +77,20 @@ def operands(run: Path) -> list[dict]:
     for file in sorted((run / "segments").glob("*/tensor.parquet")):
         rows += [row for row in pq.read_table(file).to_pylist() if row["contracted_axis"] is not None]
     return rows
+
+
+def gradients(run: Path) -> dict[tuple[int, str], np.ndarray]:
+    """The weights' gradients of iteration 0, flattened, by layer and module."""
+    files = sorted((run / "segments").glob("*/tensor.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    return {
+        (row["layer_index"], row["module"]): torch.load(run / row["path"], weights_only=True)["tensor"]
+        .double()
+        .flatten()
+        .numpy()
+        for row in rows
+        if row["tensor_name"] == "grad_weight" and row["iteration"] == 0
+    }
 
 
 def saturated(x: np.ndarray, fmt: str, axis: int) -> int:
@@ -146,6 +160,22 @@ class TestRealRuns:
         assert len(chosen) == {"linear_forward": 32, "linear_gradients": 16, "fa_forward": 16, "fa_gradients": 4}[name]
 
     @pytest.mark.parametrize("recipe", RECIPES)
+    def test_gradient_errors_are_those_of_the_raw_tensors(self, by_recipe, copy, recipe):
+        row = by_recipe[recipe]
+        names = ("iteration", "pairs", "cosine", "bias")
+        if recipe == "bf16":
+            assert {row[f"gradient_{name}"] for name in names} == {""}
+            return
+        own, bf16 = (gradients(copy / by_recipe[name]["run_id"]) for name in (recipe, "bf16"))
+        pairs = [(own[site], bf16[site]) for site in own]
+        cosines = [float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)) for a, b in pairs]
+        bias = sum(float(((a - b) ** 2).sum()) for a, b in pairs) / sum(float(b @ b) for _, b in pairs)
+        assert (row["gradient_iteration"], row["gradient_pairs"]) == ("0", str(len(pairs))) and len(pairs) == 8
+        assert [float(row[f"gradient_{name}"]) for name in names[2:]] == pytest.approx(
+            [statistics.fmean(cosines), bias], rel=1e-6
+        )
+
+    @pytest.mark.parametrize("recipe", RECIPES)
     def test_sizes_are_those_of_the_formats(self, by_recipe, copy, recipe):
         row = by_recipe[recipe]
         rows = operands(copy / row["run_id"])
@@ -174,7 +204,7 @@ class TestRealRuns:
         lines = printed["text"].splitlines()
         assert max(map(len, lines)) <= 120
         shown = shown_tables(printed["text"])
-        assert [table[0][0] for table in shown] == ["recipe"] * 3 and all(len(table) == 5 for table in shown)
+        assert [table[0][0] for table in shown] == ["recipe"] * 4 and [len(table) for table in shown] == [5, 5, 4, 5]
         check_shown(shown, by_recipe)
         for table in blocks_of_tables(printed["text"]):
             assert len({len(line) for line in table}) == 1  # the last column is right-aligned
@@ -219,10 +249,14 @@ def markdown_tables(text: str) -> tuple[list[list[list[str]]], list[list[str]]]:
 
 
 def check_shown(shown: list[list[list[str]]], by_recipe: dict[str, dict[str, str]]) -> None:
-    """The three tables of one section against the CSV."""
-    loss, rounding, cost = ({row[0]: dict(zip(table[0], row, strict=True)) for row in table[1:]} for table in shown)
-    assert list(loss) == list(rounding) == list(cost) == list(by_recipe)
+    """The tables of one section against the CSV."""
+    loss, rounding, gradient, cost = (
+        {row[0]: dict(zip(table[0], row, strict=True)) for row in table[1:]} for table in shown
+    )
+    assert list(loss) == list(rounding) == list(cost) == list(by_recipe) == ["bf16", *gradient]
     for recipe, row in by_recipe.items():
+        for title, cell in list(gradient.get(recipe, {}).items())[1:]:
+            assert float(cell) == pytest.approx(float(row[f"gradient_{title}"]), rel=5.1e-3, abs=0.5001e-4)
         expected = {
             "loss": "loss_nats",
             "loss there": "loss_at_common_iteration_nats",
@@ -713,6 +747,20 @@ class TestCommand:
         assert command("compare", "--format", "csv") == 0
         gap = read_csv(capsys.readouterr().out)[1]["loss_at_common_iteration_nats"]
         assert gap == ("5.0" if left else "")
+
+    def test_gradients_that_cannot_be_compared_are_told(self, command, capsys, made, monkeypatch):
+        gradient = [(TENSOR, {"tensor_name": "grad_weight", "operation": "backward", "phase": "post"})]
+        made("bf16", [5.0], tensors=gradient)
+        run = made("mxfp8", [5.0], tensors=gradient)
+        (file,) = run.directory.glob("tensors/*.pt")
+        file.write_bytes(b"x")
+        assert command("compare", "--format", "csv") == 0
+        out, err = capsys.readouterr()
+        assert err == "binade: passed over: mxfp8: 1 of its gradients cannot be read\n"
+        assert read_csv(out)[1]["gradient_cosine"] == ""
+        monkeypatch.setattr("binade.collector.cli.compare.MAX_GRADIENT_VALUES", TENSOR.numel() - 1)
+        assert command("compare", "--format", "csv") == 0
+        assert "passed over: gradients: 4,096 values are too many to compare here" in capsys.readouterr().err
 
     def test_a_damaged_segment_is_told(self, command, capsys, made):
         run = made("mxfp8", [5.0], tensors=[(TENSOR, {"format": "mxfp8"})])
