@@ -24,6 +24,7 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
+from binade.collector.models.directory import describe_weights
 from binade.collector.models.model import GPTModel
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
@@ -113,12 +114,15 @@ def train(
 
 
 def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
-    checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
     shape, recipe = config.shape(), config.parsed_recipe()
-    dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
+    checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
+    weights = checkpoint.identity() if checkpoint else None
+    dataset = open_dataset(config.dataset, config.tokenizer_name, shape.vocab)
     stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     description = config.to_dict() | {
+        "model": f"{config.model_name}@{weights['sha256'][:8]}" if weights else config.model,
+        "weights": weights,
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "data": dataset.identity,
@@ -133,7 +137,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
     start = time.monotonic()
     recorder = Recorder(
         root,
-        label=f"{config.model}_{recipe.name}",
+        label=f"{config.model_name}_{recipe.name}",
         config=description,
         tensors=config.tensors,
         scores=config.scores,
@@ -196,11 +200,11 @@ def _train(
         model.initialize(config.seed)
     optimizer = _optimizer(model, config)
     report(
-        f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
+        f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
     if checkpoint:
-        report(f"weights from {checkpoint.directory}")
+        report(f"weights {describe_weights(checkpoint.path)}")
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := config.kept_layers:
         report(f"in bf16 whatever the recipe: {kept}")

@@ -1,0 +1,248 @@
+"""Models by path: Hugging Face directories as transformers saves them, and GGUF files as gguf writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from binade.app.jobs import collecting
+from binade.cli import main
+from binade.collector.cli.options import read
+from binade.collector.datasets.tokenizer import open_tokenizer
+from binade.collector.errors import ConfigError
+from binade.collector.jobs.estimate import estimate
+from binade.collector.models.checkpoint import open_checkpoint
+from binade.collector.models.directory import read_shape
+from binade.collector.models.model import GPTModel
+from binade.collector.training.config import RunConfig
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+MERGES = [("d", "e"), ("Ġ", "de"), ("Ġde", "f"), ("1", "2")]
+TEXT = "def f(x): return x + 1\n\n    é def"
+RUN = ["run", "--layers", "1", "--sequence-length", "16", "--backend", "torch", "--scores", "", "--no-raw"]
+
+
+def reference(tied: bool = True, kind: type[nn.Module] = LlamaForCausalLM, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = {LlamaForCausalLM: LlamaConfig, MistralForCausalLM: MistralConfig}[kind]
+    sizes = SIZES | ({"sliding_window": None} if config is MistralConfig else {})
+    return kind(config(**sizes, tie_word_embeddings=tied, initializer_range=0.2)).eval()
+
+
+def tokenizer() -> Tokenizer:
+    letters = ["<end>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    made = Tokenizer(models.BPE({token: number for number, token in enumerate(letters)}, MERGES))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with its tokenizer, as transformers saves it."""
+    made = tmp_path_factory.mktemp("models") / "tiny-llama"
+    reference().save_pretrained(made)
+    tokenizer().save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return made
+
+
+def logits(path: Path, tokens: Tensor) -> Tensor:
+    shape = read_shape(path)
+    model = GPTModel(shape, compute_dtype=torch.float32)
+    open_checkpoint(path, shape).load_into(model)
+    with torch.no_grad():
+        found: Tensor = model(tokens)
+    return found
+
+
+def tokens() -> Tensor:
+    return torch.randint(SIZES["vocab_size"], (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_mistral_runs_through_the_layers_of_a_llama(tied, tmp_path):
+    theirs = reference(tied, MistralForCausalLM)
+    theirs.save_pretrained(tmp_path)
+    torch.testing.assert_close(logits(tmp_path, tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+def collected(root: Path, *options: str) -> dict[str, Any]:
+    """run.json of a run, the only one under the root."""
+    assert main([*RUN, "--dataset", "python-docs", "--tensor-save-dir", str(root), *options]) == 0
+    (path,) = root.glob("*/run.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_directory_is_collected_with_its_weights_and_its_tokenizer(directory, tmp_path, capsys):
+    run = collected(tmp_path, "--model", str(directory), "--recipe", "nvidia_nvfp4", "--layers", "2")
+    assert run["size"] == "full" and run["weights"]["path"] == str(directory)
+    assert run["data"]["tokenizer"] == str(directory / "tokenizer.json")
+    assert f"weights from {directory}" in capsys.readouterr().out
+    with Catalog.open(tmp_path) as catalog:
+        assert set(catalog.tensors(Filter())["model"]) == {run["model"]}
+
+
+def test_models_of_one_name_are_told_apart_by_their_weights(directory, tmp_path):
+    """The word is the name with a digest of the weights: a copy elsewhere has the same, other weights another."""
+    copy, other = tmp_path / "copy" / directory.name, tmp_path / "other" / directory.name
+    shutil.copytree(directory, copy)
+    shutil.copytree(directory, other)
+    reference(seed=1).save_pretrained(other)
+    paths = {"first": directory, "copy": copy, "other": other}
+    words = [collected(tmp_path / name / "runs", "--model", str(path))["model"] for name, path in paths.items()]
+    assert words[0] == words[1] != words[2] and all(word.startswith("tiny-llama@") for word in words)
+
+
+def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
+    values = collecting.widgets_of(RunConfig()) | {"model": str(directory), "dataset": "python-docs"}
+    (run,) = collecting.runs_of(values, ["bf16"], RunConfig())
+    assert run.size == "full" and run.shape() == read_shape(directory)
+    before = estimate([run], tmp_path)
+    collected(tmp_path, "--model", str(directory))
+    assert not before.measured and estimate([run], tmp_path).measured
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--size", "tiny"], "--size is tiny: the model of a path has the size full only"),
+        (["--vocab-size", "500"], "--vocab-size is 500: tiny-llama has 320"),
+        (["--layers", "3"], "--layers is 3: tiny-llama has 1 to 2"),
+        (["--sequence-length", "1024"], "--sequence-length is 1024: at most 512"),
+        (["--tokenizer", "nowhere"], "tokenizer nowhere does not exist"),
+    ],
+)
+def test_what_does_not_fit_a_path_is_one_line(options, said, directory):
+    with pytest.raises(ConfigError, match=said) as caught:
+        read(["run", "--model", str(directory), *options])
+    assert "\n" not in str(caught.value)
+
+
+# GGUF
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py."""
+    return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, model: Any, quantized: gguf.GGMLQuantizationType | None, **changed: Any) -> None:
+    """A Llama as llama.cpp's convert_hf_to_gguf.py writes it."""
+    writer = gguf.GGUFWriter(path, changed.get("arch", "llama"))
+    writer.add_block_count(2)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(320)
+    vocabulary = sorted(tokenizer().get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(changed.get("pre", "smollm"))
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_types([3 if number == 0 else 1 for _, number in vocabulary])
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        weight = tensor.numpy()
+        for part, heads in (("q_proj", 4), ("k_proj", 2)):
+            weight = permuted(weight, heads) if part in name else weight
+        theirs = names.get_name(name, (".weight",))
+        if quantized is not None and weight.ndim > 1:
+            writer.add_tensor(theirs, gguf.quantize(weight, quantized), raw_dtype=quantized)
+        else:
+            writer.add_tensor(theirs, np.ascontiguousarray(weight))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gguf_file_has_the_logits_of_the_model_that_it_was_made_of(tied, tmp_path):
+    theirs = reference(tied)
+    write_gguf(tmp_path / "model.gguf", theirs, None)
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        torch.testing.assert_close(logits(path, tokens()), theirs(tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantized_gguf_file_is_dequantized_and_says_so(tmp_path, capsys):
+    theirs = reference()
+    write_gguf(tmp_path / "model.gguf", theirs, gguf.GGMLQuantizationType.Q4_1)
+    shape = read_shape(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, shape)
+    weight = theirs.model.layers[0].mlp.down_proj.weight.detach()
+    read_weight = checkpoint.tensors.read("model.layers.0.mlp.down_proj.weight")
+    assert 0.02 < (read_weight - weight).norm() / weight.norm() < 0.1  # four bits
+    run = collected(tmp_path / "runs", "--model", str(tmp_path))
+    assert run["weights"]["quantized"] == ["Q4_1"] and run["model"].startswith("model@")
+    assert "dequantized from Q4_1: their values lie on those grids" in capsys.readouterr().out
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    write_gguf(tmp_path / "model.gguf", reference(), None)
+    return tmp_path
+
+
+def test_the_tokenizer_of_a_gguf_file_is_that_of_transformers(made):
+    ours, theirs = open_tokenizer(str(made / "model.gguf")), AutoTokenizer.from_pretrained(made, gguf_file="model.gguf")
+    assert ours.encode(TEXT).tolist() == theirs(TEXT, add_special_tokens=False)["input_ids"]
+    assert ours.encode("12").tolist() == [tokenizer().token_to_id(digit) for digit in "12"]  # SmolLM keeps digits apart
+    assert ours.encode("<end>").tolist() == [0] and (ours.size, ours.end) == (len(tokenizer().get_vocab()), 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"arch": "qwen2"}, "of a 'qwen2' model, llama was expected"),
+        ({"pre": "llama-bpe"}, "gpt2 llama-bpe"),
+    ],
+)
+def test_a_gguf_file_of_another_kind_is_refused(changed, said, tmp_path):
+    write_gguf(tmp_path / "model.gguf", reference(), None, **changed)
+    with pytest.raises(ConfigError, match=said):
+        read_shape(tmp_path)
+        open_tokenizer(str(tmp_path / "model.gguf"))
+
+
+def test_damaged_and_ambiguous_gguf_files_are_refused(made):
+    whole = (made / "model.gguf").read_bytes()
+    for content in (b"", b"GGUF", b"x" * 100, whole[:1000], whole[:-5000]):
+        (made / "model.gguf").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"no readable GGUF file|cannot be"):
+            open_checkpoint(made, read_shape(made))
+    (made / "second.gguf").write_bytes(whole)
+    with pytest.raises(ConfigError, match="holds 2 GGUF files: give the path of one"):
+        read_shape(made)
