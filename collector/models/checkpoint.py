@@ -18,13 +18,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
+from binade.collector.models.causal_lm import CausalLM, load
 from binade.collector.models.directory import CONFIG, gguf_of, read_json, read_shape
 from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.model import GPTModel
+from binade.collector.models.parallel import SINGLE, Group
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import TransformersShape
 from binade.data.text import describe
 
-SINGLE = "model.safetensors"
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # Values of other dtypes are quantized: they mean something only with their scales.
@@ -84,11 +87,20 @@ class Tensors(ABC):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names and shapes are known to fit `shape`."""
+    """A checkpoint whose names and shapes are known to fit `shape`. loaded is a model of transformers."""
 
     path: Path
     shape: Shape
     tensors: Tensors
+    loaded: CausalLM | None = None
+
+    def build(self, group: Group = SINGLE) -> GPTModel | CausalLM:
+        """The model with these weights, on the default device. Raises ConfigError as `load_into`."""
+        if self.loaded:
+            return self.loaded.to(torch.get_default_device())
+        model = GPTModel(self.shape, group)
+        self.load_into(model)
+        return model
 
     def load_into(self, model: GPTModel) -> None:
         """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file cannot be read now."""
@@ -110,9 +122,11 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, shape: Shape) -> Checkpoint:
-    """Check the checkpoint of a shape that was read from the same path, reading no weights. The shape may have fewer
-    layers: those that follow are left out. Raises ConfigError."""
+    """Check the checkpoint of a shape that was read from the same path, reading no weights but those of a model of
+    transformers. The shape may have fewer layers: those that follow are left out. Raises ConfigError."""
     path = Path(path)
+    if isinstance(shape, TransformersShape):
+        return Checkpoint(path, shape, SafetensorsFiles(path), load(path))
     whole = replace(shape, layers=read_shape(path).layers)
     expected = {name: size for source in sources(whole).values() for name, size in source.tensors.items()}
     file = gguf_of(path)
@@ -188,11 +202,11 @@ def _files(directory: Path) -> list[Path]:
         names = sorted(set(named.values()))
         if any(Path(name).name != name for name in names):
             raise ConfigError(f"checkpoint index {directory / INDEX} names a file outside its directory")
-    elif (directory / SINGLE).is_file():
-        names = [SINGLE]
+    elif (directory / WEIGHTS).is_file():
+        names = [WEIGHTS]
     else:
         raise ConfigError(
-            f"checkpoint {directory} holds no weights: {SINGLE} or {INDEX} was expected (other formats are not read)"
+            f"checkpoint {directory} holds no weights: {WEIGHTS} or {INDEX} was expected (other formats are not read)"
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

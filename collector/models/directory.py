@@ -1,7 +1,7 @@
 """Models by path: the directory of a Hugging Face model, or a GGUF file. No torch at import.
 
-`shape_of` gives the dimensions of every model, by name or by path. A path's dimensions are those in its config.json or
-in its GGUF metadata; `checkpoint` reads its weights.
+`shape_of` gives the dimensions of every model, by name or by path. A path's are those in its config.json or its GGUF
+metadata. What the layers of a family here compute is one of that family; all else is left to transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, get_type_hints
 from binade.collector.errors import ConfigError
 from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.registry import MODELS
+from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import shape_of_transformers
 
 CONFIG = "config.json"
 GGUF = ".gguf"
@@ -76,14 +78,19 @@ def read_shape(path: Path) -> Shape:
     kind = settings.get("model_type")
     families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
     family = families.get(SAME_LAYERS.get(str(kind), str(kind)))
-    if family is None:
-        raise ConfigError(f"checkpoint {path} is a {kind!r} model: {' and '.join(families)} can be loaded")
     if settings.get("quantization_config"):
         raise ConfigError(f"checkpoint {path} is quantized (quantization_config): give one that is not")
-    for name, value in family.fixed.items():
-        if settings.get(name, value) not in (value, None):
-            raise ConfigError(f"checkpoint {path} has {name} {settings[name]!r}, the models here {value!r}")
-    return _read(path, source, family, settings)
+    try:
+        if family is None:
+            raise UnfitError(f"is a {kind!r} model")
+        for name, value in family.fixed.items():
+            if settings.get(name, value) not in (value, None):
+                raise UnfitError(f"has {name} {settings[name]!r}")
+        return _read(path, source, family, settings)
+    except UnfitError as reason:
+        if file:
+            raise ConfigError(f"checkpoint {path} {reason}, which is read of safetensors only") from reason
+        return shape_of_transformers(path, str(reason))
 
 
 def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, Any]) -> Shape:

@@ -13,6 +13,7 @@ from binade.collector.errors import ConfigError
 from binade.collector.models.directory import gguf_of, name_of, shape_of
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
@@ -279,6 +280,12 @@ def check(config: RunConfig) -> None:
         raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
     if config.has_path and config.size != Size.FULL:
         raise ConfigError(f"--size is {config.size}: the model of a path has the size {Size.FULL} only")
+    if isinstance(published, TransformersShape):
+        for flag, value, only in (("--layers", config.layers, None), ("--tp", config.tp, 1)):
+            if value != only:
+                raise ConfigError(
+                    f"{flag} is {value}: {config.model_title} is a model of transformers, which runs whole"
+                )
     if config.has_path and config.vocab_size not in (None, published.vocab):
         raise ConfigError(f"--vocab-size is {config.vocab_size}: {config.model_title} has {published.vocab}")
     if config.sequence_length > published.max_sequence:

@@ -17,15 +17,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.models.causal_lm import CausalLM
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
 from binade.collector.models.directory import describe_weights
-from binade.collector.models.model import GPTModel
+from binade.collector.models.model import GPTModel, initialized
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import Backend, ConfigError, Device, RunConfig, check
@@ -193,11 +194,7 @@ def _train(
     shape = config.shape()
     ranks = recorder.ranks
     with device:
-        model = GPTModel(shape, ranks.tensor)
-    if checkpoint:
-        checkpoint.load_into(model)
-    else:
-        model.initialize(config.seed)
+        model = checkpoint.build(ranks.tensor) if checkpoint else initialized(shape, config.seed, ranks.tensor)
     optimizer = _optimizer(model, config)
     report(
         f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
@@ -241,7 +238,7 @@ def _train(
     report(f"recorded {status.tensors} tensors ({kept})")
 
 
-def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -250,7 +247,7 @@ def _launches(config: RunConfig) -> int:
 
 
 def _step(
-    model: GPTModel,
+    model: GPTModel | CausalLM,
     optimizer: torch.optim.Optimizer,
     stream: SampleStream,
     config: RunConfig,
@@ -282,7 +279,7 @@ def _step(
     return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
 
 
-def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
+def _backward(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
     """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
     logits, balance = model.logits_and_balance(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())

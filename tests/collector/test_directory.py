@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,28 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from binade.app.jobs import collecting
 from binade.cli import main
 from binade.collector.cli.options import read
+from binade.collector.datasets.loading import open_dataset
+from binade.collector.datasets.samples import open_stream
 from binade.collector.datasets.tokenizer import open_tokenizer
 from binade.collector.errors import ConfigError
-from binade.collector.jobs.estimate import estimate
+from binade.collector.jobs.estimate import estimate, planned
 from binade.collector.models.checkpoint import open_checkpoint
 from binade.collector.models.directory import read_shape
 from binade.collector.models.model import GPTModel
@@ -141,6 +155,92 @@ def test_what_does_not_fit_a_path_is_one_line(options, said, directory):
     with pytest.raises(ConfigError, match=said) as caught:
         read(["run", "--model", str(directory), *options])
     assert "\n" not in str(caught.value)
+
+
+# Models that transformers runs
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models") / "tiny-gpt2"
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=512, vocab_size=320, **still)
+    GPT2LMHeadModel(config).save_pretrained(made)
+    return made
+
+
+GPT2_RUN = ["run", "--tokenizer", "byte", "--backend", "torch", "--sequence-length", "32", "--dataset", "python-docs"]
+
+
+def test_a_model_that_is_no_llama_is_run_by_transformers(gpt2, tmp_path):
+    """Its loss is that of transformers on the same tokens, and what is recorded is what was estimated."""
+    options = ["--model", str(gpt2), "--recipe", "bf16", "--train-iters", "2"]
+    assert main([*GPT2_RUN, *options, "--tensor-save-dir", str(tmp_path)]) == 0
+    (config,) = read([*GPT2_RUN, *options]).runs
+    shape = config.shape()
+    theirs = GPT2LMHeadModel.from_pretrained(gpt2)
+    assert shape.parameters == theirs.num_parameters() and (shape.layers, shape.hidden, shape.heads) == (2, 64, 4)
+    inputs, labels = open_stream(config, open_dataset("python-docs", "byte", 320)).batch(config.micro_batch_size)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(theirs(inputs).logits.float().flatten(0, 1), labels.flatten())
+    (losses,) = (path.read_text().splitlines() for path in tmp_path.glob("*/loss.jsonl"))
+    first, second = (json.loads(line)["loss"] for line in losses)
+    assert first == loss.item() and second != first
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors(Filter())
+    sites = {(row.layer_index, row.module) for row in rows.itertuples()}
+    assert sites == {(site.layer_index, site.module) for site in shape.sites()}
+    assert sites == {(layer, name) for layer in (1, 2) for name in ("qkv", "core", "proj", "fc1", "fc2")}
+    plan = planned(config)
+    assert len(rows) == plan.tensors and rows["numel"].sum() == plan.values
+    assert set(rows["dtype"]) == {"bfloat16"}
+
+
+def untouched(directory: Path) -> None:
+    """A configuration that names code of its own, which would leave a file if it ran."""
+    code = f"open({str(directory / 'ran')!r}, 'w').close()"
+    (directory / "own.py").write_text(code)
+    edit(directory, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
+
+
+def edit(directory: Path, **settings: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def drop(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    del weights["transformer.h.1.mlp.c_fc.weight"]
+    save_file(weights, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "said"),
+    [
+        (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), [], "holds no weights"),
+        (drop, [], r"lacks the tensor transformer\.h\.1\.mlp\.c_fc\.weight"),
+        (lambda d: edit(d, n_embd=128), [], "cannot be run by transformers"),
+        (lambda d: edit(d, model_type="gpt1000"), [], "cannot be run by transformers"),
+        (untouched, [], "cannot be run by transformers"),
+        (lambda d: None, ["--layers", "1"], "--layers is 1: tiny-gpt2 is a model of transformers, which runs whole"),
+        (lambda d: None, ["--tp", "2"], "--tp is 2: tiny-gpt2 is a model of transformers, which runs whole"),
+    ],
+)
+def test_what_transformers_cannot_run_is_one_line(damage, options, said, gpt2, tmp_path, capfd):
+    directory = shutil.copytree(gpt2, tmp_path / "tiny-gpt2")
+    damage(directory)
+    assert main([*GPT2_RUN, "--model", str(directory), *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("binade: ") and re.search(said, line)
+    assert not (directory / "ran").exists() and not (tmp_path / "runs").exists()
+
+
+def test_without_transformers_one_line_says_so(gpt2, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="is a 'gpt2' model: only transformers can run it: pip install transformers"):
+        read(["run", "--model", str(gpt2)])
 
 
 # GGUF

@@ -46,6 +46,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
 from binade.collector.training.config import MODELS, ConfigError
@@ -573,21 +574,11 @@ DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
     "config is a list": (lambda d: (d / "config.json").write_text("[]"), "is not a JSON object"),
-    "another family": (lambda d: edit_config(d, model_type="mixtral"), "'mixtral' model: llama and deepseek_v2"),
     "a setting is missing": (lambda d: edit_config(d, hidden_size=None), "cannot be understood"),
     "layers are a word": (lambda d: edit_config(d, num_hidden_layers="two"), "cannot be understood"),
-    "a bias": (lambda d: edit_config(d, attention_bias=True), "has attention_bias True, the models here False"),
     "another width": (
         lambda d: edit_config(d, intermediate_size=512),
         "_proj.weight is .*512.* was expected from its dimensions",
-    ),
-    "an unknown rope": (
-        lambda d: edit_config(d, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "'longrope' is none of"
-    ),
-    "a rope of half the head": (lambda d: edit_config(d, partial_rotary_factor=0.5), "has partial_rotary_factor 0.5"),
-    "a rope of half the head since transformers 5": (
-        lambda d: edit_config(d, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
-        "partial_rotary_factor is 0.5, the models here have 1.0",
     ),
     "more layers than there can be": (
         lambda d: edit_config(d, num_hidden_layers=3_000_000), "num_hidden_layers is 3000000, 1 to 1000 were expected"
@@ -613,6 +604,26 @@ DAMAGE = {
     "index without files": (lambda d: index_of(d, a="lost.safetensors"), "lacks lost.safetensors"),
     "index that leads outside": (lambda d: index_of(d, a="../x.safetensors"), "outside its directory"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"attention_dropout": 0.1},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        {"model_type": "mistral", "sliding_window": 16},
+        {"model_type": "qwen2"},
+    ],
+    ids=str,
+)
+def test_what_our_layers_have_no_switch_for_is_left_to_transformers(settings, saved, tmp_path):
+    directory = shutil.copytree(saved["llama32-1b"], tmp_path / "checkpoint")
+    assert isinstance(read_shape(directory), LlamaShape)
+    edit_config(directory, **settings)
+    assert isinstance(read_shape(directory), TransformersShape)
 
 
 @pytest.mark.parametrize("what", DAMAGE)
