@@ -184,7 +184,7 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
             settings["value"] = None
         settings |= {"min_value": 1 if option.unit else each.kind(option.minimum or 0), "max_value": maximum}
         place.number_input(option.label, **settings)
-    elif options := settings.pop("options", None) or option.allowed:
+    elif (options := settings.pop("options", option.allowed)) is not None:
         if option.or_path:
             options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
         (place.multiselect if each.is_list else place.selectbox)(option.label, list(options), **settings)
