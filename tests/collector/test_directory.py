@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.training.config import RunConfig
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from tests.conftest import PROJECT
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -139,6 +141,14 @@ def test_the_form_and_the_estimate_take_a_path(directory, tmp_path):
     before = estimate([run], tmp_path)
     collected(tmp_path, "--model", str(directory))
     assert not before.measured and estimate([run], tmp_path).measured
+
+
+def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
+    (words,) = re.findall(r"^DEMO_RUNS := ((?:.*\\\n)*.*)", (PROJECT / "Makefile").read_text(), re.M)
+    options = shlex.split(words.replace("\\\n", " ").replace("2,15,30", "2"))
+    runs = read(["batch", "--model", str(directory), *options]).runs
+    assert [run.recipe for run in runs] == ["bf16", "mxfp8", "mxfp4", "nvfp4", "hifp8"]
+    assert all("weight" not in run.tensors and list(run.recorded_iterations) == [0, 3] for run in runs)
 
 
 @pytest.mark.parametrize(
