@@ -214,8 +214,10 @@ def _similar(config: RunConfig, other: Mapping[str, Any], quantized: bool) -> bo
     """Whether an earlier run's times say something of a run; quantized: whether that rounds anything."""
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
+    path = (other.get("weights") or {}).get("path")
     return (
-        (config_of(other).model, other.get("size"), device) == (config.model, config.size, config.device)
+        (str(Path(config.model).resolve()) == path if config.has_path else other.get("model") == config.model)
+        and (other.get("size"), device) == (config.size, config.device)
         and (kind == config.backend or not quantized)
         and other.get("tp", 1) == config.tp
         and other.get("dp", 1) == config.dp

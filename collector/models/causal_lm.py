@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from binade.collector.errors import ConfigError
 from binade.collector.models.transformers_model import LOCAL, explained
 
+ADAPTER = "adapter_config.json"
+
 
 class CausalLM(nn.Module):
     """tokens [batch, sequence] -> logits, float32 [batch, sequence, vocab]. Computes in bfloat16 under autocast."""
@@ -32,6 +34,8 @@ class CausalLM(nn.Module):
 
 def load(path: Path) -> CausalLM:
     """The model in a directory with its weights, float32. Raises ConfigError."""
+    if (path / ADAPTER).exists():
+        raise ConfigError(f"checkpoint {path} holds an adapter ({ADAPTER}): merge it into its model first")
     transformers: Any = import_module("transformers")  # its types are incomplete
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

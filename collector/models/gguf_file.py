@@ -45,7 +45,7 @@ class GgufFile:
         try:
             self._reader = self._gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
-            raise ConfigError(f"checkpoint {path} is no readable GGUF file: {describe(error)}") from error
+            raise ConfigError(f"checkpoint {path} cannot be read as GGUF: {describe(error)}") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:

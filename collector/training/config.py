@@ -284,7 +284,7 @@ def check(config: RunConfig) -> None:
         for flag, value, only in (("--layers", config.layers, None), ("--tp", config.tp, 1)):
             if value != only:
                 raise ConfigError(
-                    f"{flag} is {value}: {config.model_title} is a model of transformers, which runs whole"
+                    f"{flag} is {value}: {config.model_title} runs in transformers, which cannot shorten or divide it"
                 )
     if config.has_path and config.vocab_size not in (None, published.vocab):
         raise ConfigError(f"--vocab-size is {config.vocab_size}: {config.model_title} has {published.vocab}")

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
@@ -111,7 +112,10 @@ def train(
     anything is written; later OSError, DivergedError or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
     with join(config, root) as ranks:
-        return _run(config, root, ranks, say, progress, command)
+        try:
+            return _run(config, root, ranks, say, progress, command)
+        except InstrumentError as error:  # a model of transformers, in its first forward pass
+            raise ConfigError(f"{config.model_title} can only be collected in a script of your own: {error}") from error
 
 
 def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:

@@ -33,8 +33,6 @@ Attach = Callable[[Any], Detach]  # given a CoreQuantization for a core, else a 
 class InstrumentError(ValueError):
     """The model has no layer to instrument, or a module that cannot be intercepted."""
 
-    exit_status = 2
-
 
 @dataclass(frozen=True)
 class Layer:
