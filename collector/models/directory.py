@@ -16,12 +16,10 @@ from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.registry import MODELS
 from binade.collector.models.rope_scaling import UnfitError
 from binade.collector.models.shape import Shape
-from binade.collector.models.transformers_model import shape_of_transformers
+from binade.collector.models.transformers_model import MOST_LAYERS, shape_of_transformers
 
 CONFIG = "config.json"
 GGUF = ".gguf"
-# Bounds the names that are made before any is looked up. No published model has nearly as many.
-MOST_LAYERS = 1000
 KINDS = {
     int: ((int,), "a whole number from 0 on"),
     float: ((int, float), "a number from 0 on"),

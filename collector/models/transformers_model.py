@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from binade.collector.models.parallel import Group
 
 T = TypeVar("T")
+MOST_LAYERS = 1000  # no published model has nearly as many
 MOST = 10**9  # of tokens, where positions have no limit
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
@@ -99,9 +100,11 @@ def _shape(path: Path, modified: int) -> TransformersShape:
 
     def build() -> TransformersShape:
         config = AutoConfig.from_pretrained(path, **LOCAL)
+        text = config.get_text_config()
+        if text.num_hidden_layers > MOST_LAYERS:
+            raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers, at most {MOST_LAYERS} are built")
         with torch.device("meta"):
             model = CausalLM(auto.from_config(config, trust_remote_code=False))
-        text = config.get_text_config()
         heads = getattr(text, "num_attention_heads", None) or 1  # a model may attend in another way, or not at all
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads

@@ -89,7 +89,7 @@ class RunConfig:
         help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
         help=f"{', '.join(DATASETS)}, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx")
-    tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH", 
+    tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH",
         default_help=f"that of a model with a path, else {BYTE}; none with .bin/.idx",
         help=f"{BYTE}, or a Hugging Face tokenizer.json or its directory, or a GGUF file")
     vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
