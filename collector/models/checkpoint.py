@@ -223,6 +223,6 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"checkpoint {path} is no readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
+        if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
             raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")
     return sizes

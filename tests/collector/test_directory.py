@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -21,6 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
+    BertConfig,
+    BertModel,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -29,6 +32,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from binade.app.jobs import collecting
@@ -210,6 +214,16 @@ def test_other_models_are_run_by_transformers(gpt2, tmp_path):
     assert set(rows["dtype"]) == {"bfloat16"}
 
 
+def test_a_buffer_of_integers_is_no_quantized_weight(gpt2, tmp_path):
+    """Checkpoints of former versions hold masks and positions."""
+    directory = shutil.copytree(gpt2, tmp_path / "tiny-gpt2")
+    path = directory / "model.safetensors"
+    save_file(
+        load_file(path) | {"transformer.h.0.attn.bias": torch.ones(1, 1, 512, 512).long()}, path, {"format": "pt"}
+    )
+    assert open_checkpoint(directory, read_shape(directory)).loaded
+
+
 def untouched(directory: Path) -> None:
     """A configuration that names code of its own, which would leave a file if it ran."""
     code = f"open({str(directory / 'ran')!r}, 'w').close()"
@@ -269,6 +283,19 @@ def test_without_transformers_one_line_says_so(gpt2, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="is a 'gpt2' model: only transformers can run it: pip install transformers"):
         read(["run", "--model", str(gpt2)])
+
+
+def test_the_example_collects_an_encoder(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    BertModel(BertConfig(vocab_size=320, **sizes)).save_pretrained(tmp_path / "encoder")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer(), pad_token="<end>")
+    fast.save_pretrained(tmp_path / "encoder")
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
+    example = runpy.run_path(str(PROJECT / "examples" / "encoder.py"))
+    example["main"](str(tmp_path / "encoder"), ["mxfp8"])
+    with Catalog.open(tmp_path / "runs") as catalog:
+        rows = catalog.tensors(Filter(module=("fc2",)))
+    assert set(rows["quant_type"]) == {"mxfp8"} and set(rows["iteration"]) == {0}
 
 
 # GGUF
