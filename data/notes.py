@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,15 +20,27 @@ NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "mic
 NOT_ASKED = ("model", "size", "dataset", "recipe", "expert")
 
 
-def notes(row: Mapping[str, Any]) -> list[str]:
-    """Sentences on a row of the table `tensor` (a dict or a pandas Series). Of a tensor of Binade's own they tell only
-    that its layer was recomputed.
+def on_a_grid(config: str) -> str | None:
+    """A sentence on the weights of a run whose model was dequantized from another format. config: run.json, as text."""
+    if not (kinds := (json.loads(config).get("weights") or {}).get("quantized")):
+        return None
+    return (
+        f"The weights were dequantized from {' and '.join(map(str, kinds))} and lie on those grids: the rounding "
+        "errors of weights mean nothing here. Activations and gradients are real."
+    )
+
+
+def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
+    """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. Of a tensor
+    of Binade's own they tell only that its layer was recomputed, and of a weight that it lies on a grid.
 
     Plain text, of which the names of files and the log's own words are a part only where they are plain words: shown as
     text it is harmless, as HTML or Markdown it should still be escaped.
     """
     if not (_there(row["path"]) and str(row["path"]).startswith("/")):
-        return [RECOMPUTED] if _there(row["recomputed"]) and row["recomputed"] else []
+        grid = on_a_grid(config) if row["tensor_name"] == "weight" else None
+        recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
+        return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
     known = f"The name of its file is that of version {version}." if _there(version) else "Its file's name says little."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]

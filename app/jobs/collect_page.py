@@ -13,7 +13,7 @@ from binade.app.jobs.collecting import wrapped
 from binade.collector import jobs
 from binade.collector.jobs import JobError
 from binade.collector.recipes.files import label
-from binade.collector.training.config import DATASETS, MODELS, ConfigError, RunConfig
+from binade.collector.training.config import DATASETS, ConfigError, RunConfig
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
@@ -116,19 +116,23 @@ def _value(name: str) -> Any:
 
 
 def _fields() -> None:
-    shape = MODELS[_value("model")][_value("size")]
-    config = collecting.config_of({name: _value(name) for name in ("model", "size", "layers")}, RunConfig())
-    modules = jobs.modules_of(config)
+    config = collecting.config_of({name: _value(name) for name in ("model", "size")}, RunConfig())
+    try:
+        shape, modules = config.shape(), jobs.modules_of(config)
+        layers, most = shape.layers, shape.max_sequence
+    except ConfigError:  # a path without a model, which the summary says
+        layers, most, modules = None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):
         st.markdown("**Model and data**")
         a, b, c = st.columns([1.3, 1, 1.3])
         _field(a, "model")
-        _field(b, "size")
+        if not config.has_path:
+            _field(b, "size")
         _field(c, "dataset", options=list(dict.fromkeys([*DATASETS, _value("dataset")])), accept_new_options=True)
         shown = st.columns(4)
-        _field(shown[0], "layers", maximum=shape.layers, placeholder=f"all {shape.layers}")
-        _field(shown[1], "sequence_length", maximum=shape.max_sequence)
+        _field(shown[0], "layers", maximum=layers, placeholder=f"all {layers or ''}")
+        _field(shown[1], "sequence_length", maximum=most)
         _field(shown[2], "micro_batch_size")
         _field(shown[3], "micro_batches")
     with st.container(border=True):
@@ -184,7 +188,9 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
             settings["value"] = None
         settings |= {"min_value": 1 if option.unit else each.kind(option.minimum or 0), "max_value": maximum}
         place.number_input(option.label, **settings)
-    elif options := settings.pop("options", None) or option.allowed:
+    elif (options := settings.pop("options", option.allowed)) is not None:
+        if option.or_path:
+            options, settings = list(dict.fromkeys([*options, _value(name)])), settings | {"accept_new_options": True}
         (place.multiselect if each.is_list else place.selectbox)(option.label, list(options), **settings)
     else:
         place.text_input(option.label, **settings)

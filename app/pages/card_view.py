@@ -20,9 +20,9 @@ LONGEST = 1000
 NOT_LOGGED = ("model", "size", "dataset", "recipe")
 
 
-def show_card(row: pd.Series) -> None:
-    """Show the notes on a tensor, if there are any."""
-    sentences = notes({str(name): value for name, value in row.items()})
+def show_card(row: pd.Series, config: str) -> None:
+    """Show the notes on a tensor, if there are any. config: run.json, as text."""
+    sentences = notes({str(name): value for name, value in row.items()}, config)
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")

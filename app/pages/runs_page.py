@@ -8,6 +8,7 @@ import pandas as pd
 import streamlit as st
 
 from binade.app import show
+from binade.app.address import plain
 from binade.app.formatting import bytes_text
 from binade.app.pages import runs as figures
 from binade.app.questions.shared.runs import runs_with_reference
@@ -15,6 +16,7 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.state import catalog_page, explain_empty
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.notes import on_a_grid
 from binade.data.runs import IMPORT
 
 STATES = {
@@ -36,6 +38,9 @@ def page(opened: Catalog) -> None:
         return
     _totals(runs)
     _table(runs, runs_with_reference(runs, opened.parts()))
+    for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
+        if note := on_a_grid(config):
+            st.caption(plain(f"{model}: {note}"))
     losses = figures.draw(Selection(opened, Filter()), {})
     for note in losses.problems:
         st.caption(note)

@@ -44,7 +44,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
-    show_card(row)
+    show_card(row, str(opened.runs().set_index("run_id").at[row["run_id"], "config"]))
     if (x := _load(opened, row)) is not None:
         values = {name: state[name] for name in params}
         selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(fmt), labels=labels)

@@ -114,7 +114,6 @@ class Settings:
     model: Value
     size: Value
     layers: Value
-    load_hf: Value
     dataset: Value
     corpus_sha256: Value
     learning_rate: Value

@@ -33,6 +33,7 @@ def _models() -> str:
             )
         modules = dict.fromkeys(site.module for site in sizes["full"].sites())
         lines.append(f"        modules {', '.join(modules)}")
+    lines.append("    a path: a directory of Hugging Face with config.json and safetensors, or a GGUF file")
     return "\n".join(lines)
 
 
@@ -47,7 +48,7 @@ def _datasets() -> str:
 def _tokenizers() -> str:
     return (
         f"    {BYTE}: a token is a byte, 256 ends a document\n"
-        "    a path to a Hugging Face tokenizer.json, or to its directory"
+        "    a path to a Hugging Face tokenizer.json, to its directory, or to a GGUF file"
     )
 
 

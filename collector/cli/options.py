@@ -15,7 +15,17 @@ from click.shell_completion import CompletionItem
 from binade.collector.cli.megatron_fork import PASS_ON
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
-from binade.collector.training.config import DEFAULT_SCORES, FORMAT, LENGTH, RECORD, WHERE, RunConfig, check, defaults
+from binade.collector.training.config import (
+    DEFAULT_SCORES,
+    FORMAT,
+    LENGTH,
+    RECORD,
+    WHERE,
+    RunConfig,
+    Size,
+    check,
+    defaults,
+)
 from binade.collector.training.option import Declared, Group, declared
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, Option, names, root_option
@@ -163,6 +173,8 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     _check_recording(given)
     base = defaults(command, given.get("training_config"))
     base = replace(base, **{name: given[name] for name in declared(RunConfig) if name in given and name != "recipe"})
+    if base.has_path and "size" not in given:
+        base = replace(base, size=Size.FULL)
     if "micro_batches" not in given:
         base = replace(base, micro_batches=max(1, base.collect_micro_batches))
     start = SlurmOptions(**{name: given[name] for name in declared(SlurmOptions) if name in given})

@@ -108,7 +108,6 @@ def heading(section: Section) -> str:
     parts = [
         f"{s.model or 'unnamed model'} {s.size or ''}".strip(),
         f"{s.layers} layers" if s.layers else "",
-        f"weights from {s.load_hf}" if s.load_hf else "",
         f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}" if seeds else "",
         str(s.dataset or "unnamed data") + (f" (sha256 {str(s.corpus_sha256)[:8]})" if s.corpus_sha256 else ""),
         f"{s.micro_batches} × {s.micro_batch_size} × {s.sequence_length} tokens (micro-batches × sequences × length)"

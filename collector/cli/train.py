@@ -12,6 +12,7 @@ import click
 from binade.collector.cli.console import console
 from binade.collector.cli.options import job_arguments, request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
+from binade.collector.models.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
 from binade.collector.training.config import RunConfig
 from binade.terminal import Command, line_of, print_text, resolve_root
@@ -63,10 +64,10 @@ def describe(config: RunConfig, root: Path) -> str:
         *(f"{'source' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.source)),
         *(f"{'omits' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.leaves_out)),
         *(f"{'uncertain' if not n else '':<9} {text}" for n, text in enumerate(recipe.about.uncertain)),
-        f"model     {config.model} {config.size}: {shape.describe()}, "
+        f"model     {config.model_title}: {shape.describe()}, "
         f"vocabulary {shape.vocab}; {shape.parameters / 1e6:.1f} M weights",
-        f"weights   {f'from {config.load_hf}' if config.load_hf else f'random, seed {config.seed}'}",
-        f"data      {describe_inputs(config.dataset, config.tokenizer)}, {tokens} tokens per iteration",
+        f"weights   {describe_weights(Path(config.model)) if config.has_path else f'random, seed {config.seed}'}",
+        f"data      {describe_inputs(config.dataset, config.tokenizer_name)}, {tokens} tokens per iteration",
         f"length    {config.warmup_iterations} warm-up iterations in bf16, then {config.iterations}",
         f"record    {recorded(config)}",
         f"device    {config.device}, {_ranks(config)}, operands quantized with {config.backend}",

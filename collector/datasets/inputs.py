@@ -58,26 +58,25 @@ def find_tokenizer(name: str) -> Path | None:
     path = os.path.join(name, TOKENIZER_FILE) if os.path.isdir(name) else name
     if not os.path.isfile(path):
         raise ConfigError(
-            f"tokenizer {path} does not exist: give {BYTE}, a {TOKENIZER_FILE} of Hugging Face or its directory"
+            f"tokenizer {path} does not exist: give {BYTE}, a {TOKENIZER_FILE} of Hugging Face or its directory, "
+            "or a GGUF file"
         )
     return Path(path)
 
 
-def check_inputs(dataset: str, tokenizer: str | None) -> None:
+def check_inputs(dataset: str, given: str | None, tokenizer: str) -> None:
     """Raise ConfigError if a file is missing, or a tokenizer is given for a dataset that is already tokenized."""
-    source = find_dataset(dataset)
-    if tokenizer is None:
-        return
-    if source.format == TOKENIZED:
-        raise ConfigError(f"dataset {dataset} holds tokens, not text: leave out --tokenizer {tokenizer}")
-    find_tokenizer(tokenizer)
+    if find_dataset(dataset).format != TOKENIZED:
+        find_tokenizer(tokenizer)
+    elif given is not None:
+        raise ConfigError(f"dataset {dataset} holds tokens, not text: leave out --tokenizer {given}")
 
 
-def describe_inputs(dataset: str, tokenizer: str | None) -> str:
+def describe_inputs(dataset: str, tokenizer: str) -> str:
     """One line for --dry-run. Raises ConfigError."""
     source = find_dataset(dataset)
     if source.format == TOKENIZED:
         return f"{dataset} (Megatron's .bin/.idx, tokenized already)"
     kind = "built in" if dataset in DATASETS else f".{source.format}"
-    tokens = "a token is a byte" if tokenizer in (None, BYTE) else f"tokens of {find_tokenizer(tokenizer)}"
+    tokens = "a token is a byte" if tokenizer == BYTE else f"tokens of {find_tokenizer(tokenizer)}"
     return f"{dataset} ({kind}), {tokens}"

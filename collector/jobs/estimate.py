@@ -214,8 +214,10 @@ def _similar(config: RunConfig, other: Mapping[str, Any], quantized: bool) -> bo
     """Whether an earlier run's times say something of a run; quantized: whether that rounds anything."""
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
+    path = (other.get("weights") or {}).get("path")
     return (
-        (other.get("model"), other.get("size"), device) == (config.model, config.size, config.device)
+        (str(Path(config.model).resolve()) == path if config.has_path else other.get("model") == config.model)
+        and (other.get("size"), device) == (config.size, config.device)
         and (kind == config.backend or not quantized)
         and other.get("tp", 1) == config.tp
         and other.get("dp", 1) == config.dp
@@ -257,7 +259,10 @@ def config_of(found: Mapping[str, Any]) -> RunConfig:
         *("tp", "dp", "max_bytes", "warmup_iterations"),
     )
     lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
-    return RunConfig(**{name: found[name] for name in names if found.get(name) is not None}, **lists)
+    known = {name: found[name] for name in names if found.get(name) is not None}
+    if weights := found.get("weights"):
+        known["model"] = weights["path"]
+    return RunConfig(**known, **lists)
 
 
 def _tokens(config: RunConfig) -> int:

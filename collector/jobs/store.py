@@ -69,7 +69,7 @@ class Job:
 
 
 def default_title(config: RunConfig) -> str:
-    return f"{label(config.recipe)} · {config.model} {config.size}"
+    return f"{label(config.recipe)} · {config.model_title}"
 
 
 @dataclass(frozen=True, config=STRICT)

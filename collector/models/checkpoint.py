@@ -1,14 +1,15 @@
-"""Hugging Face checkpoints: config.json and safetensors files, read into a GPTModel.
+"""Checkpoints: the weights of a Hugging Face directory (safetensors) or a GGUF file, read into a GPTModel.
 
-The whole checkpoint is checked before a weight is read: its dimensions, and the names and shapes of its tensors,
-against the model's. Nothing is ever unpickled. A shortened model takes the first layers of a longer checkpoint.
+The names and shapes of all tensors are checked before a weight is read. Nothing is ever unpickled. A shortened model
+takes the first layers of a longer checkpoint.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,23 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from binade.collector.errors import ConfigError
+from binade.collector.models.causal_lm import CausalLM, load
+from binade.collector.models.directory import CONFIG, gguf_of, read_json, read_shape
+from binade.collector.models.gguf_file import open_gguf
 from binade.collector.models.model import GPTModel
-from binade.collector.models.registry import MODELS
+from binade.collector.models.parallel import SINGLE, Group
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import TransformersShape
 from binade.data.text import describe
 
-SINGLE = "model.safetensors"
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 # Values of other dtypes are quantized: they mean something only with their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
-# Bounds the names that are made before any is looked up. No published model has nearly as many.
-MOST_LAYERS = 1000
+# Tensors that a file may hold and no model uses: buffers of old checkpoints, and the LM head of a tied embedding.
+UNUSED = ".rotary_emb.inv_freq"
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -62,17 +68,39 @@ def sources(shape: Shape) -> dict[str, Source]:
             found[f"{ours}.{spec.path}.weight"] = Source(parts, spec.groups)
     found["final_layernorm.weight"] = Source({"model.norm.weight": (shape.hidden,)})
     if not shape.tied_embedding:
-        found["output_layer.weight"] = Source({"lm_head.weight": table})
+        found["output_layer.weight"] = Source({HEAD: table})
     return found
+
+
+class Tensors(ABC):
+    """The tensors of a checkpoint by their names at Hugging Face. files: all that determine the model. quantized: as in
+    `GgufFile.quantized`."""
+
+    sizes: Mapping[str, tuple[int, ...]]
+    files: tuple[Path, ...]
+    quantized: tuple[str, ...] = ()
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Raises ConfigError."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose names and shapes are known to fit `shape`. files is the file of each tensor that is used."""
+    """A checkpoint whose names and shapes are known to fit `shape`. loaded is a model of transformers."""
 
-    directory: Path
+    path: Path
     shape: Shape
-    files: dict[str, Path]
+    tensors: Tensors
+    loaded: CausalLM | None = None
+
+    def build(self, group: Group = SINGLE) -> GPTModel | CausalLM:
+        """The model with these weights, on the default device. Raises ConfigError as `load_into`."""
+        if self.loaded:
+            return self.loaded.to(torch.get_default_device())
+        model = GPTModel(self.shape, group)
+        self.load_into(model)
+        return model
 
     def load_into(self, model: GPTModel) -> None:
         """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file cannot be read now."""
@@ -80,12 +108,82 @@ class Checkpoint:
 
         def whole(name: str, _: torch.Size) -> Tensor:
             source = known[name]
-            return source.join({theirs: self._read(theirs) for theirs in source.tensors})
+            return source.join({theirs: self.tensors.read(theirs) for theirs in source.tensors})
 
         model.set_weights(whole)
 
-    def _read(self, name: str) -> Tensor:
-        path = self.files[name]
+    def identity(self) -> dict[str, Any]:
+        """What is recorded with a run: the same sha256 means the same model."""
+        sha = hashlib.sha256()
+        for path in self.tensors.files:
+            with open(path, "rb") as file:
+                sha.update(hashlib.file_digest(file, "sha256").digest())
+        return {"path": str(self.path.resolve()), "sha256": sha.hexdigest(), "quantized": list(self.tensors.quantized)}
+
+
+def open_checkpoint(path: str | Path, shape: Shape) -> Checkpoint:
+    """Check the checkpoint of a shape that was read from the same path, reading no weights but those of a model of
+    transformers. The shape may have fewer layers: those that follow are left out. Raises ConfigError."""
+    path = Path(path)
+    if isinstance(shape, TransformersShape):
+        return Checkpoint(path, shape, SafetensorsFiles(path), load(path))
+    whole = replace(shape, layers=read_shape(path).layers)
+    expected = {name: size for source in sources(whole).values() for name, size in source.tensors.items()}
+    file = gguf_of(path)
+    tensors = GgufTensors(file, expected, whole.layers) if file else SafetensorsFiles(path)
+    _compare(path, tensors.sizes, expected, shape.tied_embedding)
+    return Checkpoint(path, shape, tensors)
+
+
+def _compare(
+    path: Path, sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], tied: bool
+) -> None:
+    unused = {name for name in sizes if name.endswith(UNUSED) or (tied and name == HEAD)}
+    for problem, names in (
+        ("lacks", sorted(expected.keys() - sizes.keys())),
+        ("has, beyond those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ConfigError(f"checkpoint {path} {problem} the tensor {names[0]}{more}")
+    for name, size in expected.items():
+        if sizes[name] != size:
+            raise ConfigError(
+                f"checkpoint {path}: {name} is {_by(sizes[name])}, {_by(size)} was expected from its dimensions"
+            )
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size)) or "a scalar"
+
+
+class GgufTensors(Tensors):
+    """The tensors of a GGUF file, dequantized when they are read."""
+
+    def __init__(self, path: Path, expected: Iterable[str], layers: int) -> None:
+        self._file = open_gguf(path)
+        self._names = self._file.names(expected, layers)
+        self.sizes = {ours: self._file.shape(theirs) for ours, theirs in self._names.items()}
+        self.files = (path,)
+        self.quantized = self._file.quantized()
+
+    def read(self, name: str) -> Tensor:
+        return torch.tensor(self._file.read(self._names[name]))
+
+
+class SafetensorsFiles(Tensors):
+    """The tensors of the safetensors files in a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        headers = {path: _header(path) for path in _files(directory)}
+        self.files = (directory / CONFIG, *headers)
+        self.sizes = {name: size for header in headers.values() for name, size in header.items()}
+        self._places = {name: path for path, header in headers.items() for name in header}
+        if len(self.sizes) < sum(len(header) for header in headers.values()):
+            raise ConfigError(f"checkpoint {directory} holds a tensor in two of its files: keep one copy")
+
+    def read(self, name: str) -> Tensor:
+        path = self._places[name]
         try:
             with safe_open(path, framework="pt") as file:
                 weight: Tensor = file.get_tensor(name)
@@ -94,69 +192,21 @@ class Checkpoint:
             raise ConfigError(f"checkpoint {path} cannot be read: {error}") from error
 
 
-def open_checkpoint(directory: str | Path, shape: Shape, layers: int | None = None) -> Checkpoint:
-    """Check a checkpoint against a model, reading no weights. layers is --layers: where it is given, the checkpoint may
-    have more, and those are left out. Raises ConfigError."""
-    directory = Path(directory)
-    theirs = read_shape(directory)
-    if type(theirs) is not type(shape):
-        raise ConfigError(f"checkpoint {directory} is a {theirs.family}, the model is a {shape.family}")
-    if theirs.layers < shape.layers or (theirs.layers > shape.layers and layers is None):
-        fitting = f"use --layers {theirs.layers}" if theirs.layers < shape.layers else "use the model of that size"
-        raise ConfigError(f"checkpoint {directory} has {theirs.layers} layers, the model {shape.layers}: {fitting}")
-    ours, found = asdict(shape), asdict(theirs)
-    differing = [name for name in ours if name not in shape.not_compared and ours[name] != found[name]]
-    if differing:
-        said = "; ".join(f"{name} is {found[name]}, the model's is {ours[name]}" for name in differing)
-        raise ConfigError(f"checkpoint {directory} is of another shape: {said}")
-    headers = {path: _header(path) for path in _files(directory)}
-    files = {name: path for path, header in headers.items() for name in header}
-    if len(files) < sum(len(header) for header in headers.values()):
-        raise ConfigError(f"checkpoint {directory} holds a tensor in two of its files: keep one copy")
-    sizes = {name: size for header in headers.values() for name, size in header.items()}
-    _compare(directory, sizes, shape, theirs.layers)
-    return Checkpoint(directory, shape, files)
-
-
-def _compare(directory: Path, sizes: dict[str, tuple[int, ...]], shape: Shape, layers: int) -> None:
-    expected = {
-        name: size
-        for source in sources(replace(shape, layers=layers)).values()
-        for name, size in source.tensors.items()
-    }
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - sizes.keys())),
-        ("has, beyond those of the model,", sorted(sizes.keys() - expected.keys())),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ConfigError(f"checkpoint {directory} {problem} the tensor {names[0]}{more}")
-    for name, size in expected.items():
-        if sizes[name] != size:
-            raise ConfigError(
-                f"checkpoint {directory}: {name} is {_by(sizes[name])}, {_by(size)} was expected from its config.json"
-            )
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return " x ".join(map(str, size)) or "a scalar"
-
-
 def _files(directory: Path) -> list[Path]:
     """The safetensors files, by the index if there is one."""
     if (directory / INDEX).is_file():
-        index = _read_json(directory / INDEX)
+        index = read_json(directory / INDEX)
         named = index.get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
             raise ConfigError(f"checkpoint index {directory / INDEX} has no weight_map of file names")
         names = sorted(set(named.values()))
         if any(Path(name).name != name for name in names):
             raise ConfigError(f"checkpoint index {directory / INDEX} names a file outside its directory")
-    elif (directory / SINGLE).is_file():
-        names = [SINGLE]
+    elif (directory / WEIGHTS).is_file():
+        names = [WEIGHTS]
     else:
         raise ConfigError(
-            f"checkpoint {directory} holds no weights: {SINGLE} or {INDEX} was expected (other formats are not read)"
+            f"checkpoint {directory} holds no weights: {WEIGHTS} or {INDEX} was expected (other formats are not read)"
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:
@@ -173,46 +223,6 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"checkpoint {path} is no readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
-        if dtype not in DTYPES:
+        if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
             raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")
     return sizes
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"checkpoint file {path} is not JSON: {getattr(error, 'msg', error)}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"checkpoint file {path} is not a JSON object")
-    return settings
-
-
-def read_shape(directory: Path) -> Shape:
-    """The dimensions in a checkpoint's config.json. Raises ConfigError."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"checkpoint {directory} has no config.json: give the directory of a Hugging Face model")
-    settings = _read_json(path)
-    kind = settings.get("model_type")
-    families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
-    if kind not in families:
-        raise ConfigError(f"checkpoint {directory} is a {kind!r} model: {' and '.join(families)} can be loaded")
-    if settings.get("quantization_config"):
-        raise ConfigError(f"checkpoint {directory} is quantized (quantization_config): give one that is not")
-    for name, value in families[kind].fixed.items():
-        if settings.get(name, value) not in (value, None):
-            raise ConfigError(f"checkpoint {directory} has {name} {settings[name]!r}, the models here {value!r}")
-    try:
-        shape = families[kind].from_settings(settings)
-        if not isinstance(shape.layers, int):
-            raise TypeError(f"num_hidden_layers is {shape.layers!r}")
-        if not 1 <= shape.layers <= MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {shape.layers}, 1 to {MOST_LAYERS} were expected")
-        return shape
-    except KeyError as error:
-        raise ConfigError(f"checkpoint {directory}: config.json lacks {error}") from error
-    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
-        raise ConfigError(f"checkpoint {directory}: config.json cannot be understood: {error}") from error

@@ -38,7 +38,6 @@ class DeepseekShape(Shape):
         "scoring_func": "softmax",
         "moe_layer_freq": 1,
     }
-    not_compared = Shape.not_compared | {"balance_alpha"}
 
     qk_nope: int
     qk_rope: int

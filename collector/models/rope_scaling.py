@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class UnfitError(Exception):
+    """The models here have no switch for a setting. The message continues "the checkpoint ..."."""
+
+
 @dataclass(frozen=True)
 class RopeScaling(ABC):
     """The fields have their names in a Hugging Face configuration."""
@@ -107,13 +111,13 @@ def rope_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_scaling(settings: Mapping[str, Any]) -> RopeScaling | None:
-    """The scaling in a config.json, None if there is none. Raises KeyError or ValueError."""
+    """The scaling in a config.json, None if there is none. Raises KeyError, ValueError or UnfitError."""
     rope = rope_settings(settings)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor is {rope['partial_rotary_factor']!r}, the models here have 1.0")
+        raise UnfitError(f"has partial_rotary_factor {rope['partial_rotary_factor']!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind not in SCALINGS:
-        raise ValueError(f"rope type {kind!r} is none of default, {', '.join(SCALINGS)}")
+        raise UnfitError(f"has the rope type {kind!r}, none of default, {', '.join(SCALINGS)}")
     return SCALINGS[kind].from_settings(rope)

@@ -139,7 +139,6 @@ class Shape(ABC):
     family        the family's name for people, and its model_type at Hugging Face
     fixed         settings of a Hugging Face configuration that the family has no switch for, with the only values that
                   it can read
-    not_compared  fields that a run chooses or never uses: a checkpoint may have others
     """
 
     family: ClassVar[str]
@@ -149,8 +148,9 @@ class Shape(ABC):
         "attention_bias": False,
         "mlp_bias": False,
         "partial_rotary_factor": 1.0,
+        "attention_dropout": 0.0,
+        "sliding_window": None,
     }
-    not_compared: ClassVar[frozenset[str]] = frozenset({"layers", "max_sequence"})
 
     layers: int
     hidden: int

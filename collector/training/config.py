@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
+from binade.collector.models.directory import gguf_of, name_of, shape_of
 from binade.collector.models.registry import MODELS
 from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
@@ -80,20 +82,20 @@ class RunConfig:
     """One run. Each field declares its option; see collector.training.option."""
 
     # fmt: off
-    model: str = option("llama32-1b", group=MODEL, metavar="NAME", help="Model", choices=MODELS, label="Model",
-        form_help="")
-    size: Size = option(Size.TINY, group=MODEL, metavar="NAME", label="Size",
+    model: str = option("llama32-1b", group=MODEL, metavar="NAME|PATH", choices=MODELS, or_path=True, label="Model",
+        help="Model, or the path of one with its weights: a Hugging Face directory with safetensors, or a GGUF file",
+        form_help="Or the path of a Hugging Face directory with safetensors, or of a GGUF file")
+    size: Size = option(Size.TINY, group=MODEL, metavar="NAME", label="Size", default_help="tiny; full for a path",
         help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
         help=f"{', '.join(DATASETS)}, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx")
-    tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH", default_help=f"{BYTE}; none with .bin/.idx",
-        help=f"{BYTE}, or a Hugging Face tokenizer.json or its directory")
+    tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH",
+        default_help=f"that of a model with a path, else {BYTE}; none with .bin/.idx",
+        help=f"{BYTE}, or a Hugging Face tokenizer.json or its directory, or a GGUF file")
     vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
         help="Vocabulary size of the model")
     layers: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="all", label="Layers",
         help="Number of layers: the first N of the model")
-    load_hf: str | None = option(None, group=MODEL, metavar="DIR",
-        help="Start from the weights of a Hugging Face safetensors checkpoint")
 
     recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", help="Recipe: a name of `binade list`, or a file.toml",
         flag="--quantization")
@@ -181,8 +183,30 @@ class RunConfig:
             operands=self.operand_quant,
         )
 
+    @property
+    def has_path(self) -> bool:
+        """Whether the model is given by its path, and has weights and a tokenizer of its own."""
+        return self.model not in MODELS
+
+    @property
+    def model_name(self) -> str:
+        """The model for people. Raises ConfigError for a path without a model, as all that follow."""
+        return name_of(Path(self.model)) if self.has_path else self.model
+
+    @property
+    def model_title(self) -> str:
+        """The model and, where there are several, its size."""
+        return self.model_name if self.has_path else f"{self.model} {self.size}"
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer of a dataset of text."""
+        own = str(gguf_of(Path(self.model)) or self.model) if self.has_path else BYTE
+        return self.tokenizer or own
+
     def shape(self) -> Shape:
-        published = MODELS[self.model][self.size]
+        """The dimensions of the model."""
+        published = shape_of(self.model, self.size)
         return replace(published, layers=self.layers or published.layers, vocab=self.vocab_size or published.vocab)
 
     def skip(self) -> Selection | None:
@@ -249,18 +273,24 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first choice that cannot be run."""
     check_options(config)
-    check_inputs(config.dataset, config.tokenizer)
+    published = shape_of(config.model, config.size)
+    check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:
         config.parsed_recipe()
     except (RecipeError, UnknownFormatError, SpecError) as error:
         raise ConfigError(str(error)) from None
-    published = MODELS[config.model][config.size]
     if config.layers is not None and config.layers > published.layers:
-        raise ConfigError(f"--layers is {config.layers}: {config.model} {config.size} has 1 to {published.layers}")
-    if config.load_hf is not None and not os.path.isfile(os.path.join(config.load_hf, "config.json")):
-        raise ConfigError(
-            f"checkpoint {config.load_hf} has no config.json: give the directory of a Hugging Face model to --load-hf"
-        )
+        raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
+    if config.has_path and config.size != Size.FULL:
+        raise ConfigError(f"--size is {config.size}: the model of a path has the size {Size.FULL} only")
+    if isinstance(published, TransformersShape):
+        for flag, value, only in (("--layers", config.layers, None), ("--tp", config.tp, 1)):
+            if value != only:
+                raise ConfigError(
+                    f"{flag} is {value}: {config.model_title} runs in transformers, which cannot shorten or divide it"
+                )
+    if config.has_path and config.vocab_size not in (None, published.vocab):
+        raise ConfigError(f"--vocab-size is {config.vocab_size}: {config.model_title} has {published.vocab}")
     if config.sequence_length > published.max_sequence:
         raise ConfigError(f"--sequence-length is {config.sequence_length}: at most {published.max_sequence}")
     if config.collect_micro_batches > config.micro_batches:
@@ -282,7 +312,7 @@ def _check_ranks(config: RunConfig) -> None:
     shape = config.shape()
     for what, value in shape.divided.items():
         if value % config.tp:
-            raise ConfigError(f"--tp is {config.tp}: it must divide {config.model} {config.size}'s {value} {what}")
+            raise ConfigError(f"--tp is {config.tp}: it must divide {config.model_title}'s {value} {what}")
     if config.sequence_parallel and config.tp == 1:
         raise ConfigError("--sequence-parallel splits sequences among tensor-parallel ranks: it needs --tp 2 or more")
     if config.sequence_parallel and config.sequence_length % config.tp:
@@ -310,7 +340,7 @@ def _check_sites(config: RunConfig) -> None:
     model = config.shape().sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
         raise ConfigError(
-            f"the router is given a format, but {config.model} of {config.shape().layers} layers has none"
+            f"the router is given a format, but {config.model_title} of {config.shape().layers} layers has none"
         )
     recipe = config.parsed_recipe()
     try:

@@ -18,14 +18,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
+from binade.collector.models.causal_lm import CausalLM
 from binade.collector.models.checkpoint import Checkpoint, open_checkpoint
-from binade.collector.models.model import GPTModel
+from binade.collector.models.directory import describe_weights
+from binade.collector.models.model import GPTModel, initialized
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import Backend, ConfigError, Device, RunConfig, check
@@ -110,16 +113,22 @@ def train(
     anything is written; later OSError, DivergedError or KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
     with join(config, root) as ranks:
-        return _run(config, root, ranks, say, progress, command)
+        try:
+            return _run(config, root, ranks, say, progress, command)
+        except InstrumentError as error:  # a model of transformers, in its first forward pass
+            raise ConfigError(f"{config.model_title} can only be collected in a script of your own: {error}") from error
 
 
 def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
-    checkpoint = open_checkpoint(config.load_hf, config.shape(), config.layers) if config.load_hf else None
     shape, recipe = config.shape(), config.parsed_recipe()
-    dataset = open_dataset(config.dataset, config.tokenizer, shape.vocab)
+    checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
+    weights = checkpoint.identity() if checkpoint else None
+    dataset = open_dataset(config.dataset, config.tokenizer_name, shape.vocab)
     stream = open_stream(config, dataset, rank=ranks.replica, ranks=ranks.replicas)
     device = torch.device("cuda", torch.cuda.current_device()) if config.device == Device.CUDA else torch.device("cpu")
     description = config.to_dict() | {
+        "model": f"{config.model_name}@{weights['sha256'][:8]}" if weights else config.model,
+        "weights": weights,
         "backend": backend_name(config),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         "data": dataset.identity,
@@ -134,7 +143,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
     start = time.monotonic()
     recorder = Recorder(
         root,
-        label=f"{config.model}_{recipe.name}",
+        label=f"{config.model_name}_{recipe.name}",
         config=description,
         tensors=config.tensors,
         scores=config.scores,
@@ -192,18 +201,14 @@ def _train(
     shape = config.shape()
     ranks = recorder.ranks
     with device:
-        model = GPTModel(shape, ranks.tensor)
-    if checkpoint:
-        checkpoint.load_into(model)
-    else:
-        model.initialize(config.seed)
+        model = checkpoint.build(ranks.tensor) if checkpoint else initialized(shape, config.seed, ranks.tensor)
     optimizer = _optimizer(model, config)
     report(
-        f"run {recorder.writer.run_id}: {config.model} {config.size}, {shape.layers} layers, "
+        f"run {recorder.writer.run_id}: {config.model_title}, {shape.layers} layers, "
         f"{shape.parameters / 1e6:.1f} M weights, on {config.device}"
     )
     if checkpoint:
-        report(f"weights from {checkpoint.directory}")
+        report(f"weights {describe_weights(checkpoint.path)}")
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := config.kept_layers:
         report(f"in bf16 whatever the recipe: {kept}")
@@ -248,7 +253,7 @@ class _AdamW(torch.optim.AdamW):
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
-def _optimizer(model: GPTModel, config: RunConfig) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     return _AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -257,7 +262,7 @@ def _launches(config: RunConfig) -> int:
 
 
 def _step(
-    model: GPTModel,
+    model: GPTModel | CausalLM,
     optimizer: torch.optim.Optimizer,
     stream: SampleStream,
     config: RunConfig,
@@ -289,7 +294,7 @@ def _step(
     return Step(mean_over_replicas(total, ranks), time.perf_counter() - start)
 
 
-def _backward(model: GPTModel, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
+def _backward(model: GPTModel | CausalLM, tokens: Tensor, labels: Tensor, micro_batches: int) -> float:
     """The cross entropy in nats per token; the gradient is that of its sum with the experts' balance loss."""
     logits, balance = model.logits_and_balance(tokens)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())

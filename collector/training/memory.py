@@ -56,10 +56,11 @@ def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:
     if ranks * memory.total > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ConfigError(
-            f"{config.model} {config.size} with {config.shape().layers} layers needs "
+            f"{config.model_title} with {config.shape().layers} layers needs "
             f"{memory.weights / 2**30:.1f} GiB for weights, gradients and optimizer and "
             f"{memory.activations / 2**30:.1f} GiB for activations{each}, {available / 2**30:.1f} GiB are free on "
-            f"{config.device}: use --size tiny, fewer --layers, or a shorter --sequence-length"
+            f"{config.device}: use {'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter "
+            "--sequence-length"
         )
 
 

@@ -5,6 +5,7 @@ The command line, the Collect form, `check` and the documentation read the same 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import Field, dataclass, field, fields, replace
@@ -31,6 +32,7 @@ class Option:
     """What is declared about a field.
 
     choices        the values that are allowed, of a list for each item: a collection, or a function that returns one
+    or_path        the path of something that exists is allowed as well
     minimum, maximum, pattern
                    what a number or a text must satisfy. `expected` says in words what the pattern accepts
     unit           "bytes" for a size such as 500M
@@ -45,6 +47,7 @@ class Option:
     group: Group
     metavar: str | None = None
     choices: Collection[str] | Callable[[], Collection[str]] | None = None
+    or_path: bool = False
     minimum: float | None = None
     maximum: float = MOST
     pattern: re.Pattern[str] | None = None
@@ -115,8 +118,8 @@ def check_options(config: object) -> None:
 
 def _problem(each: Declared, value: Any) -> str:
     option = each.option
-    if option.allowed is not None and value not in option.allowed:
-        return f"{each.flag} {value!r} is unknown: {', '.join(option.allowed)}"
+    if option.allowed is not None and value not in option.allowed and not (option.or_path and os.path.exists(value)):
+        return f"{each.flag} {value!r} is unknown: {', '.join(option.allowed)}{', or a path' * option.or_path}"
     if option.pattern is not None and not option.pattern.fullmatch(value):
         return f"{each.flag} {value!r} is not valid: {option.expected}"
     if option.minimum is None or option.minimum <= value <= option.maximum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -56,6 +57,26 @@ class TestForm:
             assert runs == jobs.parse_runs(["quick", "mxfp8"])
         if name == "sweep":
             assert {run.skip_layers for run in runs} == {"^(?!layer1[.]fc1$)"} and len(runs) == len(FORMATS)
+
+    def test_a_path_is_a_model(self, visit: Visit, root: Path, tmp_path: Path):
+        """Its size is its own, and a path without a model is said to be one."""
+        settings = {
+            "model_type": "llama", "num_hidden_layers": 5, "hidden_size": 64, "intermediate_size": 128,
+            "rope_theta": 1e4, "num_attention_heads": 4, "vocab_size": 320, "max_position_embeddings": 96,
+            "rms_norm_eps": 1e-5,
+        }  # fmt: skip
+        model = tmp_path / "a model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(settings))
+        (model / "tokenizer.json").touch()
+        jobs.add(root, ["run", "--model", str(model), "--sequence-length", "64"])
+        at = visit(root, "collect", **{"from": "1"})
+        assert "Size" not in [box.label for box in at.selectbox]
+        assert at.number_input(key="collect_sequence_length").max == 96
+        (run,) = chosen(at)
+        assert (run.model, run.size, run.shape().layers) == (str(model), "full", 5)
+        (model / "config.json").unlink()
+        assert "has no config.json" in words(rerun(at))
 
     def test_what_has_no_field_is_kept(self):
         base = jobs.parse_runs(["run", "--operand-quant", "qk.forward.key=mxfp4", "--seed", "7", "--layers", "1"])[0]

@@ -14,6 +14,7 @@ from streamlit.testing.v1 import AppTest
 
 from binade.app.address import plain
 from binade.app.questions.shared.labels import group_name
+from binade.collector import Recorder
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.app import roots
@@ -170,6 +171,16 @@ class TestRuns:
         assert (table["loss_last"] < table["loss_first"]).all()
         assert charts(at) == 1
         assert "4 runs (4 done)" in words(at)
+
+    def test_weights_on_a_grid_are_said_to_be(self, visit: Visit, tmp_path: Path):
+        config = {"model": "smol@01234567", "weights": {"quantized": ["Q4_1", "Q8_0"]}, "recipe": "bf16"}
+        with Recorder(tmp_path, config=config) as recorder:
+            for name in ("input", "weight"):
+                recorder.record(name, torch.randn(8, 32), layer=1, module="fc1", operation="forward", phase="pre")
+        said = "dequantized from Q4_1 and Q8_0 and lie on those grids"
+        assert f"smol@01234567: The weights were {said}" in words(visit(tmp_path, "runs"))
+        for name, there in (("weight", True), ("input", False)):
+            assert (said in words(visit(tmp_path, "tensor", tensor_name=name))) == there
 
     def test_a_run_whose_process_is_gone(self, visit: Visit, collected: Path, tmp_path: Path):
         root = roots.copy(collected, tmp_path / "runs")

@@ -13,12 +13,16 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from binade import quant
+from binade.app.questions import registry
+from binade.app.questions.block_history import compute as block_history_compute
 from binade.app.questions.depth import compute as depth_compute
 from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.drift import compute as drift_compute
+from binade.app.questions.loss import compute as loss_compute
+from binade.app.questions.question import Question
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.recipes import compute as recipes_compute
-from binade.app.questions.registry import QUESTIONS
+from binade.app.questions.results import compute as results_compute
 from binade.app.questions.shared import laws
 from binade.app.questions.shared.distributions import distribution_of
 from binade.app.questions.shared.runs import runs_with_reference
@@ -84,11 +88,10 @@ class Visitor:
         assert self.clicks <= MOST_CLICKS
         what.click()
 
-    def ask(self, question: int) -> None:
+    def ask(self, asked: Question) -> None:
         """Open the app, choose a question on the overview, and wait for its page."""
         self.page.goto("/")
         settle(self.page)
-        asked = [each for each in QUESTIONS if each.on_overview][question - 1]
         self.click(self.page.get_by_role("link", name=asked.text))
         self.page.wait_for_url(re.compile(rf"/{asked.page}(\?|$)"))
         self.page.wait_for_function("() => document.querySelector('h1')?.innerText !== 'Overview'")
@@ -140,8 +143,8 @@ def first(catalog: Catalog, **where) -> str:
     return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
 
 
-def test_1_which_tensors_suffer_most(visitor: Visitor, board: pd.DataFrame):
-    visitor.ask(1)
+def test_which_tensors_suffer_most(visitor: Visitor, board: pd.DataFrame):
+    visitor.ask(registry.RANKING)
     worst = board.iloc[0]
     assert visitor.answer == f"{worst['place']} suffers most: SQNR {worst['value']:.1f} dB."
     bars = [mark for mark in visitor.marks("ranking") if "operation" in mark and "tensors" in mark]
@@ -154,8 +157,8 @@ def test_1_which_tensors_suffer_most(visitor: Visitor, board: pd.DataFrame):
     assert "metric=flush_to_zero" in visitor.page.url
 
 
-def test_2_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(1)
+def test_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.RANKING)
     visitor.click(visitor.chart("ranking").locator("path[aria-label]").first)
     visitor.page.wait_for_url(re.compile("/tensor"))
     visitor.until("Magnitudes over the codebook|nonzero values flushed")
@@ -173,8 +176,8 @@ def test_2_why(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
         assert visitor.page.get_by_test_id("stMetric").filter(has_text=name).is_visible()
 
 
-def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(3)
+def test_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.WHAT_IF)
     visitor.choose("Hadamard", "32")
     visitor.until("hadamard=32")
     x = catalog.load(board["tensor_id"].iloc[0])
@@ -192,8 +195,8 @@ def test_3_would_another_format_fix_it(visitor: Visitor, catalog: Catalog, board
         assert visitor.page.get_by_text(knob, exact=True).first.is_visible()
 
 
-def test_4_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(4)
+def test_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.NORMALITY)
     d = distribution_of("x", catalog.load(board["tensor_id"].iloc[0]))
     closest = laws.laws_table([d]).iloc[0]
     assert f"distance {closest['ks']:.3f}" in visitor.answer
@@ -209,8 +212,8 @@ def test_4_is_it_normal(visitor: Visitor, catalog: Catalog, board: pd.DataFrame)
     assert "the selection from the sketch" in visitor.title("qq") and "this tensor exact" in visitor.title("qq")
 
 
-def test_5_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
-    visitor.ask(5)
+def test_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.DEPTH)
     table = depth_compute.depth(catalog, Filter(), "mxfp4", "sqnr_db")
     change = depth_compute.slope(table)["change"]
     assert visitor.answer == f"{(change < 0).sum()} of {len(change)} tensors are worse in layer 2 than in layer 1."
@@ -221,8 +224,8 @@ def test_5_does_it_get_worse_with_depth(visitor: Visitor, catalog: Catalog):
     visitor.until("In mxfp4: SQNR")
 
 
-def test_6_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
-    visitor.ask(6)
+def test_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.TRAINING)
     table = training_compute.training(catalog, Filter(), "mxfp4", "sqnr_db")
     points = [mark for mark in visitor.marks("training") if "tensors" in mark]
     drawn = {(int(mark["layer"]), int(mark["iteration"])): number(mark["SQNR (dB)"]) for mark in points}
@@ -233,8 +236,8 @@ def test_6_does_it_change_in_training(visitor: Visitor, catalog: Catalog):
     assert {mark["run"] for mark in losses} >= {"bf16", "mxfp4", "FA_mxfp4", "PV_mxfp4"}
 
 
-def test_7_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
-    visitor.ask(7)
+def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.DIRECTIONS)
     table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
     worst = table[table["operation"] == "backward"].iloc[0]
     assert f"Worst going backward: {worst['row']}" in visitor.answer
@@ -245,8 +248,8 @@ def test_7_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
         assert number(drawn[0]["Flushed to zero (%)"]) == pytest.approx(part["value"].iloc[0] * 100, rel=6e-3)
 
 
-def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
-    visitor.ask(8)
+def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.RECIPES)
     table = runs_with_reference(catalog.runs(), catalog.parts())
     gaps = recipes_compute.loss_gaps(table, {run_id: read_losses(catalog.root / run_id) for run_id in table["run_id"]})
     costs = recipes_compute.costs(gaps, table)
@@ -267,8 +270,8 @@ def test_8_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     )
 
 
-def test_9_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(9)
+def test_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.DRIFT)
     row = catalog.rows_of([board["tensor_id"].iloc[0]]).iloc[0]
     twins = catalog.twins(row["tensor_id"]).set_index("run_id")
     table = runs_with_reference(catalog.runs(), catalog.parts()).set_index("run_id")
@@ -282,8 +285,8 @@ def test_9_rounding_or_drift(visitor: Visitor, catalog: Catalog, board: pd.DataF
         assert name in visitor.title("three_way")
 
 
-def test_10_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(10)
+def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.BLOCKS)
     x = catalog.load(board["tensor_id"].iloc[0])
     seen = quant.look(x, "mxfp4")
     finite = seen.sqnr_db[~seen.sqnr_db.isnan()]
@@ -309,8 +312,41 @@ def test_10_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.Data
         assert int(mark["code"], 2) == int(seen.codes[block, place])
 
 
-def test_11_what_happens_inside_attention(visitor: Visitor):
-    visitor.ask(11)
+def test_what_costs_the_loss(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.LOSS)
+    found = loss_compute.costs(catalog, Filter(), "mxfp4")
+    worst = found.table.iloc[0]
+    assert visitor.answer.startswith(f"{worst['place']} costs most in mxfp4: ")
+    assert f"SQNR ranks it {worst['sqnr_rank']:.0f} of {len(found.table)}" in visitor.answer
+    points = {mark["tensor"]: mark for mark in visitor.marks("loss_against_sqnr") if "rank by loss" in mark}
+    assert len(points) == len(found.table) and number(points[worst["place"]]["rank by loss"]) == 1
+    assert number(points[worst["place"]]["SQNR (dB)"]) == pytest.approx(worst["sqnr_db"], abs=0.051)
+    assert not visitor.page.get_by_text("Metric", exact=True).count()  # it is the loss here
+    visitor.click(visitor.chart("loss_ranking").locator("path[aria-label]").first)
+    visitor.page.wait_for_url(re.compile(r"/tensor\?.*tensor="))
+
+
+def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.RESULTS)
+    table = results_compute.results(catalog, Filter())
+    worst = results_compute.results(catalog, Filter(), ("gemm",)).sort_values("result_db").iloc[0]
+    assert visitor.answer.startswith(f"{worst['gemm']} loses most: its results have {worst['result_db']:.1f} dB")
+    assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
+    known = table["operands_db"].notna().sum()
+    assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
+
+
+def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.BLOCK_HISTORY)
+    table = block_history_compute.histogram(catalog, Filter(), "mxfp4", "sqnr_db")
+    last = block_history_compute.summary(table, ("iteration",)).iloc[-1]
+    assert f"{last['bad']:.2%} of the blocks" in visitor.answer or f"below {last['low']:.1f} dB" in visitor.answer
+    visitor.segment("Scale exponent")
+    visitor.until("Scale exponent of 98 %")
+
+
+def test_what_happens_inside_attention(visitor: Visitor):
+    visitor.ask(registry.ATTENTION)
     assert re.match(r"In mxfp4, head \d loses most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
     assert "Range of the scores" in visitor.title("scores") and "How much of P flushes" in visitor.title("flushed")
     heads = visitor.chart("entropy").locator("path[aria-label*='mean entropy']")
@@ -321,8 +357,8 @@ def test_11_what_happens_inside_attention(visitor: Visitor):
     assert visitor.chart("head_map").locator("image").count() == 1
 
 
-def test_12_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
-    visitor.ask(12)
+def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
+    visitor.ask(registry.CODES)
     visitor.choose("Held against", "hifp8")
     visitor.until("of 256 codes are used")
     used = quant.usage(catalog.load(board["tensor_id"].iloc[0]), "hifp8")
@@ -333,7 +369,7 @@ def test_12_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, 
 
 
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: Path):
-    visitor.ask(1)
+    visitor.ask(registry.RANKING)
     saved = {}
     for kind in ("PNG", "SVG", "CSV"):
         with visitor.page.expect_download() as download:

@@ -14,7 +14,7 @@ import pandas as pd
 from binade.app.questions.shared.labels import run_labels
 
 SAME_DATA = (
-    "model", "size", "dataset", "corpus_sha256", "seed", "load_hf", "layers", "warmup_iterations", "micro_batches",
+    "model", "size", "dataset", "corpus_sha256", "seed", "layers", "warmup_iterations", "micro_batches",
     "micro_batch_size", "sequence_length", "learning_rate",
 )  # fmt: skip
 PARTS = ("linear", "QK", "PV", "router")

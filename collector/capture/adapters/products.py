@@ -66,13 +66,15 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias: Tensor | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] + bias -> [..., out]. original computes it as the model does, bias included.
 
-    Under autocast the quantized product takes its operands in autocast's dtype, as torch's linear does.
+    Under autocast a quantized or recorded product takes its operands in autocast's dtype, as torch's linear does.
     """
     with computing:
         tap = how.tap()
-        if how.formats == UNQUANTIZED:
-            return original(x, weight) if tap is None else observed_product(original, x, weight, tap)
+        if how.formats == UNQUANTIZED and tap is None:
+            return original(x, weight)
         dtype = product_dtype(x)
+        if how.formats == UNQUANTIZED and tap:
+            return observed_product(original, x.to(dtype), weight.to(dtype), tap)
         inner = tap if bias is None else _but_result(tap)
         rows = x.to(dtype) if x.dim() > 1 else x.to(dtype)[None]
         if x.dim() == 1:
@@ -96,7 +98,8 @@ def _but_result(tap: Tap | None) -> Tap | None:
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which torch's own products take x: autocast's where that is on."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
 def observed_product(product: Product, a: Tensor, b: Tensor, tap: Tap, dim_b: int = -1) -> Tensor:

@@ -326,9 +326,10 @@ def test_a_bias_and_autocast_are_those_of_torch(tmp_path):
             outputs.append([value_.detach(), *(p.grad for p in model.parameters())])
         assert same(*outputs)
     with torch.autocast("cpu", torch.bfloat16), Recorder(tmp_path) as recorder:
-        model = build()
-        with instrument(model, "mxfp8", recorder, backend="torch"):
-            loss(model, 0).backward()
+        for recipe in ("mxfp8", "bf16"):
+            model = build()
+            with instrument(model, recipe, recorder, backend="torch"):
+                loss(model, 0).backward()
     assert set(rows(tmp_path)["dtype"]) == {"bfloat16"}
 
 

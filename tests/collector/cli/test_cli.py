@@ -95,7 +95,7 @@ WRONG = {
     "layers of a run that records nothing": (*RUN, "--no-save-tensors", "--capture-layers", "first"),
     "bytes of a run that records nothing": (*RUN, "--no-save-tensors", "--max-bytes", "1M"),
     "bytes of values that are not kept": (*RUN, "--no-raw", "--max-bytes", "1"),
-    "checkpoint of a name too long": (*RUN, "--load-hf", "x" * 300),
+    "model of a name too long": (*RUN, "--model", "x" * 300),
     "negative learning rate": (*RUN, "--learning-rate", "-0.1"),
     "learning rate that is no number": (*RUN, "--learning-rate", "nan"),
     "infinite learning rate": (*RUN, "--learning-rate", "inf"),

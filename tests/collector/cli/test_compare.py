@@ -615,7 +615,6 @@ class TestSections:
             {"sequence_length": 64},
             {"warmup_iterations": 3},
             {"learning_rate": 0.5},
-            {"load_hf": "checkpoint"},
             {"device": "NVIDIA H100"},
             {"tp": 2},
             {"model": "another"},

@@ -72,9 +72,9 @@ def test_every_field_declares_its_option():
     assert set(OPTIONS) == {each.name for each in fields(RunConfig)}
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("load_hf", "recipe")])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "recipe"])
 def test_a_field_alone_makes_an_option(name):
-    """load_hf needs a checkpoint; the recipe has three spellings, and tests of its own."""
+    """The recipe has three spellings, and tests of its own."""
     each = OPTIONS[name]
     config = replace(RunConfig(), **TOGETHER.get(name, {}), **{name: other(each)})
     check(config)

@@ -1,0 +1,120 @@
+"""Models by path: the directory of a Hugging Face model, or a GGUF file. No torch at import.
+
+`shape_of` gives the dimensions of every model, by name or by path. A path's are those in its config.json or its GGUF
+metadata. What the layers of a family here compute is one of that family; all else is left to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from binade.collector.errors import ConfigError
+from binade.collector.models.gguf_file import open_gguf
+from binade.collector.models.registry import MODELS
+from binade.collector.models.rope_scaling import UnfitError
+from binade.collector.models.shape import Shape
+from binade.collector.models.transformers_model import MOST_LAYERS, shape_of_transformers
+
+CONFIG = "config.json"
+GGUF = ".gguf"
+KINDS = {
+    int: ((int,), "a whole number from 0 on"),
+    float: ((int, float), "a number from 0 on"),
+    bool: ((bool,), "true or false"),
+}
+MOST = 10**9
+# Types of model whose layers are those of a family here, by their name at Hugging Face.
+SAME_LAYERS = {"mistral": "llama"}
+
+
+def shape_of(model: str, size: str) -> Shape:
+    """The dimensions of a model by its name, or by its path, which has one size. Raises ConfigError."""
+    return MODELS[model][size] if model in MODELS else read_shape(Path(model))
+
+
+def gguf_of(path: Path) -> Path | None:
+    """The GGUF file that a path is, or that its directory holds; None for a Hugging Face directory. Raises
+    ConfigError."""
+    if path.is_file() and path.suffix == GGUF:
+        return path
+    if (path / CONFIG).is_file():
+        return None
+    found = sorted(path.glob(f"*{GGUF}"))
+    if len(found) > 1:
+        raise ConfigError(f"checkpoint {path} holds {len(found)} GGUF files: give the path of one")
+    if not found:
+        raise ConfigError(
+            f"checkpoint {path} has no {CONFIG}: give the directory of a Hugging Face model, or a {GGUF} file"
+        )
+    return found[0]
+
+
+def name_of(path: Path) -> str:
+    """What people call the model at a path: the name of its directory or GGUF file. Raises ConfigError."""
+    file = gguf_of(path)
+    return file.stem if file else path.resolve().name
+
+
+def describe_weights(path: Path) -> str:
+    """Where a model's weights come from, in words. Raises ConfigError."""
+    file = gguf_of(path)
+    quantized = open_gguf(file).quantized() if file else ()
+    grid = (
+        f", dequantized from {' and '.join(quantized)}: their values lie on those grids, so the rounding errors of "
+        "weights mean nothing"
+    )
+    return f"from {path}{grid if quantized else ''}"
+
+
+def read_shape(path: Path) -> Shape:
+    """The dimensions of the model at a path. Raises ConfigError."""
+    file = gguf_of(path)
+    settings, source = (open_gguf(file).settings(), "its metadata") if file else (read_json(path / CONFIG), CONFIG)
+    kind = settings.get("model_type")
+    families = {type(shape).model_type: type(shape) for sizes in MODELS.values() for shape in sizes.values()}
+    family = families.get(SAME_LAYERS.get(str(kind), str(kind)))
+    if settings.get("quantization_config"):
+        raise ConfigError(f"checkpoint {path} is quantized (quantization_config): give one that is not")
+    try:
+        if family is None:
+            raise UnfitError(f"is a {kind!r} model")
+        for name, value in family.fixed.items():
+            if settings.get(name, value) not in (value, None):
+                raise UnfitError(f"has {name} {settings[name]!r}")
+        return _read(path, source, family, settings)
+    except UnfitError as reason:
+        if file:
+            raise ConfigError(f"checkpoint {path} {reason}, which is read of safetensors only") from reason
+        return shape_of_transformers(path, str(reason))
+
+
+def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, Any]) -> Shape:
+    try:
+        shape = family.from_settings(settings)
+        for name, (kinds, expected) in ((n, KINDS[k]) for n, k in get_type_hints(family).items() if k in KINDS):
+            value = getattr(shape, name)
+            if type(value) not in kinds or not 0 <= value <= MOST:
+                raise TypeError(f"{name} is {value!r}, {expected} was expected")
+        if not 1 <= shape.layers <= MOST_LAYERS:
+            raise ValueError(f"num_hidden_layers is {shape.layers}, 1 to {MOST_LAYERS} were expected")
+        return shape
+    except KeyError as error:
+        raise ConfigError(f"checkpoint {path}: {source} lacks {error}") from error
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"checkpoint {path}: {source} cannot be understood: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises ConfigError."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"checkpoint file {path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"checkpoint file {path} is not JSON: {getattr(error, 'msg', error)}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"checkpoint file {path} is not a JSON object")
+    return settings

@@ -1,0 +1,147 @@
+"""Models by path that our layers cannot compute: transformers builds and loads them, `instrument` intercepts them.
+
+Their dimensions are those of the model that transformers builds of the config.json without allocating it. Only the code
+of transformers runs, never a checkpoint's own, and weights are read from safetensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+
+from binade.collector.errors import ConfigError
+from binade.collector.models.shape import CoreSpec, LinearSpec, Shape, Spec, Split
+from binade.data.text import one_line
+
+if TYPE_CHECKING:
+    from binade.collector.models.parallel import Group
+
+T = TypeVar("T")
+MOST_LAYERS = 1000  # no published model has nearly as many
+MOST = 10**9  # of tokens, where positions have no limit
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersShape(Shape):
+    """The dimensions of a model of transformers. found are its layers as `instrument` finds them."""
+
+    family = "transformers"
+    model_type = ""
+
+    kind: str
+    kv_heads: int
+    head_dim: int
+    found: tuple[Spec, ...]
+    weights: int
+
+    def specs(self) -> tuple[Spec, ...]:
+        return self.found
+
+    @property
+    def parameters(self) -> int:
+        return self.weights
+
+    def attention(self, layer: int) -> tuple[Spec, ...]:
+        return tuple(spec for spec in self.found if spec.site.layer_index == layer)
+
+    def feed_forward(self, layer: int) -> tuple[LinearSpec, ...]:
+        return ()  # attention has it: which is which, only the names say
+
+    def build_attention(self, layer: int, group: Group) -> NoReturn:
+        raise NotImplementedError("transformers builds the model")
+
+    build_feed_forward = build_attention
+
+    def activation_bytes(self, layer: int) -> int:
+        """Roughly: input and output of each linear layer, in float32 and in bfloat16."""
+        return sum(6 * (spec.inputs + spec.outputs) for spec in self.linears(layer))
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def divided(self) -> dict[str, int]:
+        return {}  # `check` refuses tensor-parallel ranks
+
+    def describe(self) -> str:
+        return f"{self.kind} of transformers, {self.layers} layers, hidden {self.hidden}, {self.heads} heads"
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> Self:
+        raise NotImplementedError("transformers reads the configuration")
+
+
+def shape_of_transformers(path: Path, reason: str) -> TransformersShape:
+    """The dimensions of the model in a directory. reason: why our layers cannot compute it. Raises ConfigError."""
+    if not find_spec("transformers"):
+        raise ConfigError(
+            f"checkpoint {path} {reason}: only transformers can run it: pip install transformers, or Binade's extra hf"
+        )
+    return _shape(path, (path / "config.json").stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _shape(path: Path, modified: int) -> TransformersShape:
+    """modified identifies the version of the configuration in the cache."""
+    import torch
+    from transformers import AutoConfig
+
+    from binade.collector.capture.adapters import find
+    from binade.collector.models.causal_lm import CausalLM
+
+    auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete
+
+    def build() -> TransformersShape:
+        config = AutoConfig.from_pretrained(path, **LOCAL)
+        text = config.get_text_config()
+        if text.num_hidden_layers > MOST_LAYERS:
+            raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers, at most {MOST_LAYERS} are built")
+        with torch.device("meta"):
+            model = CausalLM(auto.from_config(config, trust_remote_code=False))
+        heads = getattr(text, "num_attention_heads", None) or 1  # a model may attend in another way, or not at all
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+        core = heads, kv_heads, head_dim, head_dim
+        return TransformersShape(
+            kind=config.model_type,
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            ffn=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            heads=heads,
+            vocab=text.vocab_size,
+            max_sequence=getattr(text, "max_position_embeddings", None) or MOST,
+            rope_theta=0.0,
+            norm_eps=0.0,
+            tied_embedding=text.tie_word_embeddings,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            found=tuple(
+                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer.name, layer.site, layer.module)
+                for layer in find(model).layers
+            ),
+            weights=sum(weight.numel() for weight in model.parameters()),
+        )
+
+    return explained(path, build)
+
+
+def _linear(name: str, site: Any, module: Any) -> LinearSpec:
+    outputs, inputs = module.weight.shape if hasattr(module, "out_features") else module.weight.t().shape
+    return LinearSpec(site, inputs, outputs, Split.REPLICATED, name, {})
+
+
+def explained(path: Path, action: Callable[[], T]) -> T:
+    """What the action returns. Raises ConfigError for what transformers, instrument or a file raises."""
+    try:
+        return action()
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers raises every kind for what it cannot build or read
+        raise ConfigError(f"checkpoint {path} cannot be run by transformers: {one_line(error)}") from error
