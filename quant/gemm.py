@@ -102,8 +102,8 @@ class Rounding:
 
             def rounded() -> Tensor:
                 if not spec.hadamard:
-                    return apply(x.detach(), plain, dim, self.backend, False, seed, scale)[0]
-                turned = apply(rotate(x, spec, dim, signs).to(x.dtype), plain, dim, self.backend, False, seed, scale)[0]
+                    return apply(x.detach(), plain, dim, seed=seed, absmax=scale)[0]
+                turned = apply(rotate(x, spec, dim, signs).to(x.dtype), plain, dim, seed=seed, absmax=scale)[0]
                 return rotate_back(turned, x, spec, dim, signs)
 
             tap(Observed(name, x.detach(), spec, q, coded, scales, dim, scale, rounded=rounded))

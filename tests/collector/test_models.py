@@ -37,6 +37,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.tried import Tried
 from binade.collector.models.checkpoint import open_checkpoint, sources
 from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.directory import read_shape
@@ -382,18 +383,19 @@ CORE = {
 class Listener(Recorder):
     """A Recorder that notes what it is handed and leaves the statistics, which have tests of their own, out."""
 
-    def _record(self, seen: Observed, identity: Identity, *measured: object) -> None:
+    def _record(self, seen: Observed, identity: Identity, *measured: object) -> list[Tried]:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")
         noted = {"shape": shape, "dtype": dtype, "format": seen.spec and str(seen.spec), "finite": finite}
         self.rows = [*getattr(self, "rows", []), asdict(identity) | noted]
+        return []
 
 
 def recorded(model: GPTModel, recipe: Recipe | str, root: Path) -> pd.DataFrame:
     """What is recorded of one step on 2 x 16 tokens, a row a tensor."""
     tokens, labels = tokens_of(model.shape, length=16)
-    with Listener(root) as listener, instrument(model, recipe, listener, backend="torch"):
+    with Listener(root, scores=(), measures=()) as listener, instrument(model, recipe, listener, backend="torch"):
         _backward(model, tokens, labels, 1)
     return pd.DataFrame(listener.rows)
 
