@@ -41,7 +41,9 @@ MEASURED = (*MOMENTS, *COUNTS, "result_sqnr_db")  # of a tensor
 METRICS = (LOSS, HISTOGRAM, *MEASURED, *ERROR_COLUMNS)
 DEFAULT_METRICS = (LOSS, HISTOGRAM, "absmax", "kurtosis", "sqnr_db", "flush_to_zero", "saturated", "result_sqnr_db")
 RUN_FIELDS = ("run_id", "model", "size", "dataset", "recipe")
-RECORD = pa.schema([TENSOR_SCHEMA.field(name) for name in ("tensor_id", "numel", *FIELDS, *MEASURED)])
+PLACE = (*FIELDS, "original_quant_type")  # what identifies a tensor
+RECORD = pa.schema([TENSOR_SCHEMA.field(name) for name in ("tensor_id", "numel", *PLACE, *MEASURED)])
+OPERATIONS = {kind.name: (kind.operation.value, kind.phase.value) for kind in TENSOR_KINDS}
 AT_ONCE = 500  # tensors read from the index at a time
 BATCH = 10_000  # points of a table written at a time
 WANDB_BINS = 512  # that a histogram of W&B may have
@@ -113,7 +115,7 @@ class Histogram:
 class Point:
     """A metric of a tensor or a run in one iteration.
 
-    place    by the fields of Filter; None where one does not apply or is not known
+    place    by PLACE; None where one does not apply or is not known
     metric   of METRICS; a histogram's value is a Histogram
     format   of an error: the format that makes it
     """
@@ -133,11 +135,11 @@ class Point:
         """The series of a run that it belongs to: layer2/fc2/input/sqnr_db/mxfp4.
 
         The parts that most tensors share are left out: micro-batch 0, rank 0, and the usual operation and phase. The
-        quant type and stage are named where tensors of one run differ by them, in imported logs.
+        quant type and stage are named in imported logs, where tensors of one run differ by them.
         """
         at = self.place
         usual = OPERATIONS.get(at["tensor_name"], (None, None))
-        log = (at["quant_type"], at["stage"]) if at["stage"] else ()
+        log = (at["quant_type"], at["stage"]) if at["original_quant_type"] else ()
         parts = (
             at["layer_index"] is not None and f"layer{at['layer_index']}",
             at["module"] or at["component"],
@@ -153,15 +155,12 @@ class Point:
         return "/".join(plain_name(part) for part in parts if part)
 
 
-OPERATIONS = {kind.name: (kind.operation.value, kind.phase.value) for kind in TENSOR_KINDS}
-
-
 def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator[Point]:
     """The points of a run, a row of `Catalog.runs`: its losses, then its tensors, by iteration. Raises OSError."""
     if any(run[name] not in values for name, values in choice.where.items() if name in RUN_FIELDS):
         return
     if LOSS in choice.metrics:
-        place = dict.fromkeys(FIELDS) | {name: run[name] for name in RUN_FIELDS}
+        place = dict.fromkeys(PLACE) | {name: run[name] for name in RUN_FIELDS}
         for loss in sound_losses(catalog.root / run["run_id"]):
             yield Point(place | {"iteration": loss["iteration"]}, LOSS, loss["loss"])
     if set(choice.metrics) == {LOSS}:
@@ -201,15 +200,16 @@ def _points(
     choice: Choice,
 ) -> Iterator[Point]:
     """The points of a tensor, none for a value that is undefined; bins: low, high and counts of its sketch."""
-    place = {name: record[name] for name in FIELDS}
-    for metric in choice.metrics:
-        if metric == HISTOGRAM and bins:
-            yield Point(place, metric, Histogram.of(*bins, record))
-        found = [(None, record)] if metric in MEASURED else [(each["format"], each) for each in errors]
-        for name, values in found if metric in (*MEASURED, *ERROR_COLUMNS) else ():
-            value = values[metric]
-            if value is not None and not math.isnan(value) and (name is None or name in (choice.formats or (name,))):
-                yield Point(place, metric, float(value), name)
+    place = {name: record[name] for name in PLACE}
+    values = [(metric, None, record[metric]) for metric in choice.metrics if metric in MEASURED]
+    for each in errors:
+        if not choice.formats or each["format"] in choice.formats:
+            values += [(metric, each["format"], each[metric]) for metric in choice.metrics if metric in ERROR_COLUMNS]
+    for metric, fmt, value in values:
+        if value is not None and not math.isnan(value):
+            yield Point(place, metric, float(value), fmt)
+    if HISTOGRAM in choice.metrics and bins:
+        yield Point(place, HISTOGRAM, Histogram.of(*bins, record))
 
 
 # Targets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from binade.data.catalog import Catalog
 from binade.data.export import Choice, Histogram, Sink
 from binade.data.filter import Filter
 from binade.data.runs import DONE, read_run
+from binade.data.segment import Origin
 from tests.data.builder import assorted, make_run, row
 
 LAYER2 = Filter(layer_index=(2,))
@@ -144,8 +146,10 @@ def test_series_of_different_tensors_differ():
     ]
     x = torch.ones(4)
     rows = [row("run", number, x, None, **words) for number, words in enumerate(places)]
+    logged = [row("log", 0, x, None, quant_type=name) for name in ("mxfp8", "hifp8")]
+    rows += [replace(each, origin=Origin(quant_type="as logged", stage=stage)) for each in logged for stage in "ab"]
     tags = [point.tag for point in export.points_of_rows(rows, Choice(("absmax",)))]
-    assert len(set(tags)) == len(places)
+    assert len(set(tags)) == len(rows)
     assert tags[:5] == [
         "layer1/fc1/input/absmax",
         "layer1/fc1/input/evaluation/absmax",
