@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from binade.app.report import options
-from binade.data.filter import Filter
+from binade.data.filter import FilterError
+from binade.filter_options import filter_of
 from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, resolve_root, root_option
 
 HOST = "127.0.0.1"
@@ -77,9 +78,11 @@ def _serve(port: int) -> int:
 
 
 @click.pass_context
-def _report(context: click.Context, /, root: str | None, query: Filter | None, **given: Any) -> int:
+def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
     """Write every chart into a folder, with one HTML of all of them."""
-    where = options.filter_of(query, given, given["session"])
+    where = filter_of(given)
+    if given["session"] and where.items():
+        raise FilterError("a session has its own filter: give --session without others")
     from binade.app.report import writer
 
     request = writer.Request(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from binade.collector import Recorder, coverage, instrument, instrument_provider
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
+    from binade.data.export import Sink
     from binade.data.filter import Filter
     from binade.quant import FORMATS, compare, fake_quantize, quantize
 
@@ -36,6 +37,7 @@ _HOME = {
     "instrument_provider": "collector",
     "Catalog": "data.catalog",
     "Filter": "data.filter",
+    "Sink": "data.export",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Catalog",
     "Filter",
     "Recorder",
+    "Sink",
     "compare",
     "coverage",
     "fake_quantize",

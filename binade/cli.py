@@ -30,6 +30,7 @@ COMMANDS = {
         "serve": "app.cli:serve",
         "compare": "collector.cli.compare_command:compare",
         "report": "app.cli:report",
+        "export": "collector.cli.export_command:export",
         "bundle": "app.cli:bundle",
     },
 }

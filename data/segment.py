@@ -142,8 +142,8 @@ class TensorRow:
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
 _INTEGER_WORDS = ("layer_index", "iteration", "micro_batch", "rank", "expert")
-_MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
-_COUNTS = ("zeros", "nans", "infs")
+MOMENTS = ("min", "max", "mean", "std", "rms", "absmax", "absmin", "skewness", "kurtosis")
+COUNTS = ("zeros", "nans", "infs")
 ERROR_COLUMNS = (  # the fields of quant.metrics.Errors
     "sqnr_db",
     "mse",
@@ -188,8 +188,8 @@ TENSOR_SCHEMA = pa.schema(
         ("path", _TEXT),
         ("contracted_axis", _INT),
     ]
-    + [(name, _REAL) for name in _MOMENTS]
-    + [(name, _LONG) for name in _COUNTS]
+    + [(name, _REAL) for name in MOMENTS]
+    + [(name, _LONG) for name in COUNTS]
     + [column[:2] for column in _SHARD]
     + [("recomputed", pa.bool_())]
     + [column[:2] for column in _ORIGIN]
@@ -212,7 +212,7 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name != "block" or file.exists()}
 
 
-def _tensor_record(row: TensorRow) -> dict[str, Any]:
+def tensor_record(row: TensorRow) -> dict[str, Any]:
     record = {
         "tensor_id": row.tensor_id,
         "run_id": row.run_id,
@@ -232,7 +232,7 @@ def _tensor_record(row: TensorRow) -> dict[str, Any]:
         "format": row.format,
         **(vars(row.error) if row.error else dict.fromkeys(ERROR_COLUMNS)),
     }
-    return record | {name: getattr(row.summary, name) for name in (*_MOMENTS, *_COUNTS)}
+    return record | {name: getattr(row.summary, name) for name in (*MOMENTS, *COUNTS)}
 
 
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
@@ -265,7 +265,7 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         columns += [np.concatenate(each) for each in (bins, counts)]
         block = pa.table(dict(zip(BLOCK_SCHEMA.names, columns, strict=True)), schema=BLOCK_SCHEMA)
     tables = {
-        "tensor": pa.Table.from_pylist([_tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
+        "tensor": pa.Table.from_pylist([tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
         "block": block,

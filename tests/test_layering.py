@@ -146,6 +146,7 @@ def test_a_library_stays_in_its_house(library, at_home):
         "binade.collector.recipes.parse",
         "binade.collector.recipes.recipe",
         "binade.collector.training.config",
+        "binade.data.export",
         "binade.quant.formats",
     ],
 )

@@ -1,47 +1,13 @@
-"""The options of binade report. The filters are the fields of data.filter. No heavy import."""
+"""The options of binade report. No heavy import."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import click
 
-from binade.data.filter import FIELDS, INTEGER_FIELDS, LABELS, Filter, FilterError
-from binade.terminal import Option, names, root_option
-
-FILTER = ("Filter", "Separate several values by commas. The same filters as in the app's sidebar.")
-
-
-def texts(text: str) -> list[str]:
-    """The values of a filter, separated by commas."""
-    found = names(text)
-    if not found:
-        raise click.BadParameter("names are expected, separated by commas")
-    return list(found)
-
-
-def numbers(text: str) -> list[int]:
-    for value in texts(text):
-        if not value.isdecimal() or len(value) > 9:
-            raise click.BadParameter(f"{value!r} is not a number: expected whole numbers, separated by commas")
-    return [int(value) for value in texts(text)]
-
-
-def query_filter(text: str) -> Filter:
-    """The filter of an address of the app. Parameters that are not filters belong to the page and are ignored."""
-    try:
-        query: str | None = urlsplit(text).query if "://" in text else text.lstrip("?")
-    except ValueError:  # unbalanced brackets
-        query = None
-    if query is None or ("=" not in query and "://" not in text):
-        example = "quant_type=mxfp8&layer_index=1"
-        raise click.BadParameter(f"{text[:80]!r} is not a query: expected {example} or an address of the app")
-    found, problems = Filter.from_query(parse_qs(query))
-    if problems:
-        raise click.BadParameter(problems[0])
-    return found
+from binade.filter_options import filter_params
+from binade.terminal import Option, root_option
 
 
 def params() -> list[click.Parameter]:
@@ -60,25 +26,5 @@ def params() -> list[click.Parameter]:
         Option(
             ["--jobs"], type=click.IntRange(1, 256), metavar="N", help="Processes that draw  [default: one per core]"
         ),
-        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter of an address of the app"),
-        *(
-            Option(
-                [f"--{name.replace('_', '-')}", name],
-                type=numbers if name in INTEGER_FIELDS else texts,
-                metavar="N,..." if name in INTEGER_FIELDS else "NAME,...",
-                help=f"Restrict to this {LABELS.get(name, name)}",
-                title=FILTER[0],
-                about=FILTER[1],
-            )
-            for name in FIELDS
-        ),
+        *filter_params(),
     ]
-
-
-def filter_of(query: Filter | None, options: dict[str, Any], session: str | None) -> Filter:
-    """The filter of --query, overridden by the filter options. Raises FilterError together with --session."""
-    given = {name: options[name] for name in FIELDS if options[name] is not None}
-    found = Filter.from_dict((query or Filter()).to_dict() | given)
-    if session and found.items():
-        raise FilterError("a session has its own filter: give --session without others")
-    return found

@@ -31,6 +31,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
 from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
+from binade.data.export import Sink
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow
 from binade.data.tensor_kinds import (
@@ -96,6 +97,8 @@ class Recorder:
     iterations, micro_batches   how many are recorded, from the first on, where `at` does not say it; None for all
     evaluation  also record forward passes of a model in eval mode or without gradients, which have micro-batch numbers
                 of their own and the operation "evaluation" in place of "forward"
+    sink        what also gets the rows once they are on the disk: TensorBoard, Weights & Biases or a file; see
+                data.export.Sink. If it fails, it gets no more, with a warning, and the run goes on
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
@@ -126,6 +129,7 @@ class Recorder:
         iterations: int | None = None,
         micro_batches: int | None = None,
         evaluation: bool = False,
+        sink: Sink | None = None,
         enabled: bool | None = None,
     ) -> None:
         self.root = resolve_root(root)
@@ -147,6 +151,7 @@ class Recorder:
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
         self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
+        self.sink = sink
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
         self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
@@ -199,7 +204,7 @@ class Recorder:
             if run_id is None:
                 raise PeerLostError("rank 0 could not start the run")
             self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
-        self._writing = Writing(self.writer, self.max_bytes)
+        self._writing = Writing(self.writer, self.max_bytes, self.sink)
         self.entered = True
         self._tell_followers()
         return self

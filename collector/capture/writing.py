@@ -13,6 +13,7 @@ only a queue and locks that are acquired and released in C, and variables that o
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,9 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from binade.data.export import Sink
 from binade.data.runs import RunWriter
 from binade.data.segment import TensorRow, write_segment
 from binade.data.store import encode, write_atomic
+from binade.data.text import describe as one_line
 
 # What a file takes beyond its values, at most: torch's zip archive and the description.
 OVERHEAD = 1 << 13
@@ -53,11 +56,13 @@ def _acquired() -> Lock:
 
 
 class Writing:
-    """The files and segments of one rank of a run, its tensor files within max_bytes in all."""
+    """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
+    to the sink once it is on the disk; a sink that fails gets no more, with a warning."""
 
-    def __init__(self, writer: RunWriter, max_bytes: int) -> None:
+    def __init__(self, writer: RunWriter, max_bytes: int, sink: Sink | None = None) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
+        self._sink = sink
         # Bytes of each queued file, and a lock that is released once it is written or was refused.
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -132,6 +137,7 @@ class Writing:
         if self._unnamed:
             self._attempt(lambda: self._drop(set(self._unnamed)))
             self._attempt(self._update_status)
+        self._attempt(lambda: self._send(None))
 
     def _attempt(self, task: Callable[[], None]) -> bool:
         """Whether the task succeeded; any failure is raised in the training loop later."""
@@ -172,6 +178,26 @@ class Writing:
     def _write(self, kept: list[Pending]) -> None:
         rows = [each.row() for each in kept]
         write_segment(self._writer.directory / "segments", self._writer.next_segment_name(), rows)
+        self._attempt(lambda: self._send(rows))  # a warning may have been made an error
+
+    def _send(self, rows: list[TensorRow] | None) -> None:
+        """Give rows to the sink, or None to close it."""
+        sink = self._sink
+        if sink is None:
+            return
+        try:
+            if rows is None:
+                sink.close()
+            else:
+                sink.write(self._writer.directory, self._writer.rank, rows)
+        except Exception as error:
+            self._sink = None
+            with suppress(Exception):  # the same again, or what follows from it
+                sink.close(error)
+            warnings.warn(
+                f"the sink gets no more of the run, which goes on: {one_line(error)}; binade export writes it later",
+                stacklevel=2,
+            )
 
     def _drop(self, paths: set[Path]) -> None:
         """Delete files that no row will name."""

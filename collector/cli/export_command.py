@@ -1,0 +1,53 @@
+"""binade export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from binade.filter_options import filter_of, filter_params
+from binade.terminal import Command, Option, fail, names, print_text, resolve_root, root_option
+
+# data.export declares these; it imports pyarrow, and --help does not wait for it.
+TARGETS = ("tensorboard", "wandb", "csv", "parquet")
+METRICS = (
+    "What to write: loss and histogram; of tensors min, max, mean, std, rms, absmax, absmin, skewness, kurtosis, "
+    "zeros, nans, infs, and of results result_sqnr_db; of the formats they were scored in sqnr_db, mse, "
+    "relative_error, cosine, projection, max_abs_error, flush_to_zero, underflow_of_all, saturated"
+)
+DEFAULT = "loss, histogram, absmax, kurtosis, sqnr_db, flush_to_zero, saturated, result_sqnr_db"
+
+
+def _export(
+    root: str | None, to: str, output: Path, metrics: tuple[str, ...], formats: tuple[str, ...], **filters: Any
+) -> None:
+    """Write metrics and histograms by layer and iteration for TensorBoard, Weights & Biases or pandas."""
+    from binade.data import export
+    from binade.data.catalog import Catalog  # imports DuckDB
+
+    choice = export.Choice(metrics, formats, filter_of(filters))
+    export.target(to)
+    with Catalog.open(resolve_root(root)) as catalog:
+        for reason in catalog.refused:
+            fail(f"passed over: {reason}")
+        done = export.export(catalog, to, output, choice)
+    print_text(f"{done.runs} runs, {done.values} values and {done.histograms} histograms written to {output}")
+
+
+export = Command(
+    "export",
+    params=[
+        Option(["--to"], type=click.Choice(TARGETS), required=True, help="What to write for"),
+        Option(["--output"], type=Path, required=True, metavar="DIR", help="New directory, with one for each run"),
+        Option(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...", help=f"{METRICS}  [default: {DEFAULT}]"),
+        Option(["--formats"], type=names, default="", metavar="A,B,...", help="Errors of these formats only"),
+        root_option(),
+        *filter_params(),
+    ],
+    callback=_export,
+    help=_export.__doc__,
+    cancelled="cancelled: nothing was written",
+    failed="the export failed",
+)

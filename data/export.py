@@ -1,0 +1,419 @@
+"""What runs recorded, as series over iterations for other tools: TensorBoard, Weights & Biases, CSV, Parquet.
+
+`points` and `points_of_rows` give the same points, of an index and of rows that are just being written. A target takes
+them, each run in a directory of its own: `export` writes runs that are there, a `Sink` follows one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from binade.data.filter import FIELDS, Filter
+from binade.data.runs import RunError, sound_losses
+from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
+from binade.data.store import staged_directory, staged_file
+from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.text import plain_name
+from binade.quant.formats import UnknownFormatError
+from binade.quant.sketch import bin_edges
+from binade.quant.specs import Spec, SpecError
+
+if TYPE_CHECKING:  # it imports DuckDB, which a training environment may lack
+    from binade.data.catalog import Catalog
+
+LOSS, HISTOGRAM = "loss", "histogram"
+MEASURED = (*MOMENTS, *COUNTS, "result_sqnr_db")  # of a tensor
+METRICS = (LOSS, HISTOGRAM, *MEASURED, *ERROR_COLUMNS)
+DEFAULT_METRICS = (LOSS, HISTOGRAM, "absmax", "kurtosis", "sqnr_db", "flush_to_zero", "saturated", "result_sqnr_db")
+RUN_FIELDS = ("run_id", "model", "size", "dataset", "recipe")
+PLACE = (*FIELDS, "original_quant_type")  # what identifies a tensor
+RECORD = pa.schema([TENSOR_SCHEMA.field(name) for name in ("tensor_id", "numel", *PLACE, *MEASURED)])
+OPERATIONS = {kind.name: (kind.operation.value, kind.phase.value) for kind in TENSOR_KINDS}
+AT_ONCE = 500  # tensors read from the index at a time
+BATCH = 10_000  # points of a table written at a time
+WANDB_BINS = 512  # that a histogram of W&B may have
+
+
+class ExportError(ValueError):
+    """Something cannot be exported as requested. The message says what, and what to do."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is exported.
+
+    metrics   of METRICS
+    formats   the errors of these formats or specs; of all that were scored if empty
+    where     the tensors; losses are those of the runs that its run_id, model, size, dataset and recipe select
+
+    Raises ExportError for an unknown metric or format.
+    """
+
+    metrics: tuple[str, ...] = DEFAULT_METRICS
+    formats: tuple[str, ...] = ()
+    where: Filter = field(default_factory=Filter)
+
+    def __post_init__(self) -> None:
+        for name in self.metrics:
+            if name not in METRICS:
+                raise ExportError(f"metric {name!r} is unknown: {', '.join(METRICS)}")
+        try:
+            object.__setattr__(self, "formats", tuple(str(Spec.of(name)) for name in self.formats))
+        except (UnknownFormatError, SpecError) as error:
+            raise ExportError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of values in adjacent bins, from a binade sketch: edges [n + 1] ascending, counts [n]. min, max, sum and
+    sum of squares are those of the values."""
+
+    edges: np.ndarray
+    counts: np.ndarray
+    min: float
+    max: float
+    sum: float
+    sum_squares: float
+
+    @classmethod
+    def of(cls, low: np.ndarray, high: np.ndarray, counts: np.ndarray, record: Mapping[str, Any]) -> Histogram:
+        """low, high, counts: the nonempty bins of a tensor, in any order; record: its columns of the index."""
+        edges = np.unique(np.concatenate([low, high]))
+        filled = np.zeros(len(edges) - 1, np.int64)
+        filled[np.searchsorted(edges, low)] = counts
+        finite = record["numel"] - record["nans"] - record["infs"]
+        mean, rms = record["mean"], record["rms"]
+        return cls(edges, filled, record["min"], record["max"], mean * finite, rms * rms * finite)
+
+    def coarse(self, longest: int) -> tuple[np.ndarray, np.ndarray]:
+        """Counts and edges, neighbours joined in pairs until there are at most `longest` bins."""
+        counts, edges = self.counts, self.edges
+        while len(counts) > longest:
+            counts = np.add.reduceat(counts, np.arange(0, len(counts), 2))
+            edges = np.append(edges[:-1:2], edges[-1])
+        return counts, edges
+
+
+@dataclass(frozen=True)
+class Point:
+    """A metric of a tensor or a run in one iteration.
+
+    place    by PLACE; None where one does not apply or is not known
+    metric   of METRICS; a histogram's value is a Histogram
+    format   of an error: the format that makes it
+    """
+
+    place: Mapping[str, Any]
+    metric: str
+    value: float | Histogram
+    format: str | None = None
+
+    @property
+    def step(self) -> int:
+        """The iteration; 0 of an imported tensor whose log does not tell it."""
+        return self.place["iteration"] or 0
+
+    @property
+    def tag(self) -> str:
+        """The series of a run that it belongs to: layer2/fc2/input/sqnr_db/mxfp4.
+
+        The parts that most tensors share are left out: micro-batch 0, rank 0, and the usual operation and phase. The
+        quant type and stage are named in imported logs, where tensors of one run differ by them.
+        """
+        at = self.place
+        usual = OPERATIONS.get(at["tensor_name"], (None, None))
+        log = (at["quant_type"], at["stage"]) if at["original_quant_type"] else ()
+        parts = (
+            at["layer_index"] is not None and f"layer{at['layer_index']}",
+            at["module"] or at["component"],
+            at["expert"] is not None and f"expert{at['expert']}",
+            at["tensor_name"],
+            *(word for word, known in zip((at["operation"], at["phase"]), usual, strict=True) if word != known),
+            *log,
+            at["rank"] and f"rank{at['rank']}",
+            at["micro_batch"] and f"micro_batch{at['micro_batch']}",
+            self.metric,
+            self.format,
+        )
+        return "/".join(plain_name(part) for part in parts if part)
+
+
+def points(catalog: Catalog, run: Mapping[Any, Any], choice: Choice) -> Iterator[Point]:
+    """The points of a run, a row of `Catalog.runs`: its losses, then its tensors, by iteration. Raises OSError."""
+    if any(run[name] not in values for name, values in choice.where.items() if name in RUN_FIELDS):
+        return
+    if LOSS in choice.metrics:
+        place = dict.fromkeys(PLACE) | {name: run[name] for name in RUN_FIELDS}
+        for loss in sound_losses(catalog.root / run["run_id"]):
+            yield Point(place | {"iteration": loss["iteration"]}, LOSS, loss["loss"])
+    if set(choice.metrics) == {LOSS}:
+        return
+    tensors = catalog.tensors(replace(choice.where, run_id=(run["run_id"],)), order_by="iteration")
+    for start in range(0, len(tensors), AT_ONCE):
+        part = tensors[start : start + AT_ONCE]
+        ids = part["tensor_id"].tolist()
+        scores = dict(list(catalog.scores(tensor_ids=ids).groupby("tensor_id")))
+        bins = {}
+        if HISTOGRAM in choice.metrics:
+            bins = dict(list(catalog.distribution(by="tensor_id", tensor_ids=ids).groupby("group")))
+        for record in pa.Table.from_pandas(part, RECORD, preserve_index=False).to_pylist():
+            name = record["tensor_id"]
+            errors = scores[name].to_dict("records") if name in scores else []
+            found = bins.get(name)
+            sketch = None
+            if found is not None:
+                sketch = found["low"].to_numpy(), found["high"].to_numpy(), found["count"].to_numpy()
+            yield from _points(record, errors, sketch, choice)
+
+
+def points_of_rows(rows: Iterable[TensorRow], choice: Choice) -> Iterator[Point]:
+    """The points of rows of tensors."""
+    for row in rows:
+        record = tensor_record(row)
+        if all(record[name] in values for name, values in choice.where.items()):
+            errors = [{"format": each.format, **vars(each.error)} for each in row.scores if each.gemm == row.gemm]
+            sketch = (*bin_edges(row.summary.bins), row.summary.counts) if len(row.summary.bins) else None
+            yield from _points(record, errors, sketch, choice)
+
+
+def _points(
+    record: Mapping[str, Any],
+    errors: Sequence[Mapping[Any, Any]],
+    bins: tuple[np.ndarray, np.ndarray, np.ndarray] | None,
+    choice: Choice,
+) -> Iterator[Point]:
+    """The points of a tensor, none for a value that is undefined; bins: low, high and counts of its sketch."""
+    place = {name: record[name] for name in PLACE}
+    values = [(metric, None, record[metric]) for metric in choice.metrics if metric in MEASURED]
+    for each in errors:
+        if not choice.formats or each["format"] in choice.formats:
+            values += [(metric, each["format"], each[metric]) for metric in choice.metrics if metric in ERROR_COLUMNS]
+    for metric, fmt, value in values:
+        if value is not None and not math.isnan(value):
+            yield Point(place, metric, float(value), fmt)
+    if HISTOGRAM in choice.metrics and bins:
+        yield Point(place, HISTOGRAM, Histogram.of(*bins, record))
+
+
+# Targets
+
+Write = Callable[[Iterable[Point]], None]
+Open = Callable[[Path, str, Mapping[str, Any]], AbstractContextManager[Write]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where points go. open(directory, name, config) writes a run of that name into a new directory; package is what
+    must be installed for it, by the extra of the same name."""
+
+    open: Open
+    package: str | None = None
+
+
+_PLACE = [TENSOR_SCHEMA.field(name) for name in FIELDS]
+VALUE_SCHEMA = pa.schema([*_PLACE, ("metric", pa.string()), ("format", pa.string()), ("value", pa.float64())])
+BIN_SCHEMA = pa.schema([*_PLACE, ("low", pa.float64()), ("high", pa.float64()), ("count", pa.int64())])
+
+
+def _tables(kind: str, make: Callable[[Any, pa.Schema], Any]) -> Open:
+    """values.KIND has a line per point and histograms.KIND one per nonempty bin; both appear when the run is whole."""
+
+    @contextmanager
+    def opened(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
+        directory.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            values, bins = (
+                stack.enter_context(make(stack.enter_context(staged_file(directory / f"{stem}.{kind}")), schema))
+                for stem, schema in (("values", VALUE_SCHEMA), ("histograms", BIN_SCHEMA))
+            )
+
+            def write(points: Iterable[Point]) -> None:
+                for batch in _batches(points):
+                    rows = [
+                        {**p.place, "metric": p.metric, "format": p.format, "value": p.value}
+                        for p in batch
+                        if not isinstance(p.value, Histogram)
+                    ]
+                    values.write(pa.Table.from_pylist(rows, VALUE_SCHEMA))
+                    if shown := [(p.place, p.value) for p in batch if isinstance(p.value, Histogram)]:
+                        bins.write(_bins(shown))
+
+            yield write
+
+    return opened
+
+
+def _batches(points: Iterable[Point]) -> Iterator[list[Point]]:
+    rest = iter(points)
+    while batch := list(islice(rest, BATCH)):
+        yield batch
+
+
+def _bins(shown: Sequence[tuple[Mapping[str, Any], Histogram]]) -> pa.Table:
+    kept = [value.counts.nonzero()[0] for _, value in shown]
+    places = pa.Table.from_pylist([place for place, _ in shown], pa.schema(_PLACE))
+    edges = [
+        (value.edges[at], value.edges[at + 1], value.counts[at]) for (_, value), at in zip(shown, kept, strict=True)
+    ]
+    columns = map(np.concatenate, zip(*edges, strict=True))
+    repeated = places.take(np.repeat(np.arange(len(kept)), [len(at) for at in kept]))
+    return pa.Table.from_arrays([*repeated.columns, *columns], schema=BIN_SCHEMA)
+
+
+@contextmanager
+def _tensorboard(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
+    with import_module("torch.utils.tensorboard").SummaryWriter(str(directory)) as writer:
+
+        def write(points: Iterable[Point]) -> None:
+            for point in points:
+                value = point.value
+                if isinstance(value, Histogram):
+                    limits, counts = value.edges[1:].tolist(), value.counts.tolist()
+                    total, sums = sum(counts), (value.sum, value.sum_squares)
+                    writer.add_histogram_raw(point.tag, value.min, value.max, total, *sums, limits, counts, point.step)
+                else:
+                    writer.add_scalar(point.tag, value, point.step)
+            writer.flush()
+
+        yield write
+
+
+@contextmanager
+def _wandb(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
+    """A run of its own, beside one that the training loop may have; uploaded only if the user is logged in."""
+    wandb = import_module("wandb")
+    mode = None  # of WANDB_MODE
+    if not os.environ.get("WANDB_MODE"):
+        offline = wandb.run.offline if wandb.run else not wandb.login(prompt=False, verify=False)
+        mode = "offline" if offline else "online"
+    directory.mkdir(parents=True, exist_ok=True)
+    quiet = wandb.Settings(silent=True, console="off")
+    project = os.environ.get("WANDB_PROJECT") or "binade"
+    with wandb.init(
+        project=project, name=name, dir=directory, config=dict(config), mode=mode, reinit="create_new", settings=quiet
+    ) as run:
+        # W&B's own steps only rise: micro-batches of one iteration may arrive one by one, and warm-up is below 0.
+        run.define_metric("*", step_metric="iteration")
+
+        def write(points: Iterable[Point]) -> None:
+            for step, group in groupby(points, key=lambda point: point.step):
+                run.log({"iteration": step} | {point.tag: shown(point.value) for point in group})
+
+        def shown(value: float | Histogram) -> Any:
+            return wandb.Histogram(np_histogram=value.coarse(WANDB_BINS)) if isinstance(value, Histogram) else value
+
+        yield write
+
+
+TARGETS = {
+    "tensorboard": Target(_tensorboard, "tensorboard"),
+    "wandb": Target(_wandb, "wandb"),
+    "csv": Target(_tables("csv", pyarrow.csv.CSVWriter)),
+    "parquet": Target(_tables("parquet", pq.ParquetWriter)),
+}
+
+
+def target(name: str) -> Target:
+    """Raises ExportError for one that is unknown, or whose package is not installed."""
+    if name not in TARGETS:
+        raise ExportError(f"there is no export to {name!r}: {', '.join(TARGETS)}")
+    package = TARGETS[name].package
+    if package and not find_spec(package):
+        raise ExportError(f"export to {name} needs the package {package}: pip install 'binade[{package}]'")
+    return TARGETS[name]
+
+
+@dataclass
+class Exported:
+    """How much was written."""
+
+    runs: int = 0
+    values: int = 0
+    histograms: int = 0
+
+    def count(self, points: Iterable[Point]) -> Iterator[Point]:
+        for point in points:
+            self.histograms += point.metric == HISTOGRAM
+            self.values += point.metric != HISTOGRAM
+            yield point
+
+
+def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
+    """Write what was recorded into the new directory output/<run_id> of each run that has any of it.
+
+    Raises ExportError if output is there and not empty, or the target cannot be used; RunError if nothing is selected;
+    OSError. Then nothing is left behind.
+    """
+    chosen = target(to)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ExportError(f"{output} exists and is not an empty directory: give another to --output")
+    done = Exported()
+    with staged_directory(output.resolve()) as part:
+        runs = catalog.runs()[::-1].astype(object)
+        for run in runs.where(runs.notna(), None).to_dict("records"):
+            found = points(catalog, run, choice)
+            first = next(found, None)
+            if first is not None:
+                done.runs += 1
+                with chosen.open(part / run["run_id"], run["run_id"], json.loads(run["config"])) as write:
+                    write(done.count(chain([first], found)))
+        if not done.runs:
+            raise RunError(f"{catalog.root} holds nothing of {choice.where.sentence()}: choose other runs or metrics")
+    return done
+
+
+class Sink:
+    """Sends what a Recorder writes to another tool while training goes on.
+
+        with Recorder(sink=Sink("tensorboard", "logs")) as recorder: ...
+
+    to        a name of TARGETS
+    output    each run goes to the directory output/<run_id>, of a rank beyond 0 to output/<run_id>/rank<r>
+    metrics, formats, where   see Choice; the loss is the training loop's own and is not sent
+
+    CSV and Parquet files appear when the run ends; the others are followed live. Raises as Choice and `target` do.
+    """
+
+    def __init__(
+        self,
+        to: str,
+        output: str | Path,
+        *,
+        metrics: Sequence[str] = DEFAULT_METRICS,
+        formats: Sequence[str] = (),
+        where: Filter | None = None,
+    ) -> None:
+        self.choice = Choice(tuple(metrics), tuple(formats), where or Filter())
+        self.output, self._open = Path(output).absolute(), target(to).open
+        self._stack = ExitStack()
+        self._write: Write | None = None
+
+    def write(self, run: Path, rank: int, rows: Iterable[TensorRow]) -> None:
+        """Send rows of the run with that directory."""
+        if self._write is None:
+            name = f"{run.name}/rank{rank:02d}" if rank else run.name
+            config = json.loads((run / "run.json").read_bytes())
+            self._write = self._stack.enter_context(self._open(self.output / name, name, config))
+        self._write(points_of_rows(rows, self.choice))
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run; after an error, files that are not whole are deleted. Another run can follow."""
+        self._write = None
+        self._stack.__exit__(type(error) if error else None, error, None)
