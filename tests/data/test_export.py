@@ -226,19 +226,21 @@ def test_an_offline_run_of_weights_and_biases_holds_the_values(catalog, made, tm
     export.export(catalog, "wandb", tmp_path / "out", Choice(where=Filter(layer_index=(2,), run_id=(made,))))
     (file,) = (tmp_path / "out" / made).glob("wandb/offline-run-*/run-*.wandb")
     written = [Record.FromString(each) for each in log_records(file.read_bytes())]
-    history = [
-        {"/".join(item.nested_key) or item.key: item.value_json for item in each.history.item}
-        for each in written
-        if each.HasField("history")
-    ]
-    config = {item.key: item.value_json for each in written for item in each.run.config.update}
+    history: dict[int, dict[str, str]] = {}  # by W&B's own step, which it may write in several records
+    for each in (each.history for each in written if each.HasField("history")):
+        found = {"/".join(item.nested_key) or item.key: item.value_json for item in each.item}
+        history.setdefault(int(found.get("_step", each.step.num)), {}).update(found)
+    # Config comes with the run's record, or in records of its own.
+    updates = [item for each in written for item in (*each.run.config.update, *each.config.update)]
+    config = {"/".join(item.nested_key) or item.key: item.value_json for item in updates}
     assert config["recipe"] == '"mxfp8"'
-    losses = {int(each["iteration"]): float(each["loss"]) for each in history if "loss" in each}
+    losses = {int(each["iteration"]): float(each["loss"]) for each in history.values() if "loss" in each}
     assert losses == {-1: 5.5, 0: 5.25, 7: 4.0}
     series = "layer2/fc1/output"
-    absmax = {int(each["iteration"]): float(each[f"{series}/absmax"]) for each in history if f"{series}/absmax" in each}
+    of = [each for each in history.values() if f"{series}/absmax" in each]
+    absmax = {int(each["iteration"]): float(each[f"{series}/absmax"]) for each in of}
     assert absmax == catalog.tensors(LAYER2).set_index("iteration")["absmax"].to_dict()
-    histograms = [json.loads(each[f"{series}/histogram/values"]) for each in history if f"{series}/absmax" in each]
+    histograms = [json.loads(each[f"{series}/histogram/values"]) for each in of]
     assert list(map(sum, histograms)) == [7 * 33 - 2] * 2  # but for a NaN and an infinity
 
 
