@@ -538,7 +538,9 @@ class _Observer:
             if kind and kind.observed in self.rows:
                 gemm = Gemm(name.partition("_")[0])
                 rows = self.rows[kind.observed]
-                rows += try_formats(seen, recorder.scores, gemm, before=rows)
+                # Where the GEMM rounds what the forward pass had rounded, it is not the same tensor.
+                same = [] if name in self.part.formats.of_rounded else rows
+                rows += try_formats(seen, recorder.scores, gemm, before=same)
         elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
             self.rows[name] = self._record(seen, kind)
         if Measure.LOSS in recorder.measures:

@@ -270,3 +270,17 @@ class TestRecorded:
         _, catalog, _ = recorded
         named = [catalog.path(tensor_id) for tensor_id in catalog.tensors()["tensor_id"]]
         assert sorted(named) == sorted(path for path in catalog.root.rglob("tensors/**/*") if path.is_file())
+
+
+def test_what_the_forward_pass_had_rounded_is_scored_as_another_tensor(tmp_path):
+    text = '[linear]\nforward = "mxfp4"\nwgrad.input = { spec = "mxfp8", of = "rounded" }'
+    (tmp_path / "again.toml").write_text(text)
+    record(tmp_path, str(tmp_path / "again.toml"), scores=("hifp8", "mxfp4"), measures=())
+    with Catalog.open(tmp_path) as catalog:
+        (tensor_id,) = catalog.tensors(Filter(layer_index=(1,), module=("fc1",), tensor_name=("input",)))["tensor_id"]
+        x = catalog.load(tensor_id)
+        rounded = quant.fake_quantize(x, "mxfp4").flatten(0, -2)
+        found = catalog.table("score").to_pandas().set_index(["tensor_id", "gemm", "format"]).loc[tensor_id]
+        for fmt in ("hifp8", "mxfp4", "mxfp8"):
+            check_errors(rounded, fmt, -2, found.loc[("wgrad", fmt)].to_dict())
+        check_errors(x, "hifp8", -1, found.loc[("forward", "hifp8")].to_dict())
