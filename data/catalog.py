@@ -194,7 +194,7 @@ class Catalog:
     @staticmethod
     def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
         with _transaction(cursor):
-            for table in ("sketch", "score", "block"):
+            for table in TABLES.keys() - {"tensor"}:
                 cursor.execute(
                     f"DELETE FROM {table} WHERE tensor_id IN (SELECT tensor_id FROM tensor WHERE run_id = ?)", [run_id]
                 )

@@ -6,6 +6,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared.board_charts import layer_color
 
 MOST = 60  # columns of a heatmap
 
@@ -44,15 +45,13 @@ def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str
     """Of compute.summary by iteration and layer: one of its columns by iteration, a line a layer."""
     shown = table.assign(layer=table["layer_index"].astype(int))
     layers = sorted(shown["layer"].unique().tolist())
-    scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
-    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
     result: alt.Chart = (
         alt.Chart(shown)
         .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45))
         .encode(
             x=alt.X("iteration:Q", title="iteration", axis=alt.Axis(tickMinStep=1, format="d")),
             y=alt.Y(f"{column}:Q", title=axis, scale=alt.Scale(zero=False)),
-            color=alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None),
+            color=layer_color(layers),
             tooltip=[
                 alt.Tooltip("layer:O", title="layer"),
                 alt.Tooltip("iteration:Q", title="iteration"),

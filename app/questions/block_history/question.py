@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -90,8 +89,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     for board in selection.boards(("sqnr_db",)):
         drawn = draw(board, {"of_blocks": "sqnr_db"})
         if drawn.figures:
-            figure = replace(drawn.figures[0], name=f"block_distribution_{board.name}")
-            yield Section("statistics", figures=[figure], verdict=drawn.verdict)
+            yield Section("statistics", figures=board.named(drawn.figures[:1]), verdict=drawn.verdict)
 
 
 BLOCK_HISTORY = Question(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 from scipy.stats import spearmanr
 
-from binade.app.questions.shared.boards import DATA, PLACE, loss_changes, place_names
+from binade.app.questions.shared.boards import DATA, PLACE, mean_changes, place_names
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
@@ -30,14 +30,15 @@ class Costs:
 
 def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
     """Of the filter's forward operands in a format. The table is empty where none has a gradient."""
-    found = loss_changes(catalog, where, fmt, PLACE)
+    changes = catalog.loss_changes(fmt, PLACE, where)
+    found = mean_changes(changes, PLACE)
     own = catalog.errors(fmt, PLACE, where)[[*PLACE, "sqnr_db", "flush_to_zero"]]
     table = found.merge(own, on=list(PLACE), how="left")
     table = table.assign(place=place_names(table), sqnr_rank=table["sqnr_db"].rank(method="min"))
     table = table.sort_values(["value", "place"], ascending=[False, True], na_position="last", ignore_index=True)
     table["rank"] = range(1, len(table) + 1)
     agreement = _rho(-table["value"], table["sqnr_db"])
-    return Costs(table, agreement, _halves(catalog.loss_changes(fmt, PLACE, where)))
+    return Costs(table, agreement, _halves(changes))
 
 
 def _halves(table: pd.DataFrame) -> float:

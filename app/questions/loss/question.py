@@ -106,8 +106,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     for board in selection.boards((LOSS_CHANGE,)):
         drawn = draw(board, {})
         if drawn.figures:
-            figures = [replace(figure, name=f"{figure.name}_{board.name}") for figure in drawn.figures]
-            yield Section("statistics", figures=figures, verdict=drawn.verdict)
+            yield Section("statistics", figures=board.named(drawn.figures), verdict=drawn.verdict)
 
 
 LOSS = Question(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -65,7 +64,7 @@ def _places(board: Board, table: pd.DataFrame) -> Table:
 def report(selection: ReportSelection) -> Iterator[Section]:
     for board in selection.boards(("sqnr_db",), OF_VALUES):
         drawn = draw(board, {})
-        figures = [replace(figure, name=f"ranking_{board.name}") for figure in drawn.figures]
+        figures = board.named(drawn.figures)
         tables, verdict, fmt = [], "", board.format
         if fmt:
             verdict = f"{fmt}: {drawn.verdict}"

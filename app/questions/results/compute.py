@@ -7,9 +7,10 @@ import pandas as pd
 
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+from binade.data.tensor_kinds import Gemm
 
 PRODUCT = ("layer_index", "module", "part", "gemm")
-GEMMS = ("forward", "dgrad", "wgrad")
+GEMMS = tuple(gemm.value for gemm in Gemm)
 
 
 def results(catalog: Catalog, where: Filter, by: tuple[str, ...] = PRODUCT) -> pd.DataFrame:
@@ -20,7 +21,11 @@ def results(catalog: Catalog, where: Filter, by: tuple[str, ...] = PRODUCT) -> p
     Noise ratios are averaged over a group's micro-batches and iterations. operands_db is NaN where an operand of the
     group was not recorded; a result without error or that overflowed is left out.
     """
-    table = catalog.results(where)
+    return pooled(catalog.results(where), by)
+
+
+def pooled(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
+    """As `results`, of the rows of `Catalog.results`."""
     table = table[np.isfinite(table["result_sqnr_db"])]
     table = table.assign(noise=10 ** (-table["result_sqnr_db"] / 10))
     groups = table.groupby(list(by), dropna=False)

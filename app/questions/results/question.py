@@ -11,6 +11,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
 from binade.app.questions.results import charts, compute
+from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.selection import Selection
 from binade.app.style import MEASURES
 
@@ -33,12 +34,12 @@ COLUMNS = {
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    table = compute.results(selection.opened, selection.where)
+    found = selection.opened.results(selection.where)
+    table = compute.pooled(found, compute.PRODUCT)
     if table.empty:
         return Drawn(problems=(NOTHING,))
-    layer = table["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
     name = table["module"].where(table["part"].isin(("linear", "router")), table["part"])
-    table = table.assign(place=layer + name, row=name + " " + table["gemm"])
+    table = table.assign(place=layer_names(table["layer_index"]) + name, row=name + " " + table["gemm"])
     words = f"{source(selection.where, f'{len(table):,} products and GEMMs')}\n{DEFINITION}"
     cells = table.assign(
         value=table["result_db"],
@@ -62,7 +63,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         chart = charts.against(table, "Do the operands tell?", "above the line: better than independent errors")
         items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
     items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
-    return Drawn(tuple(items), _verdict(compute.results(selection.opened, selection.where, ("gemm",)), table))
+    return Drawn(tuple(items), _verdict(compute.pooled(found, ("gemm",)), table))
 
 
 def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:

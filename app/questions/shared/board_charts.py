@@ -49,6 +49,13 @@ def bars(
     return result
 
 
+def layer_color(layers: list[int]) -> alt.Color:
+    """The colour of the column layer, for a line a layer: in the order of the layers."""
+    scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
+    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
+    return alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None)
+
+
 def axis_domain(figures: pd.Series) -> list[float]:
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from binade.app.questions.shared.labels import UNNAMED
+from binade.app.questions.shared.labels import UNNAMED, layer_names
 from binade.data.catalog import MICRO_BATCH, SHOWN_ERRORS, STATISTICS, Catalog
 from binade.data.filter import Filter
 
@@ -36,7 +36,11 @@ def loss_changes(catalog: Catalog, where: Filter, fmt: str, by: tuple[str, ...])
     """The predicted change of the loss, the mean over micro-batches: by's columns, tensors, value, tensor_id (of the
     largest), micro_batches, first and second (order), and spread, the standard error of value over micro-batches (NaN
     of one). What several runs recorded in the same place of their data is one micro-batch: the runs' mean."""
-    table = catalog.loss_changes(fmt, by, where)
+    return mean_changes(catalog.loss_changes(fmt, by, where), by)
+
+
+def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
+    """As `loss_changes`, of the rows of `Catalog.loss_changes`."""
     table = table.assign(value=table["first"] + table["second"])
     worst = table.loc[table.groupby(list(by), dropna=False)["value"].idxmax().dropna()]
     terms = {name: (name, _mean) for name in ("first", "second", "value")}
@@ -55,8 +59,7 @@ def _mean(values: pd.Series) -> float:
 
 def place_names(table: pd.DataFrame) -> pd.Series:
     """ "L1 fc1 input", the gradients by their own name."""
-    layer = table["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
-    return layer + tensor_names(table)
+    return layer_names(table["layer_index"]) + tensor_names(table)
 
 
 def tensor_names(table: pd.DataFrame) -> pd.Series:

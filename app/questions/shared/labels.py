@@ -23,6 +23,11 @@ def tensor_label(row: pd.Series) -> str:
     return f"{layer}{module}{name}{f' ({words})' if words else ''}"
 
 
+def layer_names(layers: pd.Series) -> pd.Series:
+    """ "L1 ", to stand before a name; empty for what belongs to no layer."""
+    return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
+
+
 def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
     """tensor_id to label; tensors that would share one are told apart by the first words in which they differ."""
     labels = {row["tensor_id"]: tensor_label(row) for _, row in rows.iterrows()}
@@ -40,8 +45,8 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
     """tensor_id to "L1 fc2 input · forward · iteration 0 · mxfp4", with micro-batch, rank and expert where they differ,
     whether it was taken after quantization, the run where two runs have one recipe, and the end of the id where two are
     still alike. Quick for thousands."""
-    layer = rows["layer_index"].map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
-    text = layer + rows["module"].fillna("").map(lambda v: f"{v} " if v else "") + rows["tensor_name"].fillna(UNNAMED)
+    module = rows["module"].fillna("").map(lambda v: f"{v} " if v else "")
+    text = layer_names(rows["layer_index"]) + module + rows["tensor_name"].fillna(UNNAMED)
     text = text + _after(rows["operation"])
     for column, title in (
         ("iteration", "iteration"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from torch import Tensor
 
-from binade.app.figure import Drawn, source
+from binade.app.figure import Drawn, Figure, source
 from binade.app.questions.shared import boards
 from binade.app.questions.shared.rounded import Subject, subject
 from binade.app.style import MEASURES, Measure
@@ -40,6 +41,10 @@ class Board(Selection):
     def name(self) -> str:
         """For the files of its figures: "sqnr_db_mxfp4", "absmax"."""
         return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
+
+    def named(self, figures: Iterable[Figure]) -> list[Figure]:
+        """Figures of this board beside those of others: each by its name and the board's."""
+        return [replace(figure, name=f"{figure.name}_{self.name}") for figure in figures]
 
     @property
     def definition(self) -> str:

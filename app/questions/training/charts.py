@@ -6,7 +6,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.shared.board_charts import scale_type, with_labels
+from binade.app.questions.shared.board_charts import layer_color, scale_type, with_labels
 from binade.app.style import Measure
 
 
@@ -15,8 +15,6 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     shown = with_labels(table, measure).dropna(subset=["figure"])
     shown["layer"] = shown["layer_index"].astype(int)
     layers = sorted(shown["layer"].unique().tolist())
-    scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
-    legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
     choice = style.choice("tensor_id")
     kind = scale_type(shown, measure)
     y_scale = alt.Scale(type="log") if kind == "log" else alt.Scale(zero=False)
@@ -27,7 +25,7 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
         .encode(
             x=alt.X("iteration:Q", title="iteration", axis=x_axis, scale=alt.Scale(nice=False, padding=16)),
             y=alt.Y("figure:Q", title=measure.axis, scale=y_scale),
-            color=alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None),
+            color=layer_color(layers),
             tooltip=[
                 alt.Tooltip("layer:O", title="layer"),
                 alt.Tooltip("iteration:Q", title="iteration"),
