@@ -220,19 +220,21 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def test_an_offline_run_of_weights_and_biases_holds_the_values(catalog, made, tmp_path, monkeypatch):
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     export.export(catalog, "wandb", tmp_path / "out", Choice(where=Filter(layer_index=(2,), run_id=(made,))))
+    wandb.teardown()  # waits for W&B's own process, which writes the file
     (file,) = (tmp_path / "out" / made).glob("wandb/offline-run-*/run-*.wandb")
     written = [Record.FromString(each) for each in log_records(file.read_bytes())]
+    assert written[-1].HasField("exit")
     history: dict[int, dict[str, str]] = {}  # by W&B's own step, which it may write in several records
     for each in (each.history for each in written if each.HasField("history")):
         found = {"/".join(item.nested_key) or item.key: item.value_json for item in each.item}
         history.setdefault(int(found.get("_step", each.step.num)), {}).update(found)
-    # Config comes with the run's record, or in records of its own.
-    updates = [item for each in written for item in (*each.run.config.update, *each.config.update)]
-    config = {"/".join(item.nested_key) or item.key: item.value_json for item in updates}
+    (run,) = (each.run for each in written if each.HasField("run"))
+    config = {item.key: item.value_json for item in run.config.update}
     assert config["recipe"] == '"mxfp8"'
     losses = {int(each["iteration"]): float(each["loss"]) for each in history.values() if "loss" in each}
     assert losses == {-1: 5.5, 0: 5.25, 7: 4.0}
