@@ -28,6 +28,7 @@ COMMANDS = {
     },
     "Analyze": {
         "serve": "app.cli:serve",
+        "advise": "collector.cli.advise:advise",
         "compare": "collector.cli.compare_command:compare",
         "report": "app.cli:report",
         "export": "collector.cli.export_command:export",

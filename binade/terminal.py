@@ -9,7 +9,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -130,6 +131,19 @@ def print_text(text: str) -> None:
         print(text, flush=True)
     except BrokenPipeError:
         discard_output()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Discard what libraries write to stdout by themselves. For commands: it holds for the whole process."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def discard_output() -> None:

@@ -52,6 +52,14 @@ STATISTICS = {
 # The score along the axis of the tensor's own GEMM, not of another that takes it too.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
+# The tokens of each micro-batch, whose mean the loss is.
+_TOKENS = f"""batch AS (
+    SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
+    WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
+)"""
+_JOIN_TOKENS = "LEFT JOIN batch ON " + " AND ".join(
+    f"tensor.{name} IS NOT DISTINCT FROM batch.{name}" for name in MICRO_BATCH
+)
 # The product that a tensor belongs to; the parameter is the names of QK's.
 PART = """CASE WHEN tensor.layer_type = 'attention'
                THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
@@ -435,15 +443,11 @@ class Catalog:
         condition, parameters = self._selection(where)
         groups = dict.fromkeys((*map(self._column, by), *MICRO_BATCH))
         columns = ", ".join(f"tensor.{name}" for name in groups)
-        same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM batch.{name}" for name in MICRO_BATCH)
         return self._frame(
             f"""
-            WITH batch AS (
-                SELECT {", ".join(MICRO_BATCH)}, max(numel / shape[-1]) AS tokens FROM tensor
-                WHERE tensor_name = 'input' AND layer_type = 'linear' GROUP BY ALL
-            ), chosen AS (
+            WITH {_TOKENS}, chosen AS (
                 SELECT {columns}, tensor.tensor_id, loss_first AS first, loss_fisher * coalesce(tokens, 'nan') AS second
-                FROM score JOIN tensor USING (tensor_id) LEFT JOIN batch ON {same}
+                FROM score JOIN tensor USING (tensor_id) {_JOIN_TOKENS}
                 WHERE {condition} AND score.gemm = 'forward' AND score.format = ? AND loss_first IS NOT NULL
             )
             SELECT * EXCLUDE (tensor_id, first, second), count(*) AS tensors, sum(first) AS first,
@@ -451,6 +455,43 @@ class Catalog:
             FROM chosen GROUP BY ALL ORDER BY ALL
             """,
             [*parameters, str(Spec.of(fmt))],
+        )
+
+    def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
+        """What each scored format would cost as each operand of each GEMM of the selection, one row per layer_index,
+        module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
+
+        values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
+        gradient was recorded, NaN where one is not finite; spread: the standard error of first, null of one
+        micro-batch; half, other: the means of first + second over every other micro-batch and over the rest.
+        tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
+        """
+        condition, parameters = self._selection(where)
+        place = f"tensor.layer_index, tensor.module, {PART} AS part, score.gemm, tensor.tensor_name, score.format"
+        batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+        return self._frame(
+            f"""
+            WITH {_TOKENS}, each AS (
+                SELECT {place}, {batch}, sum(numel) AS values,
+                       sum(rms * rms * (numel - nans - infs)) AS signal,
+                       sum(score.mse * (numel - nans - infs)) AS noise,
+                       CASE WHEN count(loss_first) = count(*) THEN sum(loss_first) END AS first,
+                       CASE WHEN count(loss_first) = count(*)
+                            THEN sum(loss_fisher * coalesce(tokens, 'nan')) END AS second,
+                       arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
+                FROM score JOIN tensor USING (tensor_id) {_JOIN_TOKENS}
+                WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
+            ), halves AS (
+                SELECT *, dense_rank() OVER (ORDER BY {", ".join(MICRO_BATCH)}) % 2 AS half FROM each
+            )
+            SELECT layer_index, module, part, gemm, tensor_name, format, count(*) AS micro_batches,
+                   avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise, avg(first) AS first,
+                   avg(second) AS second, stddev_samp(first) / sqrt(count(first)) AS spread,
+                   avg(first + second) FILTER (half = 0) AS half, avg(first + second) FILTER (half = 1) AS other,
+                   arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
+            FROM halves GROUP BY ALL ORDER BY ALL
+            """,
+            [[kind.name for kind in TENSOR_KINDS if kind.product is Product.QK], *parameters],
         )
 
     def results(self, where: Filter | None = None) -> pd.DataFrame:

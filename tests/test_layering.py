@@ -101,9 +101,9 @@ def test_nothing_imports_the_tests(path):
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.startswith("app/")])
-def test_app_takes_only_config_recipes_and_jobs_from_the_collector(path):
+def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector(path):
     taken = {name for name in imports_of(path) if name.startswith("collector.")}
-    allowed = ("collector.training.config", "collector.recipes", "collector.jobs")
+    allowed = ("collector.training.config", "collector.recipes", "collector.jobs", "collector.advice")
     homes = {*allowed, "collector.training"}  # `from a.b import c` names a.b as well
     strangers = {n for n in taken if n not in homes and not any(n.startswith(a + ".") for a in allowed)}
     assert not strangers, f"{path} imports {sorted(strangers)}"

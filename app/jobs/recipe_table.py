@@ -180,7 +180,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
     if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
         raise RecipeError(f"{changes} has {' and '.join(own)} of its own: write {without(changes, *own)}")
     modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
-    return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of(name)) for name in modules))))
+    return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of((name,))) for name in modules))))
 
 
 def _same(one: Recipe, other: Recipe) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
@@ -12,6 +13,7 @@ from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.loss.question import LOSS
 from binade.app.questions.normality.question import NORMALITY
+from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.question import Question
 from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes.question import RECIPES
@@ -26,6 +28,7 @@ QUESTIONS: tuple[Question, ...] = (
     RANKING,
     LOSS,
     RESULTS,
+    PREDICTIONS,
     WHY,
     WHAT_IF,
     NORMALITY,
@@ -34,6 +37,7 @@ QUESTIONS: tuple[Question, ...] = (
     DIRECTIONS,
     BLOCK_HISTORY,
     RECIPES,
+    ADVISE,
     DRIFT,
     BLOCKS,
     ATTENTION,

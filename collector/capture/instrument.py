@@ -114,7 +114,7 @@ def instrument(
             quantization(layer, Product.PV, lambda stage: stage.pv),
         )
         if layer.is_core
-        else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, module=layer.site.module))
+        else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, names=layer.site.names))
         for layer in layers
     ]
     clocks = [Clock(counter, each, varies) if counter else None for each in models]
@@ -206,7 +206,7 @@ def coverage(
         if layer := layers.get(module):
             reason, site = unquantized.get(layer.site, ""), layer.site
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
-            used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.module),)
+            used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.names),)
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
         elif not reason:
             weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]

@@ -19,3 +19,8 @@ class Site:
         """layer1.qkv, layer1.core, layer2.expert3.fc1"""
         expert = "" if self.expert is None else f"expert{self.expert}."
         return f"layer{self.layer_index}.{expert}{self.module}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which a recipe may name it, the narrowest first: layer2.expert3.fc1, layer2.fc1, fc1."""
+        return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", self.module)))

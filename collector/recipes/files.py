@@ -14,6 +14,9 @@
     [modules.fc2]                       # what differs from [linear] in one module
     forward.input = "mxfp8"
 
+    [modules."layer3.fc2"]              # in that of one layer
+    forward = "bf16"
+
     [keep]
     layers = "first, last 2"            # as in --skip-layers
 

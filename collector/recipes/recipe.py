@@ -102,7 +102,8 @@ class Recipe:
     """`linear` covers every linear layer but the routers, `qk` and `pv` cover the products of the attention core, and
     `router` covers the linear layer that chooses the experts.
 
-    modules   parts of single modules, such as ("fc2", Part(...)), in place of `linear`
+    modules   parts of single modules in place of `linear`, in all layers, such as ("fc2", Part(...)), or in one, such
+              as ("layer3.fc2", Part(...)); the narrowest holds
     keep      layers that stay in bf16, as in --skip-layers; "" for none
     schedule  the recipes of later iterations, each with the iteration from which it holds: "9000", or "90%" of all
     """
@@ -117,9 +118,11 @@ class Recipe:
     schedule: tuple[tuple[str, Recipe], ...] = ()
     about: About = field(default_factory=About)
 
-    def linear_of(self, module: str) -> Part:
-        """The part of a linear layer's module."""
-        return dict(self.modules).get(module, self.router if module == "router" else self.linear)
+    def linear_of(self, names: Sequence[str]) -> Part:
+        """The part of a linear layer: of the first of its names, as in `Site.names`, that `modules` has."""
+        own = dict(self.modules)
+        other = self.router if names[-1] == "router" else self.linear
+        return next((own[name] for name in names if name in own), other)
 
     @property
     def keeps_all(self) -> str:
@@ -131,11 +134,16 @@ class Recipe:
 
     def check_modules(self, sites: Iterable[Site]) -> None:
         """Raises RecipeError for a part of a module that has no linear layer among these sites."""
-        known = dict.fromkeys(site.module for site in sites if site.module != "core")
+        linear = [site for site in sites if site.module != "core"]
+        known = {name for site in linear for name in site.names}
         for stage in (self, *(stage for _, stage in self.schedule)):
             for module, _ in stage.modules:
                 if module not in known:
-                    raise RecipeError(f"recipe {self.name} is for module {module}: the model has {', '.join(known)}")
+                    listed = ", ".join(dict.fromkeys(site.module for site in linear))
+                    last = max((site.layer_index for site in linear), default=0)
+                    raise RecipeError(
+                        f"recipe {self.name} is for module {module}: the model has {listed} in layers 1 to {last}"
+                    )
 
     def stages(self, iterations: int | None) -> list[tuple[int, Recipe]]:
         """The recipe of the first iteration and those of the schedule, each with the iteration from which it holds.

@@ -36,6 +36,7 @@ VIEWS_OF = {
     "worst": [{"view": view} for view in worst.VIEWS],
     "tensor": [{"view": view, "format": "mxfp8", "recipe": "mxfp4"} for view in VIEWS],
     "recipes": [{"view": "cost"}, {"view": "gradients", "gradient": "grad_input"}],
+    "advise": [{}],
     "runs": [{}],
 }
 CASES = [(page, view) for page, views in VIEWS_OF.items() for view in views]

@@ -23,6 +23,7 @@ PAGES = {
     "recipes-cost": "/recipes",
     "recipes-gradients": "/recipes?view=gradients",
     "recipes-ladder": "/recipes?view=ladder",
+    "advise": "/advise",
     "runs": "/runs",
     "sessions": "/sessions",
     "sql": "/sql",

@@ -109,8 +109,10 @@ def test_everything_that_a_file_may_say(tmp_path):
     recipe = parse_recipe(str(tmp_path / "mine.toml"))
     assert recipe.name == "mine" and recipe.keep == "first"
     assert six(recipe) == ("nvfp4", "nvfp4", None, None, None, "*mxfp8")
-    assert str(recipe.linear_of("fc2").formats.forward_a) == "mxfp4"
-    assert str(recipe.linear_of("fc2").formats.forward_b) == str(recipe.linear_of("fc1").formats.forward_b) == "nvfp4"
+    assert str(recipe.linear_of(["fc2"]).formats.forward_a) == "mxfp4"
+    assert (
+        str(recipe.linear_of(["fc2"]).formats.forward_b) == str(recipe.linear_of(["fc1"]).formats.forward_b) == "nvfp4"
+    )
     (zero, first), (start, second), (half, third) = recipe.stages(20)
     assert (zero, first, start, half) == (0, recipe, 3, 10)
     assert six(second) == (None, None, None, None, None, "*mxfp8")
@@ -126,7 +128,7 @@ def test_options_replace_those_of_a_file_in_every_stage_and_module(tmp_path):
     recipe = parse_recipe(str(tmp_path / "mine.toml"), forward="mxfp8", operands=["linear.dgrad.weight=fp16"])
     for _, stage in recipe.stages(20):
         for module in ("fc1", "fc2"):
-            formats = stage.linear_of(module).formats
+            formats = stage.linear_of([module]).formats
             assert [str(formats[name]) for name in ("forward_a", "forward_b", "dgrad_b")] == ["mxfp8", "mxfp8", "fp16"]
 
 

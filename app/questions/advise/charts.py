@@ -1,0 +1,69 @@
+"""The frontier of bits and predicted loss, and the bits that each operand gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import numpy as np
+import pandas as pd
+
+from binade.app import style
+from binade.app.questions.depth import charts as depth_charts
+from binade.app.style import Measure
+
+KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
+BITS = Measure("bits", "Bits per value", "", "of the format that is advised")
+
+
+def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> alt.LayerChart | alt.FacetChart:
+    """Of Advice.frontier, and the advice itself as a ring. The axis of losses is logarithmic where it can be."""
+    shown = table.assign(group=table["kind"].map(KINDS))
+    floor = float(shown.loc[shown["change"] > 0, "change"].min()) if (shown["change"] > 0).any() else np.nan
+    scale = alt.Scale(type="log") if floor > 0 else alt.Scale(type="linear")
+    shown = shown[shown["change"] > 0] if floor > 0 else shown
+    x = alt.X("bits:Q", title="bits per forward value", scale=alt.Scale(zero=False, nice=False, padding=24))
+    y = alt.Y("change:Q", title="predicted loss change (nats)", scale=scale)
+    groups = [name for name in KINDS.values() if name in set(shown["group"])]
+    color = style.color(groups, "recipe")
+    tooltip = [
+        alt.Tooltip("name:N", title="recipe"),
+        alt.Tooltip("bits:Q", title="bits per forward value", format=".2f"),
+        alt.Tooltip("change:Q", title="predicted loss change", format="+.3g"),
+    ]
+    base = alt.Chart(shown).encode(x=x, y=y)
+    advised = alt.FieldEqualPredicate(field="kind", equal="advised")
+    line = base.transform_filter(advised).mark_line(strokeWidth=1.5, color=style.colors(groups)[0])
+    points = base.mark_point(filled=True, size=70, opacity=0.9).encode(
+        color=color, shape=style.shape(groups, "recipe"), tooltip=tooltip
+    )
+    names = alt.Chart(_apart(shown)).encode(x=x, y=y, text="name:N")
+    labels = names.mark_text(align="left", dx=8, dy=-6, fontSize=11, color=style.GREY)
+    layers: list[Any] = [line, points, labels]
+    if change > 0 or not floor > 0:
+        chosen = pd.DataFrame({"bits": [bits], "change": [change]})
+        layers.append(alt.Chart(chosen).mark_point(size=260, strokeWidth=2.5, color=style.PALETTE[3]).encode(x=x, y=y))
+    result: alt.LayerChart | alt.FacetChart = alt.layer(*layers).properties(
+        title=style.title("Bits and predicted loss", subtitle)
+    )
+    return result
+
+
+def _apart(table: pd.DataFrame) -> pd.DataFrame:
+    """The recipes whose names do not cover each other, the one with the fewest bits first; the rest have a tooltip."""
+    named: list[pd.Series] = []
+    for _, row in table[table["kind"] != "advised"].sort_values(["bits", "change"]).iterrows():
+        if all(abs(row["bits"] - other["bits"]) > 2.2 or _far(row["change"], other["change"]) for other in named):
+            named.append(row)
+    return pd.DataFrame(named, columns=table.columns)
+
+
+def _far(one: float, other: float) -> bool:
+    return min(one, other) <= 0 or max(one, other) / min(one, other) > 1.7
+
+
+def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
+    """The bits of each operand by layer; bright is wide."""
+    row = table["module"] + " " + table["tensor_name"]
+    cells = table.assign(value=table["bits"] / table["values"], row=row, operation=table["gemm"], tensors=1)
+    return depth_charts.depth(cells, BITS, title, subtitle)

@@ -1,0 +1,76 @@
+"""The page Advise: the choice, its recipe, and the runs that test it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import streamlit as st
+
+from binade.app.address import link, plain, write
+from binade.app.jobs import recipe_table
+from binade.app.params import Params
+from binade.app.questions.advise.question import ADVISE, NOTE, advice_of
+from binade.app.questions.shared.selection import Selection
+from binade.app.questions.view import show_question
+from binade.app.state import view_page
+from binade.collector import jobs
+from binade.collector.advice.advice import verification
+from binade.collector.advice.costs import AdviceError
+from binade.collector.recipes.files import label, to_toml
+from binade.collector.recipes.recipe import RecipeError
+from binade.collector.training.config import ConfigError, check
+from binade.data.access import ReadOnlyError, read_only
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+
+FAILED = (AdviceError, ConfigError, RecipeError, jobs.JobError, ReadOnlyError, OSError)
+
+
+@view_page("advise", ADVISE.title, ADVISE.params)
+def page(opened: Catalog, where: Filter, params: Params) -> None:
+    write(where, params)
+    st.caption(NOTE)
+    selection = Selection(opened, where)
+    show_question(ADVISE, selection, {name: st.session_state[name] for name in params})
+    write(where, params)
+    _recipe(selection, {name: st.session_state[name] for name in params})
+
+
+def _recipe(selection: Selection, values: dict[str, Any]) -> None:
+    """The recipe's file, a button that saves it, and one that queues the runs that test it."""
+    try:
+        found = advice_of(selection, values)
+    except AdviceError:  # the answer says so
+        return
+    name = f"advised_{values['budget'].replace('.', '_')}_{values['by']}"
+    with st.expander("The recipe as a file", icon=":material/description:"):
+        st.code(to_toml(found.recipe(name)), language="toml", wrap_lines=True)
+    st.caption("The same from a terminal:")
+    parts = "" if values["parts"] == "linear" else " --parts linear,qk,pv"
+    command = f"binade advise {selection.opened.root} --budget {values['budget']} --by {values['by']}{parts}"
+    st.code(f"{command} --output {name}.toml --verify 3", language="shell", wrap_lines=True)
+    if read_only():
+        return
+    columns = st.columns([3, 1, 1, 1], vertical_alignment="bottom")
+    name = columns[0].text_input("Name of the recipe", name, max_chars=64, key="advise_name").strip()
+    seeds = columns[1].number_input("Seeds", 1, 100, 3, key="advise_seeds")
+    iterations = columns[2].number_input("Iterations", 2, 10**6, 200, key="advise_iterations")
+    help = "Saves the recipe and trains bf16, the best single format of at most as many bits, and the recipe"
+    if not columns[3].button("Verify", type="primary", icon=":material/fact_check:", help=help, width="stretch"):
+        return
+    root = selection.opened.root
+    try:
+        path = recipe_table.path_of(root, name)
+        runs = verification(selection.opened, found, str(path), int(seeds), int(iterations))
+        recipe_table.save(path, found.recipe(name))
+        for run in runs:
+            check(run)
+        for run in runs:
+            title = f"advice {name} · {label(run.recipe)} · seed {run.seed}"
+            jobs.add(root, jobs.arguments_of(run), title=title, tags=[f"advice {name}"])
+        jobs.start_runner(root)
+    except FAILED as error:
+        st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
+        return
+    st.success(f"{len(runs)} runs are queued. When they are done, this page compares them.", icon=":material/check:")
+    link("jobs", "See them on the page Jobs", Filter(), ":material/list_alt:", "")

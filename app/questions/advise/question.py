@@ -1,0 +1,144 @@
+"""Which format for which operand? The least predicted loss under a budget of bits, and whether it came true."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pandas as pd
+
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Table, Text, source
+from binade.app.params import One
+from binade.app.questions.advise import charts
+from binade.app.questions.depth.charts import depth_height
+from binade.app.questions.predictions import compute
+from binade.app.questions.predictions.question import COLUMNS as MEASURED
+from binade.app.questions.question import Question
+from binade.app.questions.shared.labels import layer_names
+from binade.app.questions.shared.selection import Selection
+from binade.collector.advice.advice import Advice, Request, advise
+from binade.collector.advice.choice import GROUPS
+from binade.collector.advice.costs import FORWARD, AdviceError, Costs
+from binade.data.catalog import Catalog
+
+NOTE = "From the bf16 runs of the filter: what each format was recorded to cost, and an integer linear program."
+BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
+DEFAULT = "5.5"
+BY = {"site": "Each linear layer", "layer": "Each layer", "module": "Each module", "model": "The model"}
+PARTS = {"linear": "Linear layers", "all": "Attention’s products too"}
+CONTROLS = (
+    Control(
+        name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
+        options=BUDGETS, widget="slider", row="advise", width=2,
+        help="On average over the operands’ values, of forward and of backward operands each",
+    ),
+    Control(
+        name="by", label="Gets formats of its own", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
+        help="The two operands and the three GEMMs of each may still differ",
+    ),
+    Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
+)  # fmt: skip
+OPERANDS = {
+    "place": Column("Operand", width=190),
+    "gemm": Column("GEMM", width=80),
+    "spec": Column("Format", width=220),
+    "width": Column("Bits per value", "%.2f", 105),
+    "change": Column("Predicted (nats)", "%+.2g", 120, help="Predicted change of the loss; forward operands only"),
+    "saved": Column(
+        "Saved", "%.2g", 90,
+        help="By how much the loss, or a backward operand’s noise ‖e‖² / ‖x‖², would be worse in the narrowest format",
+    ),
+}  # fmt: skip
+BITS = Column("Bits per forward value", "%.2f", 150)
+CAPTION = (
+    "Predicted loss change: the second-order terms of all forward operands, and the first-order ones that raise the "
+    "loss by more than two standard errors. Backward operands are chosen for the least noise in gradients under the "
+    "same budget."
+)
+
+
+def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
+    """Raises AdviceError."""
+    opened, where = selection.opened, selection.where
+    parts = ("linear",) if values["parts"] == "linear" else ()
+    costs = compute.costs_of(opened, where, compute.state_of(opened), parts)
+    return _advised(costs, Request(float(values["budget"]), by=values["by"]))
+
+
+@lru_cache(16)
+def _advised(costs: Costs, request: Request) -> Advice:
+    return advise(costs, request)
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    try:
+        found = advice_of(selection, values)
+    except AdviceError as error:
+        return Drawn(problems=(f"{str(error)[:1].upper()}{str(error)[1:]}.",))
+    words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
+    chosen = found.chosen.assign(
+        place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],
+        width=found.chosen["bits"] / found.chosen["values"],
+        backward=found.chosen["gemm"] != FORWARD,
+    ).sort_values(["backward", "saved"], ascending=[True, False], ignore_index=True)
+    forward = chosen[~chosen["backward"]]
+    subtitle = f"ring: the advice, {found.bits:.2f} bits"
+    frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
+    heat = charts.bits(forward, "Bits that forward operands get", "bright is wide")
+    height = max(420, depth_height(forward.assign(row=forward["module"] + forward["tensor_name"])))
+    items: list[Any] = [
+        Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
+        Figure(
+            "bits", heat, forward, words, height=height, group="advice", choose="tensor_id",
+            hint="Choose a cell to look into its tensor.",
+        ),
+        Table("operands", chosen, OPERANDS, title="Every operand", choose="tensor_id"),
+        *map(Text, found.doubts),
+    ]  # fmt: skip
+    if found.unplaced:
+        missing = ", ".join(found.unplaced)
+        items.append(Text(f"Not in the picture, as not all of their formats were scored: {missing}."))
+    verdict = found.sentence
+    table, told = came_true(selection.opened, selection, found)
+    if not table.empty:
+        columns = {"recipe": MEASURED["recipe"], "bits": BITS} | MEASURED
+        items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
+        verdict = f"{verdict} {told}"
+    return Drawn(tuple(items), verdict)
+
+
+def came_true(opened: Catalog, selection: Selection, found: Advice) -> tuple[pd.DataFrame, str]:
+    """(the advised recipes and those of one format that trained, predicted and measured; whether advice held)."""
+    table, _ = compute.measured(opened, found.costs, selection.where)
+    advised = table["advised"]
+    plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
+    told = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
+    return table[advised | plain].sort_values("predicted", ignore_index=True) if told else table[:0], " ".join(told)
+
+
+def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
+    """Whether an advised recipe did better than the best single format of at most as many bits."""
+    others = plain[plain["bits"] <= advised["bits"] + 1e-9].sort_values("predicted")
+    if others.empty:
+        return f"{advised['recipe']} trained, but no single format of at most as many bits to compare it with."
+    other = others.iloc[0]
+    gaps = f"{advised['gap']:+.4f}, {other['recipe']} with {other['gap']:+.4f}"
+    text = f"{advised['recipe']} trained with a mean gap of {gaps}: "
+    if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
+        seeds = int(min(advised["seeds"], other["seeds"]))
+        return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."
+    return f"{text}the advice {'held' if advised['gap'] < other['gap'] else 'did not hold'}."
+
+
+ADVISE = Question(
+    text="Which format for which operand?",
+    title="Advise",
+    icon=":material/tune:",
+    help="The least predicted loss under a budget of bits, as a recipe to train",
+    page="advise",
+    draw=draw,
+    controls=CONTROLS,
+    note=NOTE,
+    layout="binade.app.questions.advise.page",
+)

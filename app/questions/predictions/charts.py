@@ -1,0 +1,43 @@
+"""Predicted against measured loss changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+import pandas as pd
+
+from binade.app import style
+
+GAPS = {"gap": "mean gap to bf16 over the iterations", "first": "gap to bf16 at the first iteration"}
+
+
+def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart | alt.FacetChart:
+    """Of compute.measured: a point a recipe; on the line prediction and measurement agree."""
+    low = float(min(table["predicted"].min(), table[column].min(), 0))
+    high = float(max(table["predicted"].max(), table[column].max()))
+    line = pd.DataFrame({"x": [low, high], "y": [low, high]})
+    diagonal = alt.Chart(line).mark_line(color=style.GREY, strokeDash=[4, 3], strokeWidth=1).encode(x="x:Q", y="y:Q")
+    x = alt.X("predicted:Q", title="predicted loss change (nats)", scale=alt.Scale(nice=False, padding=20))
+    title = "measured gap (nats)"
+    y = alt.Y(f"{column}:Q", title=title)
+    layers: list[Any] = [diagonal]
+    if column == "gap":
+        bars = alt.Chart(table.dropna(subset=["low"])).mark_rule(opacity=0.5, color=style.PALETTE[0])
+        layers.append(bars.encode(x=x, y=alt.Y("low:Q", title=title), y2="high:Q"))
+    base = alt.Chart(table).encode(x=x, y=y)
+    tooltip = [
+        alt.Tooltip("recipe:N", title="recipe"),
+        alt.Tooltip("bits:Q", title="bits per forward value", format=".2f"),
+        alt.Tooltip("predicted:Q", format="+.4f"),
+        alt.Tooltip("first:Q", title="gap, first iteration", format="+.4f"),
+        alt.Tooltip("gap:Q", title="mean gap", format="+.4f"),
+        alt.Tooltip("seeds:Q"),
+    ]
+    layers.append(base.mark_point(filled=True, size=80, color=style.PALETTE[0]).encode(tooltip=tooltip))
+    if len(table) <= 16:
+        layers.append(base.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11).encode(text="recipe:N"))
+    result: alt.LayerChart | alt.FacetChart = alt.layer(*layers).properties(
+        title=style.title("Predicted and measured", subtitle)
+    )
+    return result

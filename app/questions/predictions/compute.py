@@ -1,0 +1,99 @@
+"""Predicted loss changes of recipes beside the gaps that were measured when they trained."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+
+from binade.app.formatting import losses_of
+from binade.app.questions.recipes.compute import loss_gaps
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.collector.advice.advice import ADVISED, placed
+from binade.collector.advice.costs import Costs, costs
+from binade.collector.recipes.files import draft_of
+from binade.collector.recipes.recipe import RecipeError
+from binade.collector.recipes.spread import Spread
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.specs import SpecError
+
+REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or that Binade did not train
+
+
+@lru_cache(8)
+def costs_of(opened: Catalog, where: Filter, state: str, parts: tuple[str, ...] = ()) -> Costs:
+    """As `costs`. state: of the runs, so that what is remembered is theirs."""
+    return costs(opened, where, parts)
+
+
+def state_of(opened: Catalog) -> str:
+    runs = opened.runs()
+    return runs[["run_id", "tensors", "state"]].to_csv()
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's ρ with its 95 % interval: Fisher's z with the variance 1.06/(n - 3) of Fieller, Hartley and Pearson
+    (1957). NaN of fewer than four."""
+
+    rho: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, a: pd.Series, b: pd.Series) -> Correlation:
+        both = pd.concat([a, b], axis=1).dropna()
+        if len(both) < 4 or both.nunique().min() < 2:
+            return cls(math.nan, math.nan, math.nan)
+        rho = float(spearmanr(both.iloc[:, 0], both.iloc[:, 1]).statistic)
+        margin = 1.96 * math.sqrt(1.06 / (len(both) - 3))
+        middle = math.atanh(min(max(rho, -1 + 1e-12), 1 - 1e-12))
+        return cls(rho, math.tanh(middle - margin), math.tanh(middle + margin))
+
+    @property
+    def text(self) -> str:
+        return f"ρ = {self.rho:.2f} (95 % interval {self.low:.2f} to {self.high:.2f})"
+
+
+def measured(opened: Catalog, found: Costs, where: Filter) -> tuple[pd.DataFrame, int]:
+    """(the recipes that trained beside a bf16 run of the same data, one row each; how many are left out, as nothing is
+    predicted for them).
+
+    Columns recipe, advised (whether the advisor made it), bits, predicted, seeds, first (the gap of the first
+    iteration, before any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95 % interval,
+    NaN of one seed).
+    """
+    model = opened.runs().set_index("run_id").loc[list(found.runs)]
+    runs = opened.runs()
+    same = (runs[["model", "size", "dataset"]] == model[["model", "size", "dataset"]].iloc[0]).all(axis=1)
+    table = runs_with_reference(runs[same], opened.parts())
+    table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
+        ["recipe", "seed", "settings"], keep="last"
+    )
+    gaps = loss_gaps(table, losses_of(opened, [*table["run_id"], *table["reference"].dropna()]))
+    by_run = gaps.sort_values("iteration").groupby("run_id")["gap"].agg(["first", "mean"])
+    table = table.merge(by_run, left_on="run_id", right_index=True)
+    configs = dict(zip(runs["run_id"], runs["config"], strict=True))
+    rows, left = [], 0
+    for (recipe, _), own in table.groupby(["recipe", "settings"], sort=False):
+        try:
+            config = json.loads(configs[own["run_id"].iloc[-1]])
+            made = draft_of(config["recipe_toml"], str(recipe)).recipe(str(recipe))
+            at = placed(made, found, config.get("skip_layers") or "")
+        except REFUSED:
+            at = None
+        if at is None:
+            left += 1
+            continue
+        spread = Spread(tuple(own["mean"]))
+        row = {"recipe": recipe, "advised": made.about.title.startswith(ADVISED), "bits": at[0], "predicted": at[1]}
+        row |= {"seeds": spread.seeds, "first": own["first"].mean()}
+        rows.append(row | {"gap": spread.mean, "low": spread.low, "high": spread.high})
+    columns = ["recipe", "advised", "bits", "predicted", "seeds", "first", "gap", "low", "high"]
+    return pd.DataFrame(rows, columns=columns).replace([np.inf, -np.inf], np.nan), left

@@ -1,0 +1,85 @@
+"""Is the prediction true? Predicted loss changes of recipes beside the gaps that were measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from binade.app.figure import Column, Drawn, Figure, Item, Table, source
+from binade.app.questions.predictions import charts, compute
+from binade.app.questions.predictions.compute import Correlation
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import Selection
+from binade.collector.advice.costs import AdviceError
+
+NOTHING = (
+    "No recipe whose formats were all scored has trained beside a bf16 run of the same data: collect FA_… and linear_… "
+    "recipes of the formats that were scored, with the same options and seeds."
+)
+CAPTION = (
+    "Predicted: Σ over the forward operands of the terms that are recorded, as on Worst › Loss. Gap: the run’s loss "
+    "minus the loss of the bf16 run of the same seed at the same iteration, in nats per token. The first iteration "
+    "comes before any step: its gap is what rounding does to the forward pass alone."
+)
+COLUMNS = {
+    "recipe": Column("Recipe", width=220),
+    "predicted": Column("Predicted (nats)", "%+.5f", 120),
+    "first": Column("First gap (nats)", "%+.5f", 120),
+    "gap": Column("Mean gap (nats)", "%+.5f", 120),
+    "low": Column("from", "%+.5f", 90, help="The 95 % interval of the mean over seeds"),
+    "high": Column("to", "%+.5f", 90, help="The 95 % interval of the mean over seeds"),
+    "seeds": Column("Seeds", width=60),
+}
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened, where = selection.opened, selection.where
+    try:
+        found = compute.costs_of(opened, where, compute.state_of(opened))
+    except AdviceError as error:
+        return Drawn(problems=(f"{str(error)[:1].upper()}{str(error)[1:]}.",))
+    table, left = compute.measured(opened, found, where)
+    if table.empty:
+        return Drawn(problems=(NOTHING,))
+    words = f"{source(where, f'{len(table)} recipes, predicted from {len(found.runs)} runs')}\n{CAPTION}"
+    figures = [
+        Figure(f"predictions_{name}", charts.against(table, name, title), table, words, height=400, group="predictions")
+        for name, title in charts.GAPS.items()
+    ]
+    items: tuple[Item, ...] = (
+        *figures,
+        Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS),
+    )
+    problems = (
+        (f"{left} recipes are left out: they round what was not recorded, or to formats that were not scored.",)
+        if left
+        else ()
+    )
+    return Drawn(items, _verdict(table), problems)
+
+
+def _verdict(table: pd.DataFrame) -> str:
+    first, mean = (Correlation.of(table["predicted"], table[name]) for name in ("first", "gap"))
+    if math.isnan(mean.rho):
+        return f"Only {len(table)} recipes can be compared: four or more tell whether predictions rank them."
+    text = (
+        f"Over {len(table)} recipes predictions rank the gap of the first iteration with {first.text} and the mean "
+        f"gap over training with {mean.text}."
+    )
+    if mean.low <= 0:
+        return f"{text} For training, the prediction is not table to hold: do not act on it."
+    return f"{text} One seed each: repeat with others." if table["seeds"].max() == 1 else text
+
+
+PREDICTIONS = Question(
+    text="Is the prediction true?",
+    title="Predictions",
+    icon=":material/fact_check:",
+    help="Predicted loss changes of recipes beside the gaps that were measured in training",
+    page="worst",
+    view="predictions",
+    ignores=frozenset(("metric", "format")),
+    draw=draw,
+)

@@ -1,0 +1,6 @@
+"""The advisor: which spec for which operand, for the least predicted loss under a budget of bits.
+
+costs.py    what each operand would cost in each scored spec, from the index
+choice.py   the cheapest choice, an integer linear program
+advice.py   the choice as a recipe, beside uniform and published recipes, and the runs that test it
+"""

@@ -1,0 +1,295 @@
+"""The advice: a choice of specs as a recipe, beside uniform and published recipes, and the runs that test it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
+from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of
+from binade.collector.errors import ConfigError
+from binade.collector.jobs import parse_runs
+from binade.collector.models.site import Site
+from binade.collector.recipes.draft import Draft
+from binade.collector.recipes.files import PUBLISHED
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
+from binade.collector.recipes.selection import Selection, SelectionError
+from binade.collector.training.config import RunConfig
+from binade.data.catalog import Catalog
+from binade.quant.specs import OPERAND_FIELDS, Spec
+
+POINTS = 12  # of the frontier
+RELIABLE = 0.8
+ADVISED = "Advised"  # begins the title of the recipes made here
+COLUMNS = ["kind", "name", "bits", "change"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    bits       the budget: average bits per operand value, of forward and of backward operands each
+    change     instead of it, how much the loss may rise
+    by         what gets a choice of its own: a key of GROUPS
+    specs      those to choose from beside bf16; all that were scored if empty
+    tiles      round weights in tiles only
+    most_bf16  how many layers may have a GEMM in bf16; None for any number
+    """
+
+    bits: float | None = 5.5
+    change: float | None = None
+    by: str = "site"
+    specs: tuple[str, ...] = ()
+    tiles: bool = False
+    most_bf16: int | None = None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """
+    chosen    a row for each operand: OPERAND, spec, values, bits, change, noise, group, and saved: by how much the
+              loss, or for a backward operand its noise, would be worse in the narrowest spec
+    frontier  kind (advised, uniform or published), name, bits per forward value, change (of the loss): the choices
+              under other budgets, one spec for all, and the published recipes whose specs were all scored
+    unplaced  the published recipes whose forward specs were not all scored
+    """
+
+    request: Request
+    costs: Costs
+    chosen: pd.DataFrame
+    frontier: pd.DataFrame
+    unplaced: tuple[str, ...]
+
+    @property
+    def bits(self) -> float:
+        """Per forward value."""
+        return _mean_bits(self.forward)
+
+    @property
+    def change(self) -> float:
+        """Of the loss, as predicted."""
+        return float(self.forward["change"].sum())
+
+    @property
+    def forward(self) -> pd.DataFrame:
+        return self.chosen[self.chosen["gemm"] == FORWARD]
+
+    @property
+    def backward(self) -> pd.DataFrame:
+        return self.chosen[self.chosen["gemm"] != FORWARD]
+
+    @property
+    def uniform(self) -> pd.Series | None:
+        """Of the recipes with one spec for all and at most as many bits, that with the least change; None if there is
+        none."""
+        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + 1e-9)]
+        return None if found.empty else found.sort_values("change").iloc[0]
+
+    @property
+    def uniform_recipe(self) -> str:
+        """The text of the recipe that rounds the same parts to `uniform`; "" if there is none."""
+        if self.uniform is None or self.uniform["name"] == BF16:
+            return ""
+        parts = set(self.chosen["part"])
+        return f"{'FA_linear_' if 'qk' in parts else 'linear_'}{self.uniform['name']}"
+
+    @property
+    def deciding(self) -> pd.DataFrame:
+        """The forward operands that are kept wider than the narrowest spec for a smaller loss, by how much they save;
+        column place names them."""
+        found = self.forward[self.forward["saved"] > 0].sort_values("saved", ascending=False, ignore_index=True)
+        names = zip(found["layer_index"], found["module"], found["tensor_name"], strict=True)
+        return found.assign(place=[f"layer{layer}.{module} {tensor}" for layer, module, tensor in names])
+
+    @property
+    def sentence(self) -> str:
+        """The choice in a sentence."""
+        text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {self.change:+.3g}"
+        other = self.uniform
+        if other is None:
+            return f"{text}; no single format takes so few bits."
+        return f"{text}; {other['name']} alone, with {other['bits']:.2f} bits, is predicted {other['change']:+.3g}."
+
+    @property
+    def doubts(self) -> list[str]:
+        """A sentence for each reason not to act on it."""
+        found = []
+        if self.costs.micro_batches == 1:
+            found.append(
+                "One micro-batch was recorded: first-order terms cannot be told from its noise and are left out. "
+                "Record several."
+            )
+        elif not self.costs.reliability >= RELIABLE:
+            number = "unknown" if math.isnan(self.costs.reliability) else f"{self.costs.reliability:.2f}"
+            found.append(
+                f"Two halves of the micro-batches agree on the ranking with ρ = {number}, below {RELIABLE}: record "
+                "more before acting on it."
+            )
+        if self.costs.left:
+            found.append(
+                f"{', '.join(self.costs.left)} stay in bf16: not both of their operands were recorded and scored."
+            )
+        if not self.backward.empty:
+            found.append(
+                "What backward operands do to the loss is not predicted: they are chosen for the least noise in "
+                "gradients."
+            )
+        return found
+
+    def recipe(self, name: str) -> Recipe:
+        """The choice as a recipe, the most common one for [linear]."""
+        given = self.request
+        limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
+        about = About(
+            f"{ADVISED} under {limit}: predicted {self.change:+.3g} at {self.bits:.2f} bits per forward value",
+            tuple(f"run {run}" for run in self.costs.runs),
+        )
+        draft = Draft(about=about)
+        linear: dict[Site, tuple[str, ...]] = {}
+        for (part, layer, module), rows in self.chosen.astype({"layer_index": int}).groupby(OPERAND[:3]):
+            specs = dict(zip(rows["field"], rows["spec"], strict=True))
+            chosen = tuple(str(specs.get(field, BF16)) for field in OPERAND_FIELDS)
+            if part in ("linear", "router"):
+                linear[Site(int(str(layer)), str(module))] = chosen
+            else:
+                _set(draft, str(part), chosen, name)
+        ((usual, _),) = Counter(linear.values()).most_common(1) or [((BF16,) * len(OPERAND_FIELDS), 0)]
+        _set(draft, "linear", usual, name)
+        for module in dict.fromkeys(site.module for site in linear):
+            own = {site.name: chosen for site, chosen in linear.items() if site.module == module}
+            if len(set(own.values())) == 1:
+                own = {module: next(iter(own.values()))}
+            for key, chosen in own.items():
+                if chosen != usual:
+                    _set(draft, f"{MODULES}.{key}", chosen, name)
+        return draft.recipe(name)
+
+
+def _set(draft: Draft, part: str, given: Sequence[str], name: str) -> None:
+    """Give the operands of a part these specs, in the order of OPERAND_FIELDS."""
+    specs = {field: None if spec == BF16 else Spec.of(spec) for field, spec in zip(OPERAND_FIELDS, given, strict=True)}
+    draft.formats[part] = specs
+    draft.quant_types[part] = name if any(specs.values()) else BF16
+    draft.overrides[part] = {field: BF16 for field, spec in specs.items() if spec is None}
+
+
+def advise(costs: Costs, request: Request) -> Advice:
+    """Raises AdviceError if the request cannot be met."""
+    specs = _specs(costs, request)
+    table = grouped(costs.table, request.by)
+    forward, backward = table[table["gemm"] == FORWARD], table[table["gemm"] != FORWARD]
+    options = pairs(forward, "change", specs, request.tiles)
+    best = choose(options, bits=request.bits, cost=request.change, most_bf16=request.most_bf16)
+    parts = [_rows(forward, best)]
+    if not backward.empty:
+        # A mean over values, as Adam moves every weight alike.
+        noise = backward.assign(change=backward["noise"] * backward["values"])
+        limit = request.bits if request.bits is not None else _mean_bits(parts[0])
+        others = pairs(noise, "change", specs, request.tiles)
+        parts.append(_rows(backward, choose(others, bits=limit, most_bf16=request.most_bf16)))
+    chosen = pd.concat(parts, ignore_index=True)
+    chosen = chosen.merge(_narrowest(table, specs), on=OPERAND)
+    measured = chosen["change"].where(chosen["gemm"] == FORWARD, chosen["noise"])
+    chosen = chosen.assign(saved=chosen.pop("narrowest") - measured)
+    rows = [*_frontier(options, request)]
+    for spec, own in forward.groupby("spec"):
+        rows.append(("uniform", str(spec), _mean_bits(own), float(own["change"].sum())))
+    published = {name: placed(parse_recipe(name), costs) for name in PUBLISHED}
+    rows += [("published", name, *at) for name, at in published.items() if at]
+    unplaced = tuple(name for name, at in published.items() if not at)
+    return Advice(request, costs, chosen, pd.DataFrame(rows, columns=COLUMNS), unplaced)
+
+
+def _specs(costs: Costs, request: Request) -> list[str]:
+    if (request.bits is None) == (request.change is None):
+        raise AdviceError("give a budget of bits or of loss, one of the two")
+    if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
+        raise AdviceError(f"--by {request.by} chooses for all layers at once, and --most-bf16 counts layers: give one")
+    wanted = [str(Spec.of(spec)) for spec in request.specs] or costs.specs
+    if missing := [spec for spec in wanted if spec not in costs.specs]:
+        raise AdviceError(f"{', '.join(missing)} was not scored on every operand: {', '.join(costs.specs)} were")
+    return wanted
+
+
+def _rows(table: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table that a choice takes."""
+    long = pd.concat(
+        [best[["group"]].assign(spec=best["a"], first=True), best[["group"]].assign(spec=best["b"], first=False)]
+    )
+    return table.merge(long, on=["group", "first", "spec"]).drop(columns="first")
+
+
+def _narrowest(table: pd.DataFrame, specs: Sequence[str]) -> pd.DataFrame:
+    """OPERAND and narrowest: the change or noise in the narrowest spec."""
+    own = table[table["spec"] == min(specs, key=lambda spec: (bits_of(spec), spec))]
+    return own[OPERAND].assign(narrowest=own["change"].where(own["gemm"] == FORWARD, own["noise"]))
+
+
+def _mean_bits(rows: pd.DataFrame) -> float:
+    return float(rows["bits"].sum() / rows["values"].sum())
+
+
+def _frontier(options: pd.DataFrame, request: Request) -> Iterator[tuple[str, str, float, float]]:
+    """Choices under other budgets, from the narrowest to bf16."""
+    values = options.groupby("group")["values"].first().sum()
+    least = options.groupby("group")["bits"].min().sum() / values
+    for bits in np.geomspace(least, 16, POINTS):
+        try:
+            best = choose(options, bits=float(bits) + 1e-9, most_bf16=request.most_bf16)
+        except AdviceError:  # only so many layers may be in bf16
+            continue
+        yield "advised", f"{bits:.1f} bits", float(best["bits"].sum() / values), float(best["cost"].sum())
+
+
+def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float] | None:
+    """(bits per forward value, predicted loss change) of a recipe on the operands of `costs`; None if one of its
+    forward specs was not scored, if it rounds other parts too, or if it has a schedule. skip: layers that stay in bf16.
+    """
+    forward = costs.table[costs.table["gemm"] == FORWARD]
+    operands = forward.drop_duplicates(OPERAND)
+    parts = set(operands["part"])
+    if recipe.schedule or any(part.formats.quantized for name, part in recipe.parts().items() if name not in parts):
+        return None
+    sites = [Site(int(layer), str(module)) for layer, module in operands[["layer_index", "module"]].to_numpy()]
+    kept: set[Site] = set()
+    for layers in filter(None, (recipe.keep, skip)):
+        try:
+            kept |= Selection.parse(layers).of(sites)
+        except SelectionError:  # layers that were not recorded
+            return None
+    taken = []
+    for site, key in zip(sites, operands[OPERAND].itertuples(index=False, name=None), strict=True):
+        part = recipe.linear_of(site.names) if key[0] in ("linear", "router") else getattr(recipe, str(key[0]))
+        taken.append((*key, BF16 if site in kept else part.rounded_to(key[4])))
+    known = forward.set_index([*OPERAND, "spec"])[["bits", "change"]]
+    if not set(taken) <= set(known.index):
+        return None
+    own = known.loc[taken]
+    return float(own["bits"].sum() / operands["values"].sum()), float(own["change"].sum())
+
+
+def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iterations: int) -> list[RunConfig]:
+    """The runs that test it, with the settings of the run that the costs are from: bf16, the best uniform recipe of at
+    most as many bits, and the advised one, whose file is `recipe`, for as many seeds on the same data.
+
+    Raises AdviceError where those settings are not known, as of a user's own training.
+    """
+    runs = catalog.runs().set_index("run_id")
+    run = advice.costs.runs[-1]
+    command = json.loads(str(runs["config"][run])).get("command")
+    try:
+        base = parse_runs(shlex.split(str(command or ""))[1:])[0]
+    except ConfigError as error:
+        why = f"cannot be repeated here: {error}" if command else "was not trained by binade run"
+        raise AdviceError(f"run {run} {why}; train bf16, the single format and the recipe yourself") from None
+    plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
+    recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
+    return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]

@@ -1,0 +1,127 @@
+"""The cheapest choice of specs under a budget: an integer linear program, solved by SciPy's HiGHS.
+
+A choice is made once for each group of GEMMs: x[group, pair] is 1 for the pair of specs that its two operands take.
+
+    minimize    Σ cost[group, pair] · x[group, pair]
+    subject to  Σ over pairs of x[group, pair] = 1                        for each group
+                Σ bits[group, pair] · x[group, pair] ≤ budget · values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from binade.collector.advice.costs import AdviceError
+from binade.collector.recipes.recipe import BF16
+from binade.quant.specs import Spec
+
+GROUPS = {
+    "site": ("layer_index", "module"),
+    "layer": ("layer_index",),
+    "module": ("module",),
+    "model": (),
+}
+"""What gets one choice for each of its GEMMs, by what tells the groups apart."""
+
+
+def family(spec: str) -> tuple[str, int | None]:
+    """Specs of one family can be the two operands of a GEMM: their scales are of one kind, over runs of one length."""
+    if spec == BF16:
+        return BF16, None
+    chosen = Spec.of(spec)
+    return str(chosen.format.scale_rules[0]), chosen.block.columns if chosen.block else None
+
+
+def grouped(table: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Rows of `Costs.table` with group (the name of the GEMM that shares a choice) and first (which of its two operands
+    a row is of)."""
+    own = table["part"].isin(("linear", "router"))  # a recipe has one choice for the attention of all layers
+    keys = [table["part"], *(table[name].where(own, "") for name in GROUPS[by]), table["gemm"]]
+    names = pd.concat(keys, axis=1).astype(str).agg(".".join, axis=1)
+    first = table.groupby(["part", "gemm"])["field"].transform("min")
+    return table.assign(group=names, first=table["field"] == first)
+
+
+def pairs(table: pd.DataFrame, cost: str, specs: Sequence[str], tiles: bool = False) -> pd.DataFrame:
+    """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
+    operand), cost, bits, values.
+
+    table: of `grouped`; cost: its column. specs: those allowed beside bf16. tiles: weights are rounded in tiles only.
+    """
+    chosen = table[table["spec"].isin([*specs, BF16])]
+    if tiles:
+        fits = chosen["spec"].map({spec: spec == BF16 or _is_tile(spec) for spec in (*specs, BF16)})
+        chosen = chosen[(chosen["tensor_name"] != "weight") | fits]
+    keys = ["group", "first", "spec"]
+    summed = chosen.groupby(keys, as_index=False).agg(
+        layer=("layer_index", "first"), cost=(cost, "sum"), bits=("bits", "sum"), values=("values", "sum")
+    )
+    both = summed[summed["first"]].merge(summed[~summed["first"]], on=["group", "layer"])
+    families = {spec: family(spec) for spec in (*specs, BF16)}
+    both = both[both["spec_x"].map(families) == both["spec_y"].map(families)]
+    totals = {name: both[f"{name}_x"] + both[f"{name}_y"] for name in ("cost", "bits", "values")}
+    return both[["group", "layer"]].assign(a=both["spec_x"], b=both["spec_y"], **totals).reset_index(drop=True)
+
+
+def _is_tile(spec: str) -> bool:
+    block = Spec.of(spec).block
+    return block is not None and block.rows != 1
+
+
+def choose(
+    options: pd.DataFrame, *, bits: float | None = None, cost: float | None = None, most_bf16: int | None = None
+) -> pd.DataFrame:
+    """The rows of `pairs` that cost least with at most `bits` per value on average, or that take the fewest bits and
+    cost at most `cost`: one for each group. most_bf16: how many layers may have a GEMM in bf16.
+
+    Raises AdviceError if nothing is within the limit.
+    """
+    groups, group = np.unique(options["group"], return_inverse=True)
+    bf16 = options.index[options["a"] == BF16] if most_bf16 is not None else options.index[:0]
+    layers, layer = np.unique(options.loc[bf16, "layer"], return_inverse=True)
+    number, size = len(options), len(options) + len(layers)  # a variable more for each layer: 1 if it has bf16
+    values = options.groupby("group")["values"].first().sum()
+    unit = options["cost"].max() or 1.0  # HiGHS compares with 1e-6: a hundredth of a bit would be much
+    costs, used = (
+        np.concatenate([column, np.zeros(len(layers))]) for column in (options["cost"] / unit, options["bits"] / values)
+    )
+    one_each = csr_array((np.ones(number), (group, np.arange(number))), shape=(len(groups), size))
+    limits = [LinearConstraint(one_each, 1, 1)]
+    if bits is not None:
+        limits.append(LinearConstraint(used[None] / 100, -np.inf, bits / 100))
+    if cost is not None:
+        limits.append(LinearConstraint(costs[None], -np.inf, cost / unit))
+    if most_bf16 is not None:
+        row = np.arange(len(bf16))
+        places = np.concatenate([row, row]), np.concatenate([bf16, number + layer])
+        ties = csr_array((np.repeat([1.0, -1.0], len(bf16)), places), shape=(len(bf16), size))
+        total = (np.arange(size) >= number).astype(float)
+        limits += [LinearConstraint(ties, -np.inf, 0), LinearConstraint(total[None], -np.inf, most_bf16)]
+    objective, whole = costs if bits is not None else used, np.ones(size, dtype=int)
+    solved = milp(objective, integrality=whole, bounds=Bounds(0, 1), constraints=limits, options={"mip_rel_gap": 1e-4})
+    if solved.status == 2:
+        raise AdviceError(_infeasible(options, values, bits, cost, most_bf16))
+    if solved.x is None:
+        raise AdviceError(f"no choice was found: {solved.message}")
+    found: pd.DataFrame = options[solved.x[:number] > 0.5]
+    return found
+
+
+def _infeasible(
+    options: pd.DataFrame, values: float, bits: float | None, cost: float | None, most_bf16: int | None
+) -> str:
+    if bits is not None:
+        least = options.groupby("group")["bits"].min().sum() / values
+        if bits < least:
+            return (
+                f"a budget of {bits:g} bits cannot be met: the narrowest scored specs take {least:.2f} bits per value; "
+                "give more, or record a run with narrower --scores"
+            )
+    limit = f"{bits:g} bits" if bits is not None else f"a loss change of {cost:g}"
+    also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
+    return f"no choice is within {limit}{also}: give more"

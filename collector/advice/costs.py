@@ -1,0 +1,151 @@
+"""What each operand of each GEMM would cost in each scored spec, from recorded runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from scipy.stats import spearmanr
+
+from binade.collector.errors import ConfigError
+from binade.collector.recipes.recipe import BF16, PARTS
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.specs import Spec
+
+OPERAND = ["part", "layer_index", "module", "gemm", "field", "tensor_name"]
+FORWARD = "forward"
+BF16_BITS = 16.0
+SIGNIFICANT = 2.0  # standard errors
+
+
+class AdviceError(ConfigError):
+    """There is no advice. The message says what is missing and what to do."""
+
+    exit_status = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """
+    table          a row for each of OPERAND and spec, bf16 among them: spec, values (per micro-batch), bits (of all
+                   its values), change (of the loss, forward operands only), noise (‖e‖²/‖x‖²), tensor_id
+    runs           the runs that it is from, all of one recipe
+    micro_batches  the fewest that an operand was recorded in
+    reliability    Spearman's ρ of the forward operands' predicted changes, in the narrowest spec, between two halves
+                   of the micro-batches; NaN of one micro-batch or of fewer than three operands
+    left           GEMMs that are not advised, as not both operands were scored: "qk.dquery"
+    """
+
+    table: pd.DataFrame
+    runs: tuple[str, ...]
+    micro_batches: int
+    reliability: float
+    left: tuple[str, ...]
+
+    @property
+    def specs(self) -> list[str]:
+        """All but bf16, the narrowest first."""
+        found = {str(spec) for spec in self.table["spec"]} - {BF16}
+        return sorted(found, key=lambda spec: (bits_of(spec), spec))
+
+
+def bits_of(spec: str) -> float:
+    """Bits per value."""
+    return BF16_BITS if spec == BF16 else Spec.of(spec).bits_per_value
+
+
+def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = ()) -> Costs:
+    """Of the bf16 runs of the filter, or of its one recipe where it has no bf16 run. parts: of recipe.PARTS; all
+    that were recorded if empty.
+
+    A forward operand's change is its second-order term plus its first-order one, if that raises the loss by more than
+    two standard errors: what lowers it, or may be chance, is not counted on. Raises AdviceError.
+    """
+    runs = _runs(catalog, where)
+    found = catalog.operand_costs(Filter(run_id=runs))
+    found = found.assign(part=found["part"].str.lower())
+    found = found[found["part"].isin(parts or PARTS)]
+    if found.empty:
+        raise AdviceError(
+            f"no operand of {', '.join(parts or PARTS)} was scored: record a run with --scores, as in binade run bf16"
+        )
+    if missing := [part for part in parts if part not in set(found["part"])]:
+        raise AdviceError(f"no operand of {', '.join(missing)} was recorded: leave it out, or record it")
+    found = found.assign(field=_fields(found)).dropna(subset="field")
+    table, left = _complete(found)
+    forward = table[table["gemm"] == FORWARD]
+    if forward.empty or forward["first"].isna().all():
+        raise AdviceError(
+            "no gradient of a forward operand was recorded, so no change of the loss is predicted: record a run with "
+            "a backward pass and --measures loss"
+        )
+    if (bad := forward[forward[["first", "second"]].isna().any(axis=1)]).size:
+        row = bad.iloc[0]
+        raise AdviceError(
+            f"{len(bad)} predicted changes are not finite or were not recorded, such as that of layer "
+            f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
+            "finite, or was not recorded; record the run again, or choose another with --run"
+        )
+    first = forward["first"].where(forward["first"] > SIGNIFICANT * forward["spread"].fillna(math.inf), 0.0)
+    table = table.assign(change=(first + forward["second"]).reindex(table.index))
+    bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0)
+    bf16["change"] = bf16["change"].where(bf16["gemm"] != FORWARD, 0.0)
+    table = pd.concat([table, bf16], ignore_index=True)
+    table["bits"] = table["values"] * table["spec"].map({spec: bits_of(spec) for spec in set(table["spec"])})
+    narrowest = min(set(table["spec"]), key=lambda spec: (bits_of(spec), spec))
+    halves = forward[forward["spec"] == narrowest].dropna(subset=["half", "other"])
+    reliability = float(spearmanr(halves["half"], halves["other"]).statistic) if len(halves) > 2 else math.nan
+    columns = [*OPERAND, "spec", "values", "bits", "change", "noise", "tensor_id"]
+    fewest = int(forward["micro_batches"].min())
+    return Costs(table[columns], runs, fewest, reliability, left)
+
+
+def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
+    """The bf16 runs of the filter, or those of its one recipe, that saw the same model and data."""
+    runs = catalog.runs()
+    chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
+    if chosen.empty:
+        raise AdviceError("no run with recorded tensors is here: collect one, as in binade run bf16")
+    plain = [_rounds_nothing(catalog, run) for run in chosen["run_id"]]
+    if any(plain):
+        chosen = chosen[plain]
+    for name in ("recipe", "model", "size", "dataset"):
+        if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
+            raise AdviceError(
+                f"the runs are of several {name}s, {', '.join(several)}, whose losses do not add up: choose with "
+                f"--{name} or --run"
+            )
+    return tuple(chosen["run_id"])
+
+
+def _rounds_nothing(catalog: Catalog, run: str) -> bool:
+    return bool(catalog.operands(Filter(run_id=(run,)))["format"].isna().all())
+
+
+def _fields(table: pd.DataFrame) -> pd.Series:
+    """The field of GemmFormats of each operand, missing for what is none."""
+    fields = {
+        (part, operand.field.partition("_")[0], operand.name): operand.field
+        for part, operands in PARTS.items()
+        for operand in operands
+    }
+    keys = zip(table["part"], table["gemm"], table["tensor_name"], strict=True)
+    return pd.Series([fields.get(key) for key in keys], index=table.index)
+
+
+def _complete(found: pd.DataFrame) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """(the GEMMs both of whose operands were recorded, in the specs that all of these were scored in; the others)."""
+    found = found.rename(columns={"format": "spec"})
+    gemm = ["part", "layer_index", "module", "gemm"]
+    both = found.groupby(gemm)["field"].transform("nunique") == 2
+    left = found.loc[~both, ["part", "gemm"]].drop_duplicates()
+    found = found[both & found["noise"].notna()]
+    wanted = found.drop_duplicates(OPERAND).shape[0]
+    counts = found["spec"].value_counts()
+    found = found[found["spec"].isin(counts[counts == wanted].index)]
+    if found.empty:
+        raise AdviceError("no spec was scored on every operand: record a run with the same --scores for all of them")
+    return found, tuple(left["part"] + "." + left["gemm"])

@@ -1,0 +1,165 @@
+"""binade advise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from binade.collector.errors import ConfigError
+from binade.filter_options import filter_of, filter_params
+from binade.quant.formats import UnknownFormatError
+from binade.quant.specs import Spec, SpecError
+from binade.terminal import Command, Option, fail, names, print_text, quiet, resolve_root
+
+if TYPE_CHECKING:
+    from binade.collector.advice.advice import Advice
+
+BY = ("site", "layer", "module", "model")  # choice.GROUPS declares these; it imports SciPy, and --help does not wait
+PARTS = ("linear", "qk", "pv", "router")
+LISTED = 8  # operands that decide
+
+
+def _specs(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(str(Spec.of(name)) for name in names(text))
+    except (UnknownFormatError, SpecError) as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise click.BadParameter(f"{text!r} is not a number above 0")
+    return value
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    found = names(text)
+    if not found or set(found) - set(PARTS):
+        raise click.BadParameter(f"{text!r}: expected {', '.join(PARTS)}, separated by commas")
+    return found
+
+
+def _advise(
+    root: str | None,
+    budget: float | None,
+    loss: float | None,
+    by: str,
+    parts: tuple[str, ...],
+    specs: tuple[str, ...],
+    tiles: bool,
+    most_bf16: int | None,
+    output: Path | None,
+    verify: int | None,
+    train_iters: int,
+    **filters: Any,
+) -> None:
+    """Choose a format for every operand: the least predicted loss under a budget of bits.
+
+    ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
+    bf16 runs are used. The choice is among the formats that they were scored in.
+    """
+    from binade.collector.advice.advice import Request
+    from binade.collector.advice.advice import advise as choose
+    from binade.collector.advice.costs import costs
+    from binade.collector.recipes.files import to_toml
+    from binade.data.catalog import Catalog
+    from binade.data.store import staged_file
+
+    if budget is not None and loss is not None:
+        raise ConfigError("--budget limits the bits and --loss the change of the loss: give one")
+    if output is not None and (output.suffix != ".toml" or output.exists()):
+        wrong = "exists" if output.exists() else "does not end in .toml"
+        raise ConfigError(f"--output {output} {wrong}: give the path of a new .toml file")
+    if verify is not None and output is None:
+        raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
+    where = resolve_root(root)
+    request = Request(None if loss is not None else budget or 5.5, loss, by, specs, tiles, most_bf16)
+    with Catalog.open(where) as catalog:
+        for reason in catalog.refused:
+            fail(f"passed over: {reason}")
+        with quiet():
+            found = choose(costs(catalog, filter_of(filters), parts), request)
+        print_text(_described(found))
+        if output is None:
+            return
+        with staged_file(output) as staged:
+            staged.write(to_toml(found.recipe(output.stem)).encode())
+        print_text(f"written to {output}: binade run --recipe {output}")
+        if verify is not None:
+            _verify(where, catalog, found, output.resolve(), verify, train_iters)
+
+
+def _verify(root: Path, catalog: Any, found: Advice, recipe: Path, seeds: int, iterations: int) -> None:
+    from binade.collector.advice.advice import verification
+    from binade.collector.jobs import add, arguments_of, start_runner
+    from binade.collector.training.config import check
+
+    runs = verification(catalog, found, str(recipe), seeds, iterations)
+    for config in runs:
+        check(config)
+    for config in runs:
+        title = f"advice {recipe.stem} · {Path(config.recipe).stem} · seed {config.seed}"
+        (job,) = add(root, arguments_of(config), title=title, tags=[f"advice {recipe.stem}"])
+        print_text(f"job {job.id} queued: {job.title}")
+    start_runner(root)
+
+
+def _described(found: Advice) -> str:
+    """The choice in words, the frontier, what decides, and why to doubt it."""
+    lines = [found.sentence, "", "bits per forward value   predicted loss change"]
+    for row in found.frontier.sort_values("bits").itertuples():
+        name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
+        lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{name}")
+    high = found.deciding.head(LISTED)
+    if len(high):
+        lines += ["", "kept wider than the narrowest, and how much loss that saves"]
+        lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
+    if found.unplaced:
+        lines += ["", f"not placed, as not all of their formats were scored: {', '.join(found.unplaced)}"]
+    return "\n".join([*lines, *([""] if found.doubts else []), *found.doubts])
+
+
+def _params() -> Sequence[click.Parameter]:
+    limits, runs = "Choice", "Test"
+    return [
+        click.Argument(["root"], required=False, metavar="[ROOT]"),
+        Option(["--budget"], type=_positive, metavar="BITS", title=limits,
+               help="Average bits per operand value, forward and backward each  [default: 5.5]"),
+        Option(["--loss"], type=_positive, metavar="X", title=limits,
+               help="Instead: the fewest bits whose predicted loss change is at most X"),
+        Option(["--by"], type=click.Choice(BY), default="site", title=limits,
+               help="What gets formats of its own: each linear layer (site), each layer, each module in all layers, or "
+               "the model  [default: site]"),
+        Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
+               help="linear, qk, pv, router; the others stay in bf16  [default: linear]"),
+        Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
+               help="Formats to choose from beside bf16  [default: all that were scored]"),
+        Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
+        Option(["--most-bf16"], type=click.IntRange(0), metavar="N", title=limits,
+               help="At most N layers may have a GEMM in bf16"),
+        Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
+        Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
+               help="Queue the runs that test it, for as many seeds: bf16, the best single format of at most as many "
+               "bits, and the recipe"),
+        Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
+               help="Iterations of each of these  [default: 200]"),
+        *filter_params(),
+    ]  # fmt: skip
+
+
+advise = Command(
+    "advise",
+    params=_params(),
+    callback=_advise,
+    help=_advise.__doc__,
+    cancelled="cancelled; jobs that were queued stay",
+    failed="the advice cannot be written",
+)

@@ -1,0 +1,149 @@
+"""The pages Advise and Worst › Predictions: what they draw, what they say of runs that trained, and what they queue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+import torch
+
+from binade.app.figure import Drawn
+from binade.app.questions.advise.question import ADVISE
+from binade.app.questions.predictions.compute import Correlation
+from binade.app.questions.predictions.question import PREDICTIONS
+from binade.app.questions.shared.selection import Selection
+from binade.collector import jobs
+from binade.collector.advice.advice import Request, advise, placed
+from binade.collector.advice.costs import costs
+from binade.collector.jobs import store
+from binade.collector.recipes.files import to_toml
+from binade.collector.recipes.parse import parse_recipe
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.app import roots
+from tests.app.test_pages import Visit, rerun, words
+from tests.collector.test_jobs import end_all
+from tests.data.builder import make_run
+
+VALUES = {"budget": "6", "by": "site", "parts": "linear"}
+# The mean gap of each recipe over seeds, and its deviation.
+GAPS = {
+    "mine": (0.010, 0.001),
+    "linear_nvfp4": (0.030, 0.001),
+    "linear_hifp8": (0.02, 0.004),
+    "linear_mxfp8": (0.004, 0.002),
+}
+
+
+@pytest.fixture(scope="module")
+def root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bf16 run that was collected, and runs of several seeds with the gaps of GAPS; mine is what is advised."""
+    place = tmp_path_factory.mktemp("advised")
+    (source,) = (
+        run for run in roots.runs_of(collected) if json.loads((run / "run.json").read_text())["recipe"] == "bf16"
+    )
+    roots.copy_run(source, place / source.name)
+    config = json.loads((source / "run.json").read_text())
+    with Catalog.open(place) as catalog:
+        mine = advise(costs(catalog, parts=("linear",)), Request(6)).recipe("mine")
+    made = {name: mine if name == "mine" else parse_recipe(name) for name in GAPS} | {"bf16": parse_recipe("bf16")}
+    for seed in range(4):
+        for name, recipe in made.items():
+            mean, deviation = GAPS.get(name, (0.0, 0.0))
+            gap = mean + deviation * (seed - 1.5)
+            operand = {"quant_type": name, "format": "mxfp8", "recipe": name}
+            tensors = [] if name == "bf16" else [[(torch.eye(32), operand)]]
+            settings = config | {"recipe": name, "recipe_toml": to_toml(recipe), "seed": 70 + seed}
+            run = make_run(place, *tensors, **settings)
+            for iteration in range(2):
+                run.append_loss({"iteration": iteration, "loss": 5.0 - iteration + gap * (1.5 if iteration else 0.5)})
+    return place
+
+
+@pytest.fixture
+def opened(root: Path) -> Iterator[Catalog]:
+    with Catalog.open(root) as catalog:
+        yield catalog
+
+
+def test_what_trained_is_compared_with_what_was_predicted(opened):
+    drawn = PREDICTIONS.draw(Selection(opened, Filter()), {})
+    table = drawn.tables["predictions"].set_index("recipe")
+    assert set(table.index) == set(GAPS) and drawn.problems == ()
+    found = costs(opened)
+    for name, (mean, deviation) in GAPS.items():
+        gaps = mean + deviation * (np.arange(4) - 1.5)
+        low, high = scipy.stats.t.interval(0.95, 3, mean, scipy.stats.sem(gaps))
+        row = table.loc[name]
+        assert [row["gap"], row["first"], row["low"], row["high"]] == pytest.approx(
+            [mean, mean / 2, low, high], abs=1e-5
+        )
+        assert row["seeds"] == 4
+        if name != "mine":
+            assert row["predicted"] == pytest.approx(placed(parse_recipe(name), found)[1])
+    rho = scipy.stats.spearmanr(table["predicted"], table["gap"]).statistic
+    assert f"ρ = {rho:.2f}" in drawn.verdict
+
+
+def test_the_interval_of_a_rank_correlation_covers_it():
+    """Of normal pairs, whose ρ of ranks is 6/π·asin(ρ/2), about 95 % of the intervals hold it."""
+    random, held = np.random.default_rng(0), 0
+    true = 6 / np.pi * np.arcsin(0.7 / 2)
+    for _ in range(400):
+        a, b = random.multivariate_normal([0, 0], [[1, 0.7], [0.7, 1]], 30).T
+        found = Correlation.of(pd.Series(a), pd.Series(b))
+        held += found.low <= true <= found.high
+    assert 0.92 < held / 400 < 0.98
+
+
+def test_advice_is_drawn_and_judged_by_the_runs_that_tested_it(opened):
+    drawn: Drawn = ADVISE.draw(Selection(opened, Filter()), VALUES)
+    frontier, operands = drawn.get("frontier").table, drawn.tables["operands"]
+    assert {"advised", "uniform"} <= set(frontier["kind"]) and drawn.problems == ()
+    assert operands["width"].max() <= 16 and not operands["backward"].iloc[0]
+    assert "mine trained with a mean gap of +0.0100, linear_nvfp4 with +0.0300: the advice held." in drawn.verdict
+    measured = drawn.tables["advised_and_measured"].set_index("recipe")
+    assert measured.loc["mine", "predicted"] <= measured.loc["linear_nvfp4", "predicted"]
+    wide: Drawn = ADVISE.draw(Selection(opened, Filter()), VALUES | {"budget": "4.5"})
+    assert "4.25 bits" in wide.verdict or wide.verdict.startswith("Advised: 4.")
+
+
+def test_where_nothing_can_be_advised_a_sentence_says_why(opened, odd_root):
+    only = Filter(recipe=("mine",))
+    drawn: Drawn = ADVISE.draw(Selection(opened, only), VALUES)
+    assert drawn.problems == ("No operand of linear was scored: record a run with --scores, as in binade run bf16.",)
+    with Catalog.open(odd_root) as catalog:
+        for question in (ADVISE, PREDICTIONS):
+            drawn = question.draw(Selection(catalog, Filter()), VALUES)
+            assert len(drawn.problems) == 1 and not drawn.items and not drawn.verdict
+
+
+def test_the_button_saves_the_recipe_and_queues_the_runs(visit: Visit, collected, tmp_path):
+    root = roots.copy(collected, tmp_path / "runs")
+    at = visit(root, "advise", budget="6")
+    assert "Advised: " in words(at)
+    at.text_input(key="advise_name").set_value("mine")
+    at.number_input(key="advise_seeds").set_value(2)
+    at.number_input(key="advise_iterations").set_value(2)
+    try:
+        next(button for button in at.button if button.label == "Verify").click()
+        rerun(at)
+        assert [success.value for success in at.success] == [
+            "6 runs are queued. When they are done, this page compares them."
+        ]
+        saved = root / ".recipes" / "mine.toml"
+        queued = [(job.config.recipe, job.config.train_iters, job.tags) for job in store.read_jobs(root)]
+        expected = ["bf16", "linear_nvfp4", str(saved)] * 2
+        assert queued == [(recipe, 2, ("advice mine",)) for recipe in expected]
+        next(button for button in at.button if button.label == "Verify").click()
+        rerun(at)
+        assert len(at.error) == 1 and "exists" in at.error[0].value
+    finally:
+        for job in reversed(store.read_jobs(root)):
+            jobs.cancel(root, job.id)
+        end_all(root)

@@ -1,0 +1,198 @@
+"""The advisor: its choice against every choice there is, its recipe as trained, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from binade.collector import Recorder, instrument, jobs
+from binade.collector.advice import choice
+from binade.collector.advice.advice import Request, advise, placed
+from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, costs
+from binade.collector.jobs import store
+from binade.collector.recipes.files import read_draft, to_toml
+from binade.collector.recipes.parse import parse_recipe
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.collector.cli.test_cli import one_line
+from tests.collector.small_model import build, step
+from tests.collector.test_jobs import end_all
+
+
+@pytest.fixture(scope="module")
+def found(collected: Path) -> Costs:
+    with Catalog.open(collected) as catalog:
+        return costs(catalog, parts=("linear",))
+
+
+def every_choice(options: pd.DataFrame) -> list[pd.DataFrame]:
+    rows = [list(own.index) for _, own in options.groupby("group")]
+    return [options.loc[list(chosen)] for chosen in itertools.product(*rows)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_choice_is_cheaper(seed):
+    random = np.random.default_rng(seed)
+    rows = [
+        {"group": f"g{group}", "layer": group // 2, "a": spec, "b": spec, "values": 10.0 * (group + 1),
+         "cost": 0.0 if spec == "bf16" else 10 ** random.uniform(-7, -3), "bits": 10.0 * (group + 1) * bits}
+        for group in range(5)
+        for spec, bits in (("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp8", 8.25), ("bf16", 16.0))
+    ]  # fmt: skip
+    options = pd.DataFrame(rows)
+    values = options.groupby("group")["values"].first().sum()
+    others = every_choice(options)
+    high = [own.loc[own["a"] == "bf16", "layer"].nunique() for own in others]
+    for bits, most in ((4.6, None), (7.0, None), (9.5, 1), (16.0, 0)):
+        best = choice.choose(options, bits=bits, most_bf16=most)
+        allowed = [
+            own["cost"].sum()
+            for own, layers in zip(others, high, strict=True)
+            if own["bits"].sum() <= bits * values + 1e-6 and (most is None or layers <= most)
+        ]
+        assert best["bits"].sum() <= values * (bits + 1e-3) and best["group"].is_unique
+        assert best["cost"].sum() == pytest.approx(min(allowed), rel=1e-3)
+    limit = float(np.median([own["cost"].sum() for own in others]))
+    least = min(own["bits"].sum() for own in others if own["cost"].sum() <= limit)
+    assert choice.choose(options, cost=limit)["bits"].sum() == pytest.approx(least, rel=1e-3)
+
+
+def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected, found):
+    runs = Filter(run_id=found.runs)
+    with Catalog.open(collected) as catalog:
+        changes = catalog.loss_changes("mxfp4", ("layer_index", "module", "tensor_name"), runs)
+        scores = catalog.scores(Filter(run_id=found.runs, tensor_name=("weight",), module=("fc1",), layer_index=(1,)))
+    keys = ["layer_index", "module", "tensor_name"]
+    first = changes.groupby(keys)["first"].agg(["mean", "sem"])
+    expected = first["mean"].where(first["mean"] > 2 * first["sem"], 0) + changes.groupby(keys)["second"].mean()
+    table = found.table.query("gemm == 'forward' and spec == 'mxfp4'").set_index(keys)["change"]
+    assert table.to_dict() == pytest.approx(expected.loc[table.index].to_dict(), rel=1e-9)
+    assert found.micro_batches == len(changes) / len(expected) > 1
+    own = scores[scores["format"] == "mxfp4"]
+    noise = (own["mse"] * own["finite"]).sum() / (own["rms"] ** 2 * own["finite"]).sum()
+    weight = found.table.query(
+        "spec == 'mxfp4' and tensor_name == 'weight' and module == 'fc1' and layer_index == 1 and gemm == 'forward'"
+    )
+    assert weight["noise"].item() == pytest.approx(noise, rel=1e-12)
+
+
+@pytest.mark.parametrize("by", choice.GROUPS)
+def test_advice_keeps_its_limits(found, by):
+    advice = advise(found, Request(6, by=by))
+    assert (
+        advice.bits <= 6 + 1e-3
+        and advice.change >= 0
+        and len(advice.chosen) == len(found.table.drop_duplicates(OPERAND))
+    )
+    for _, own in advice.chosen.groupby(["layer_index", "module", "gemm"]):
+        assert own["spec"].map(choice.family).nunique() == 1  # both operands of a GEMM
+    apart = {"site": ["layer_index", "module"], "layer": ["layer_index"], "module": ["module"], "model": []}[by]
+    assert advice.chosen.groupby([*apart, "field"])["spec"].nunique().max() == 1
+    uniform = advice.frontier.query("kind == 'uniform' and bits <= 6")
+    assert by == "model" or advice.change <= uniform["change"].min() * 1.001
+    frontier = advice.frontier.query("kind == 'advised'").sort_values("bits")
+    assert (np.diff(frontier["change"]) <= 1e-9).all()
+
+
+def test_the_recipe_is_the_choice(found, tmp_path):
+    """As a file, as it is placed, and as a model is quantized by it."""
+    advice = advise(found, Request(6))
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(advice.recipe("mine")))
+    recipe = read_draft(path, "mine").recipe("mine")
+    for row in advice.chosen.itertuples():
+        part = recipe.linear_of((f"layer{row.layer_index}.{row.module}", row.module))
+        assert part.rounded_to(row.field) == row.spec
+    assert placed(recipe, found) == pytest.approx((advice.bits, advice.change))
+    assert len({row.spec for row in advice.chosen.itertuples() if row.gemm == FORWARD}) > 1
+
+
+def test_the_layers_of_a_module_can_differ(tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        "[linear]\nforward = 'mxfp8'\n[modules.fc2]\nforward = 'nvfp4'\n[modules.'layer2.fc2']\nforward = 'mxfp4'\n"
+    )
+    with Recorder(tmp_path / "runs", label="mine", scores=()) as recorder:
+        model = build(2)
+        with instrument(model, str(tmp_path / "mine.toml"), recorder):
+            step(model)
+    with Catalog.open(tmp_path / "runs") as catalog:
+        rows = catalog.tensors(Filter(tensor_name=("input",)))
+    formats = {(row.layer_index, row.module): row.format for row in rows.itertuples()}
+    assert (formats[1, "fc2"], formats[2, "fc2"], formats[2, "fc1"]) == ("nvfp4", "mxfp4", "mxfp8")
+
+
+def test_published_recipes_are_placed_where_all_their_formats_were_scored(found):
+    bits, change = placed(parse_recipe("linear_mxfp4"), found)
+    uniform = advise(found, Request(6)).frontier.query("name == 'mxfp4'").iloc[0]
+    assert (bits, change) == pytest.approx((uniform["bits"], uniform["change"])) and bits == 4.25
+    assert placed(parse_recipe("mxfp4"), found) is None  # rounds attention too
+    assert placed(parse_recipe("linear_nvint4"), found) is None  # not scored
+    half = placed(parse_recipe("linear_mxfp4"), found, skip="first")
+    assert half[0] > bits and half[1] < change
+
+
+WRONG = {
+    "two budgets": (("--budget", "5", "--loss", "0.1"), 2, "give one"),
+    "no number": (("--budget", "many"), 2, "not a number above 0"),
+    "too few bits": (("--budget", "2"), 1, "the narrowest scored specs take 4.25 bits"),
+    "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
+    "a format that was not scored": (("--specs", "nvint4"), 1, "nvint4 was not scored"),
+    "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
+    "layers of all": (("--by", "module", "--most-bf16", "1"), 1, "counts layers"),
+    "a file that exists": (("--output", "there.toml"), 2, "exists"),
+    "a test without a file": (("--verify", "2"), 2, "--output"),
+    "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
+    "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes, mxfp4, mxfp8"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_line(command, capsys, collected, tmp_path, monkeypatch, name):
+    arguments, status, message = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.toml").touch()
+    assert command("advise", str(collected), *arguments) == status
+    out, err = capsys.readouterr()
+    assert one_line(err) and message in err and out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["there.toml"]
+
+
+def test_gradients_that_were_not_recorded_or_are_not_finite_give_no_advice(collected, monkeypatch):
+    with Catalog.open(collected) as catalog:
+        table = catalog.operand_costs()
+        holes = table.assign(second=table["second"].where(table["module"] != "fc2", math.nan))
+        for changed, message in (
+            (table.assign(first=np.nan, second=np.nan), "no gradient"),
+            (holes, "such as that of layer 1 fc2"),
+            (table.assign(noise=np.nan), "no spec was scored on every operand"),
+        ):
+            monkeypatch.setattr(catalog, "operand_costs", lambda where, changed=changed: changed)
+            with pytest.raises(AdviceError, match=message):
+                costs(catalog)
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_path):
+    small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--seed", "5")
+    scores = ("--scores", "mxfp4,mxfp8", "--collect-micro-batches", "2")
+    assert command("run", "--quantization", "bf16", *small, *scores) == 0
+    capsys.readouterr()
+    root, path = tmp_path / "runs", tmp_path / "mine.toml"
+    try:
+        assert command("advise", "--budget", "6", "--output", str(path), "--verify", "2", "--train-iters", "3") == 0
+        out, err = capsys.readouterr()
+        assert err == "" and out.startswith("Advised: ") and f"written to {path}" in out and "HiGHS" not in out
+        queued = store.read_jobs(root)
+        expected = [(seed, recipe) for seed in (5, 6) for recipe in ("bf16", "linear_mxfp4", str(path))]
+        assert [(job.config.seed, job.config.recipe) for job in queued] == expected
+        settings = {(job.config.train_iters, job.config.save_tensors, job.config.layers) for job in queued}
+        assert settings == {(3, False, 1)}
+    finally:
+        for job in reversed(store.read_jobs(root)):
+            jobs.cancel(root, job.id)
+        end_all(root)
