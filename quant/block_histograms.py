@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -52,6 +53,7 @@ BLOCK_MEASURES = {
     ),
     "crest_db": BlockMeasure("Crest factor by block", "20·log₁₀(max |x| / rms) of the block", "dB", 0.25, (0, 240)),
 }
+COUNTS = [one.bins[1] - one.bins[0] for one in BLOCK_MEASURES.values()]  # the bins of each
 Histogram = tuple[np.ndarray, np.ndarray]  # bins that are not empty, ascending, and how many blocks lie in each
 
 
@@ -67,10 +69,9 @@ def block_histograms_later(
     block = spec.block
     if block is None or block == TENSOR:
         raise ValueError(f"{spec} has no blocks: a format with block scales was expected")
-    found = {
-        name: torch.zeros(one.bins[1] - one.bins[0] + 1, dtype=torch.int64, device=x.device)
-        for name, one in BLOCK_MEASURES.items()
-    }
+    widths, low, high = _bins(x.device)
+    total = torch.zeros(sum(COUNTS) + 1, dtype=torch.int64, device=x.device)  # what is left out is counted last
+    first = torch.cumsum(high - low, 0) - high  # where a measure's bin 0 is counted
     lines = scales.transpose(1, 2).reshape(-1, scales.shape[1])  # one of each row of tiles is enough
     stored = lines[:: block.rows or 1].reshape(-1)
     xs, qs = to_blocks(x.detach(), dim, block), to_blocks(q.detach(), dim, block)
@@ -84,23 +85,27 @@ def block_histograms_later(
         crest = some.abs().amax(-1).square() * (xs.shape[-1] if counts is None else counts[start:end]) / signal
         used = signal.isfinite() & noise.isfinite() & (signal > 0)
         scale = stored[start:end]
-        values = {
-            "scale_exponent": floor_log2(torch.where(scale > 0, scale, 1.0)).double(),
-            "sqnr_db": 10 * torch.log10(signal / noise),
-            "crest_db": 10 * torch.log10(crest),
-        }
-        for name, one in BLOCK_MEASURES.items():
-            ok = used & scale.isfinite() & (scale > 0) if name == "scale_exponent" else used
-            low, high = one.bins
-            bins = (values[name] / one.width).nan_to_num(0.0, high, low).floor().clamp(low, high - 1).long() - low
-            found[name].index_add_(0, torch.where(ok, bins, high - low), torch.ones_like(bins))
+        scaled = scale.isfinite() & (scale > 0)
+        exponent = floor_log2(torch.where(scaled, scale, 1.0)).float()
+        values = torch.stack((exponent, 10 * torch.log10(signal / noise), 10 * torch.log10(crest)))
+        bins = (values / widths).nan_to_num(0.0).floor().clamp(low, high - 1).long() + first
+        bins = torch.where(torch.stack((used & scaled, used, used)), bins, len(total) - 1).reshape(-1)
+        total.index_add_(0, bins, torch.ones_like(bins))
+    return lambda: histograms(total[:-1].cpu().numpy())
 
-    def fetch() -> dict[str, Histogram]:
-        result = {}
-        for name, total in found.items():
-            each = total[:-1].cpu().numpy()
-            used = np.flatnonzero(each)
-            result[name] = (used + BLOCK_MEASURES[name].bins[0]).astype(np.int16), each[used]
-        return result
 
-    return fetch
+@lru_cache(maxsize=8)
+def _bins(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each measure, [measures, 1] on a device: the width of its bins, the first, and the one after the last."""
+    rows = [(one.width, *one.bins) for one in BLOCK_MEASURES.values()]
+    widths, low, high = torch.tensor(rows, dtype=torch.float64, device=device).T.unsqueeze(-1)
+    return widths.float(), low.long(), high.long()
+
+
+def histograms(counts: np.ndarray) -> dict[str, Histogram]:
+    """The histogram of each of BLOCK_MEASURES, from the counts of all its bins, one measure's after the other's."""
+    result = {}
+    for (name, one), each in zip(BLOCK_MEASURES.items(), np.split(counts, np.cumsum(COUNTS)[:-1]), strict=True):
+        used = np.flatnonzero(each)
+        result[name] = (used + one.bins[0]).astype(np.int16), each[used].astype(np.int64)
+    return result

@@ -13,6 +13,7 @@ from torch import Tensor
 from binade.quant import sketch
 from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
+from binade.quant.block_histograms import Histogram, block_histograms_later, histograms
 from binade.quant.blocks import look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
@@ -112,6 +113,8 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
     finite, not zero, and not zero but zero in q. It does not wait for a GPU. Raises ValueError for different shapes."""
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, its quantized version {tuple(q.shape)}: they must be equal")
+    if (found := cpu.measure(x.detach(), q.detach())) is not None:
+        return torch.from_numpy(found[:8])
     chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
     total = torch.zeros(8, dtype=torch.float64, device=x.device)
     parts = (torch.split(t.detach().reshape(-1), chunk) for t in (x, q))
@@ -128,6 +131,11 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
         total[:4] += torch.stack((a @ a, b @ b, a @ b, e @ e))
         total[5:] += torch.stack((ok.sum(), nonzero.sum(), (nonzero & (b == 0)).sum()))
     return total
+
+
+def _measured(found: np.ndarray, numel: int) -> Errors:
+    """Of what `cpu.measure` found."""
+    return _from_sums(found[:8].tolist(), numel, float(found[8]) / numel)
 
 
 def _from_sums(sums: list[float], numel: int, saturated: float) -> Errors:
@@ -151,8 +159,11 @@ def sqnr_later(x: Tensor, q: Tensor) -> Callable[[], float]:
     return lambda: sqnr_db(float(sums[0]), float(sums[3]))
 
 
-def loss_change_later(x: Tensor, q: Tensor, gradient: Tensor) -> Callable[[], tuple[float, float]]:
+def loss_change_later(
+    x: Tensor, q: Tensor | Spec, gradient: Tensor, dim: int = -1
+) -> Callable[[], tuple[float, float]]:
     """What rounding x to q does to the loss, predicted from the loss' gradient with respect to x: tensors of one shape.
+    Of a spec, q is x rounded along `dim`.
 
     Returns a function, so that nothing waits for a GPU until it is called. It gives, in the units of the loss:
 
@@ -163,18 +174,32 @@ def loss_change_later(x: Tensor, q: Tensor, gradient: Tensor) -> Callable[[], tu
     Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite. Definitions: the
     `loss_shift_first` and `loss_shift_fisher` of common pruning and quantization papers.
     """
-    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
-    total = torch.zeros(2, dtype=torch.float64, device=x.device)
-    parts = (torch.split(t.detach().reshape(-1), chunk) for t in (x, q, gradient))
-    for each, rounded, slope in zip(*parts, strict=True):
-        change = ((rounded.float() - each.float()) * slope.float()).double()
-        total += torch.stack((change.sum(), change @ change / 2))
+    x, gradient = x.detach(), gradient.detach()
+    total: Tensor | np.ndarray | None = None
+    if isinstance(q, Spec) and not q.hadamard:
+        total = cpu.score(x, q, dim, gradient=gradient)
+    if total is None:
+        q = apply(x, q, dim)[0] if isinstance(q, Spec) else q.detach()
+        total = cpu.measure(x, q, gradient=gradient)
+        total = _change_sums(x, q, gradient) if total is None else total
+    sums = total[:2]
 
     def fetch() -> tuple[float, float]:
-        first, fisher = total.tolist()
-        return (first, fisher) if math.isfinite(first) and math.isfinite(fisher) else (math.nan, math.nan)
+        first, squares = sums.tolist()
+        return (first, squares / 2) if math.isfinite(first) and math.isfinite(squares) else (math.nan, math.nan)
 
     return fetch
+
+
+def _change_sums(x: Tensor, q: Tensor, gradient: Tensor) -> Tensor:
+    """float64 [2] on x's device: the sums of gradient·(q-x), a product in float32, and of its square."""
+    chunk = CHUNK if x.device.type == "cpu" else CUDA_CHUNK
+    total = torch.zeros(2, dtype=torch.float64, device=x.device)
+    parts = (torch.split(t.reshape(-1), chunk) for t in (x, q, gradient))
+    for each, rounded, slope in zip(*parts, strict=True):
+        change = ((rounded.float() - each.float()) * slope.float()).double()
+        total += torch.stack((change.sum(), change @ change))
+    return total
 
 
 def compare(
@@ -265,7 +290,7 @@ def score_later(
         check_tensor(x, dim, seed)
         found = cpu.score(x.detach(), spec, dim, seed)
         if found is not None:
-            result = _from_sums(found[:8], x.numel(), found[8] / x.numel())
+            result = _measured(found, x.numel())
             return lambda: result
     q, scales = apply(x, spec, dim, backend, want_scales=True, seed=seed)
     return errors_later(x, q, spec, scales, dim)
@@ -302,7 +327,7 @@ def errors_later(
     if x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
         found = cpu.measure(x, q, spec, dim, scales, largest)
         if found is not None:
-            result = _from_sums(found[:8], numel, found[8] / numel)
+            result = _measured(found, numel)
             return lambda: result
     over = _saturated(x, spec, scales, dim, absmax)
     sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
@@ -312,6 +337,25 @@ def errors_later(
         return _from_sums(first, numel, saturated / numel)
 
     return fetch
+
+
+def score_blocks_later(
+    x: Tensor, spec: Spec, dim: int, q: Tensor | None = None, scales: Tensor | None = None, absmax: Tensor | None = None
+) -> tuple[Callable[[], Errors], Callable[[], dict[str, Histogram]]]:
+    """As `errors_later` and `block_histograms_later`, of an x with values, in one pass where there is a kernel
+    for both. Without q, x is rounded here."""
+    found = None
+    if q is None:
+        found = cpu.score(x.detach(), spec, dim, blocks=True)
+    elif x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
+        found = cpu.measure(x.detach(), q, spec, dim, scales, largest, blocks=True)
+    if found is not None:
+        errors, counts = _measured(found, x.numel()), found[9:]
+        return lambda: errors, lambda: histograms(counts)
+    if q is None:
+        q, scales = apply(x, spec, dim, want_scales=True)
+    assert scales is not None, "a block format's scales are needed"
+    return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
 
 @dataclass(frozen=True)

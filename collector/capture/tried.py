@@ -10,10 +10,10 @@ from torch import Tensor
 from binade.data.segment import Score
 from binade.data.tensor_kinds import Gemm
 from binade.quant.backends.counts import Counted
-from binade.quant.block_histograms import Histogram, block_histograms_later
+from binade.quant.block_histograms import Histogram
 from binade.quant.gemm import Observed
-from binade.quant.metrics import Errors, errors_later, loss_change_later, score_later
-from binade.quant.quantizer import apply, fake_quantize, unrotated
+from binade.quant.metrics import Errors, errors_later, loss_change_later, score_blocks_later, score_later
+from binade.quant.quantizer import unrotated
 from binade.quant.rotation import rotate
 from binade.quant.specs import TENSOR, Spec
 
@@ -33,8 +33,8 @@ class Tried:
         """Predict the change of the loss from the operand's gradient, which holds the loss times loss_scale."""
         x = operand.tensor
         again = operand.rounded if self.used else None
-        q = again() if again else fake_quantize(x, self.format, operand.dim)
-        change = loss_change_later(x, q, gradient.reshape(x.shape))
+        q = again() if again else Spec.of(self.format)
+        change = loss_change_later(x, q, gradient.reshape(x.shape), operand.dim)
 
         def scaled() -> tuple[float, float]:
             first, fisher = change()
@@ -70,19 +70,18 @@ def try_formats(
             found.append(replace(same, gemm=gemm, blocks=None, loss=None))
         elif blocks and x.numel() and spec.block not in (None, TENSOR):
             coded = rotate(x, spec, seen.dim, 0).to(x.dtype) if spec.hadamard else x
-            q, scales = apply(coded, unrotated(spec), seen.dim, want_scales=True)
-            found.append(_measured(seen, spec, gemm, blocks, coded, q, scales))
+            found.append(_measured(seen, spec, gemm, blocks, coded, None, None))
         else:
             found.append(Tried(str(spec), gemm, False, score_later(x, spec, seen.dim, codes=codes)))
     return found
 
 
 def _measured(
-    seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool, x: Tensor, q: Tensor, scales: Tensor | None
+    seen: Observed, spec: Spec, gemm: Gemm | None, blocks: bool, x: Tensor, q: Tensor | None, scales: Tensor | None
 ) -> Tried:
-    """Of x rounded to q; x is the operand or its rotation."""
+    """Of x, the operand or its rotation, rounded to q; without q by the spec."""
     used, plain = spec is seen.spec, unrotated(spec)
-    tried = Tried(str(spec), gemm, used, errors_later(x, q, plain, scales, seen.dim, seen.absmax if used else None))
-    if blocks and scales is not None and x.numel():
-        tried.blocks = block_histograms_later(x, q, plain, scales, seen.dim)
-    return tried
+    absmax = seen.absmax if used else None
+    if q is not None and not (blocks and scales is not None and x.numel()):
+        return Tried(str(spec), gemm, used, errors_later(x, q, plain, scales, seen.dim, absmax))
+    return Tried(str(spec), gemm, used, *score_blocks_later(x, plain, seen.dim, q, scales, absmax))

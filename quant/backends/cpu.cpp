@@ -1,6 +1,7 @@
 // The compiled CPU twin of reference.py, with the same bits. `quantize` rounds with scales that it finds itself (the rules
 // below) or with factors that it is given (GIVEN); `largest`, `moments` and `run_errors` give what such factors follow from; `measure`
-// adds up the error of a rounded tensor; `score` does both at once and keeps the error alone. See cpu.py for the calls.
+// adds up the error of a rounded tensor, or what it does to the loss, and counts its blocks by theirs; `score` rounds and
+// measures at once and keeps the sums alone. See cpu.py for the calls.
 //
 // A tensor is [outer, axis, inner], row-major; a block is `block` neighbours along the axis. With inner = 1 the loops run
 // along a block, else along up to STRIP neighbouring blocks, so that memory is read in order both ways. A tensor that shares
@@ -18,6 +19,9 @@
 #include <vector>
 
 namespace {
+
+// Within `score` GCC does not vectorize the loops of these functions: inlined they take up to ten times as long.
+#define LOOPS __attribute__((noinline))
 
 constexpr int MAX_TIERS = 8;
 constexpr int64_t STRIP = 256;
@@ -42,6 +46,13 @@ extern "C" struct Factors {
     int64_t step[4];
 
     float one(int which) const { return from[which] ? *from[which] : 1.0f; }  // that of all runs
+};
+
+// How the measures of blocks are cut into bins, see block_histograms.BlockMeasure: the scale exponent, the SQNR and the
+// crest factor.
+extern "C" struct Bins {
+    float width[3];
+    int32_t low[3], high[3];
 };
 
 namespace {
@@ -321,7 +332,7 @@ struct Quantizer {
 
   private:
     template <bool Divide>
-    void flat_of(int64_t first, int64_t last) const {
+    LOOPS void flat_of(int64_t first, int64_t last) const {
         const Format g = f;
         const Scale s{given->one(0), given->one(1), given->one(2), given->one(3)};
         const float t = top;
@@ -330,7 +341,7 @@ struct Quantizer {
     }
 
     template <bool Divide>
-    void rows_of(int64_t first, int64_t last) const {
+    LOOPS void rows_of(int64_t first, int64_t last) const {
         const Format g = f;
         const float t = top;
         const uint32_t k = key;
@@ -354,7 +365,7 @@ struct Quantizer {
     }
 
     template <bool Divide>
-    void strips_of(int64_t first, int64_t last) const {
+    LOOPS void strips_of(int64_t first, int64_t last) const {
         const Format g = f;
         const float t = top;
         const uint32_t k = key;
@@ -560,9 +571,10 @@ void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, in
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
 struct Sums {
     static constexpr int64_t TILE = 512;
-    float a[TILE], b[TILE];
+    const VALUE *all, *gradient;  // of the whole tensor; without a gradient null
+    const double left;
+    float a[TILE], b[TILE], g[TILE];
     double most[TILE];
-    double left;
     int64_t filled = 0;
     double total[9] = {};
 
@@ -574,8 +586,11 @@ struct Sums {
             for (int64_t i = 0; i < n; i++) {
                 a[filled + i] = load(x + at + i);
                 b[filled + i] = load(y + at + i);
-                most[filled + i] = limit(at + i);
             }
+            if (gradient)
+                for (int64_t i = 0; i < n; i++) g[filled + i] = load(gradient + (x - all) + at + i);
+            else
+                for (int64_t i = 0; i < n; i++) most[filled + i] = limit(at + i);
             at += n;
             filled += n;
             if (filled == TILE) finish();
@@ -583,22 +598,45 @@ struct Sums {
     }
 
     void finish() {
+        gradient ? add_changes() : add_errors();
+        filled = 0;
+    }
+
+    void add_changes() {
         const int32_t n = static_cast<int32_t>(filled);
-        double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0;
-        int32_t finite = 0, nonzero = 0, flushed = 0, saturated = 0;
-#pragma omp simd reduction(+ : xx, qq, xq, ee, finite, nonzero, flushed, saturated) reduction(max : peak)
+        double change = 0, squares = 0;
+#pragma omp simd reduction(+ : change, squares)
         for (int32_t i = 0; i < n; i++) {
-            const bool ok = (to_bits(a[i]) & 0x7FFFFFFF) < 0x7F800000;
-            const double x = ok ? a[i] : 0.0f, q = ok ? b[i] : 0.0f, e = q - x;
+            const double one = (b[i] - a[i]) * g[i];
+            change += one;
+            squares += one * one;
+        }
+        total[0] += change;
+        total[1] += squares;
+    }
+
+    void add_errors() {
+        const int32_t n = static_cast<int32_t>(filled);
+        int32_t finite = 0, nonzero = 0, flushed = 0, saturated = 0;
+#pragma omp simd reduction(+ : finite, nonzero, flushed)
+        for (int32_t i = 0; i < n; i++) {
+            const bool ok = magnitude_of(a[i]) < 0x7F800000;
+            a[i] = ok ? a[i] : 0.0f;
+            b[i] = ok ? b[i] : 0.0f;
+            finite += ok;
+            nonzero += a[i] != 0;
+            flushed += (a[i] != 0) & (b[i] == 0);
+        }
+        double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0;
+#pragma omp simd reduction(+ : xx, qq, xq, ee, saturated) reduction(max : peak)
+        for (int32_t i = 0; i < n; i++) {
+            const double x = a[i], q = b[i], e = q - x;
             const double size = e < 0 ? -e : e, magnitude = x < 0 ? -x : x;
             xx += x * x;
             qq += q * q;
             xq += x * q;
             ee += e * e;
             peak = size > peak ? size : peak;
-            finite += ok;
-            nonzero += x != 0;
-            flushed += (x != 0) & (q == 0);
             saturated += magnitude * left > most[i];
         }
         total[0] += xx;
@@ -610,7 +648,85 @@ struct Sums {
         total[6] += nonzero;
         total[7] += flushed;
         total[8] += saturated;
-        filled = 0;
+    }
+};
+
+// log2 of a normal number within 2e-7 of itself, by the series of artanh; what is not normal is far outside all bins. libm's
+// takes a call for each.
+inline float log2_of(float x) {
+    const int32_t bits = to_bits(x) - 0x3F3504F3;  // of sqrt(1/2)
+    const float m = from_bits((bits & 0x7FFFFF) + 0x3F3504F3), s = (m - 1.0f) / (m + 1.0f), t = s * s;
+    const float series = 1.0f + t * (1.0f / 3 + t * (1.0f / 5 + t * (1.0f / 7 + t * (1.0f / 9))));
+    return static_cast<float>(bits >> 23) + 2.8853900817779268f * s * series;  // 2 / ln 2
+}
+
+// Counts runs by the bins of their scale exponent, SQNR and crest factor, see block_histograms.py.
+struct Histograms {
+    const Bins* bins;
+    double* counts;  // of each measure's bins, one measure's after the other's
+    float signal[STRIP], noise[STRIP], most[STRIP], lengths[STRIP];
+
+    // Runs [first, first + count), whose sums are above.
+    void count(const float* scales, int64_t count) const {
+        constexpr float DECIBEL = 3.010299956639812f;  // 10 · log10(2)
+        float values[3][STRIP];
+        for (int64_t n = 0; n < count; n++) {
+            const bool used = (signal[n] > 0) & (signal[n] <= FLOAT32_MAX) & (noise[n] <= FLOAT32_MAX);
+            const bool scaled = used & (scales[n] > 0) & (scales[n] <= FLOAT32_MAX), tiny = scales[n] < 0x1p-126f;
+            const int32_t exponent = (to_bits(tiny ? scales[n] * 0x1p24f : scales[n]) >> 23) - 127 - (tiny ? 24 : 0);
+            values[0][n] = scaled ? static_cast<float>(exponent) : NAN;
+            values[1][n] = used ? DECIBEL * log2_of(signal[n] / noise[n]) : NAN;
+            values[2][n] = used ? DECIBEL * log2_of(most[n] * most[n] * lengths[n] / signal[n]) : NAN;
+        }
+        double* into = counts;
+        for (int which = 0; which < 3; which++) {
+            const float low = bins->low[which], last = bins->high[which] - 1, width = bins->width[which];
+            int32_t bin[STRIP];
+            for (int64_t n = 0; n < count; n++)
+                bin[n] = static_cast<int32_t>(std::min(last, std::max(low, std::floor(values[which][n] / width))) - low);
+            for (int64_t n = 0; n < count; n++) into[bin[n]] += values[which][n] == values[which][n];
+            into += bins->high[which] - bins->low[which];
+        }
+    }
+
+    // Blocks [first, last) of rows, inner = 1; y holds what x + origin became.
+    void rows(const Grid& grid, const VALUE* x, const VALUE* y, int64_t origin, const float* scales, int64_t first,
+              int64_t last) {
+        for (int64_t b = first; b < last; b += STRIP) {
+            const int64_t together = std::min(last - b, STRIP);
+            for (int64_t n = 0; n < together; n++) {
+                const int64_t at = grid.at(b + n), length = grid.length(b + n);
+                float xx = 0, ee = 0, peak = 0;
+#pragma omp simd reduction(+ : xx, ee) reduction(max : peak)
+                for (int64_t i = 0; i < length; i++) {
+                    const float value = load(x + at + i), error = load(y + (at - origin) + i) - value;
+                    const float size = from_bits(magnitude_of(value));
+                    xx += value * value;
+                    ee += error * error;
+                    peak = size > peak ? size : peak;
+                }
+                signal[n] = xx, noise[n] = ee, most[n] = peak, lengths[n] = length;
+            }
+            count(scales + b, together);
+        }
+    }
+
+    // One strip; packed is as in Quantizer.
+    void strip(const Grid& grid, const VALUE* x, const VALUE* y, bool packed, const float* scales, int64_t s) {
+        const Strip strip = grid.strip(s);
+        for (int64_t j = 0; j < strip.width; j++) signal[j] = noise[j] = most[j] = 0, lengths[j] = strip.length;
+        for (int64_t i = 0; i < strip.length; i++) {
+            const int64_t at = strip.base + i * grid.inner;
+            const VALUE *from = x + at, *to = packed ? y + i * STRIP : y + at;
+            for (int64_t j = 0; j < strip.width; j++) {
+                const float value = load(from + j), error = load(to + j) - value;
+                const float size = from_bits(magnitude_of(value));
+                signal[j] += value * value;
+                noise[j] += error * error;
+                most[j] = size > most[j] ? size : most[j];
+            }
+        }
+        count(scales + strip.scale, strip.width);
     }
 };
 
@@ -684,31 +800,36 @@ extern "C" void run_errors(const Format* format, const Factors* given, const VAL
 
 // The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,
 // not zero, flushed to zero, saturated. A value saturates where |x| · left > scale · right; scales are null without blocks.
-extern "C" void measure(const VALUE* x, const VALUE* y, const float* scales, int64_t axis, int64_t inner, int64_t block,
-                        double left, double right, int64_t first, int64_t last, double* out) {
+// With bins, the counts of the blocks' measures follow in `out`. With a gradient it gets only the sums of g · e and its square.
+extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, const float* scales, int64_t axis,
+                        int64_t inner, int64_t block, double left, double right, const Bins* bins, int64_t first,
+                        int64_t last, double* out) {
     const Grid grid{axis, inner, block};
-    Sums sums;
-    sums.left = left;
+    Sums sums{x, gradient, left};
+    Histograms blocks{bins, out + 9};
     if (!scales)
         sums.add(x + first, y + first, last - first, [=](int64_t) { return right; });
-    else if (inner == 1)
+    else if (inner == 1) {
         measure_rows(sums, grid, x, y, 0, scales, right, first, last);
-    else
-        for (int64_t strip = first; strip < last; strip++)
+        if (bins) blocks.rows(grid, x, y, 0, scales, first, last);
+    } else
+        for (int64_t strip = first; strip < last; strip++) {
             measure_strip(sums, grid, x, y, false, scales, right, strip);
+            if (bins) blocks.strip(grid, x, y, false, scales, strip);
+        }
     sums.finish();
     std::memcpy(out, sums.total, sizeof sums.total);
 }
 
 // quantize and measure together, a cacheful at a time. `scales` holds those of all blocks if factors are given, else has
 // room for them; null without blocks.
-extern "C" void score(const Format* format, const Factors* given, const VALUE* x, float* scales, int64_t axis,
-                      int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed, double left,
-                      double right, int64_t first, int64_t last, double* out) {
+extern "C" void score(const Format* format, const Factors* given, const VALUE* x, const VALUE* gradient, float* scales,
+                      int64_t axis, int64_t inner, int64_t block, const float* absmax, int64_t step, uint32_t seed,
+                      double left, double right, const Bins* bins, int64_t first, int64_t last, double* out) {
     constexpr int64_t VALUES = 4096;
     const Grid grid{axis, inner, block};
-    Sums sums;
-    sums.left = left;
+    Sums sums{x, gradient, left};
+    Histograms blocks{bins, out + 9};
     std::vector<VALUE> kept;
     Quantizer q(*format, given, x, nullptr, scales, grid, absmax, step, seed, true);
     if (!scales) {
@@ -729,6 +850,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
             q.y = kept.data() - origin;
             q.rows(b, end);
             measure_rows(sums, grid, x, kept.data(), origin, scales, right, b, end);
+            if (bins) blocks.rows(grid, x, kept.data(), origin, scales, b, end);
         }
     } else {
         kept.resize(std::min(block, axis) * STRIP);
@@ -736,6 +858,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
         for (int64_t strip = first; strip < last; strip++) {
             q.strips(strip, strip + 1);
             measure_strip(sums, grid, x, kept.data(), true, scales, right, strip);
+            if (bins) blocks.strip(grid, x, kept.data(), true, scales, strip);
         }
     }
     sums.finish();

@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from binade.quant import reference
 from binade.quant.backends import native
 from binade.quant.backends.runs import Runs
+from binade.quant.block_histograms import BLOCK_MEASURES, COUNTS
 from binade.quant.elements import Element, Overflow, Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.reference import absmax_over, outer_absmax
@@ -35,6 +37,7 @@ GIVEN = 0
 # Rules of cpu.cpp for runs that the Triton kernels lack.
 RULES: dict[str, int] = {ScaleRule.NVFP4_ROW: 5, ScaleRule.NVFP4_128: 5, ScaleRule.UNCLIPPED: 7}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
+ANY = Spec.of("mxfp8")  # the build for what needs none in particular: the most common one
 # How many groups torch finds the factors of together, in a core's cache; below native.PER_THREAD, as each such part is
 # one thread's and must not wait for another.
 PART = 1 << 15
@@ -54,6 +57,10 @@ class _Format(ctypes.Structure):
         ("lowest", ctypes.c_float * MAX_TIERS),
         ("step", ctypes.c_float * MAX_TIERS),
     ]
+
+
+class _Bins(ctypes.Structure):
+    _fields_ = [("width", ctypes.c_float * 3), ("low", ctypes.c_int32 * 3), ("high", ctypes.c_int32 * 3)]
 
 
 class _Factors(ctypes.Structure):
@@ -103,8 +110,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.largest.argtypes = [pointer, pointer, *layout, *items]
     library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
     library.run_errors.argtypes = [pointer, pointer, pointer, pointer, *layout, ctypes.c_int32, *items]
-    library.measure.argtypes = [pointer, pointer, pointer, *layout, real, real, *items, pointer]
-    library.score.argtypes = [pointer, pointer, pointer, pointer, *layout, *own, real, real, *items, pointer]
+    sums = (real, real, pointer, *items, pointer)
+    library.measure.argtypes = [pointer, pointer, pointer, pointer, *layout, *sums]
+    library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *sums]
     functions = library.quantize, library.largest, library.moments, library.run_errors, library.measure, library.score
     for function in functions:
         function.restype = None
@@ -272,43 +280,64 @@ def compiled(
     return y.to(dtype), call.scales
 
 
-def measure(x: Tensor, y: Tensor, spec: Spec, dim: int, scales: Tensor | None, absmax: float) -> list[float] | None:
+def measure(
+    x: Tensor,
+    y: Tensor,
+    spec: Spec | None = None,
+    dim: int = -1,
+    scales: Tensor | None = None,
+    absmax: float = 0.0,
+    blocks: bool = False,
+    gradient: Tensor | None = None,
+) -> np.ndarray | None:
     """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
     elements of x are finite, not zero, not zero but zero in y, and saturated. None if there is no kernel for this spec
-    and dtype, a build is not worth it, or saturation depends on more than a block's scale.
+    and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
 
-    x and y on the CPU, not empty, of one shape and dtype; scales as `quantize_dequantize` returns them. absmax is used
-    by schemes that saturate and have a tensor scale.
+    x, y and gradient of one shape; scales as `quantize_dequantize` returns them. absmax is used by schemes that
+    saturate and have a tensor scale. Without a spec nothing saturates.
+
+    With blocks, of a spec that has them in lines, the counts of all bins of BLOCK_MEASURES follow. With a gradient g
+    there are only two sums, of g·(y-x) in float32 and of its square.
     """
-    run = _worth_building(x, spec) if x.dtype == y.dtype and x.dtype in VALUES and _one_limit(spec) else None
+    run = _summing(spec or ANY, blocks, x, y, gradient)
     if run is None:
         return None
-    x, y = x.contiguous(), y.contiguous()
-    layout = Layout.of(x, spec, dim)
+    x, y, gradient = x.contiguous(), y.contiguous(), None if gradient is None else gradient.contiguous()
+    layout = Layout.of(x, spec, dim) if spec else Layout(x.numel(), 1, 0, 0, x.numel(), 1)
     scales = scales.contiguous() if scales is not None and layout.rows else None
-    fixed = x.data_ptr(), y.data_ptr(), _address(scales), *layout.sizes, *_limits(spec, absmax)
-    return _added_up(layout, lambda first, last, sums: run.measure(*fixed, first, last, sums))
+    pointers = x.data_ptr(), y.data_ptr(), _address(gradient), _address(scales)
+    limits = _limits(spec, absmax) if spec else (0.0, 0.0)
+    return _added_up(layout, blocks, lambda *rest: run.measure(*pointers, *layout.sizes, *limits, *rest))
 
 
-def score(x: Tensor, spec: Spec, dim: int, seed: int = 0) -> list[float] | None:
+def score(
+    x: Tensor, spec: Spec, dim: int, seed: int = 0, blocks: bool = False, gradient: Tensor | None = None
+) -> np.ndarray | None:
     """As `measure` for y = x rounded by the spec, without keeping y."""
-    run = _worth_building(x, spec) if x.dtype in VALUES and _one_limit(spec) else None
+    run = _summing(spec, blocks, x, gradient)
     if run is None:
         return None
-    x = x.contiguous()
+    x, gradient = x.contiguous(), None if gradient is None else gradient.contiguous()
     absmax = absmax_over(x, -1, TENSOR) if SCALINGS[spec.scale].outer or spec.block == TENSOR else torch.zeros(())
     call = _Call.of(x, spec, dim, absmax, True, seed, run)
     limits = _limits(spec, float(absmax))
-    pointers = *call.head, x.data_ptr(), _address(call.scales)
-    return _added_up(
-        call.layout, lambda first, last, sums: run.score(*pointers, *call.tail, *limits, first, last, sums)
-    )
+    pointers = *call.head, x.data_ptr(), _address(gradient), _address(call.scales)
+    return _added_up(call.layout, blocks, lambda *rest: run.score(*pointers, *call.tail, *limits, *rest))
 
 
 def _worth_building(x: Tensor, spec: Spec) -> ctypes.CDLL | None:
     """The kernel for a spec and a tensor; None if there is none, or a build is not worth it."""
     unit = unit_of(spec, x.dtype)
     return kernel(unit, x.numel()) if unit else None
+
+
+def _summing(spec: Spec, blocks: bool, x: Tensor, *others: Tensor | None) -> ctypes.CDLL | None:
+    """The kernel for `measure` and `score`; None if they cannot do it, or a build is not worth it."""
+    lines = not blocks or (spec.block is not None and (spec.block.rows or 1) == 1)
+    alike = all(t is None or (t.dtype, t.device, t.shape) == (x.dtype, x.device, x.shape) for t in others)
+    fits = lines and alike and x.device.type == "cpu" and x.dtype in VALUES and x.numel() and _one_limit(spec)
+    return _worth_building(x, spec) if fits else None
 
 
 def _one_limit(spec: Spec) -> bool:
@@ -322,19 +351,31 @@ def _limits(spec: Spec, absmax: float) -> tuple[float, float]:
     return float(left), float(right)
 
 
-def _added_up(layout: Layout, part: Callable[[int, int, int], None]) -> list[float]:
-    """Nine sums over all items; part(first, last, address) writes those of items [first, last)."""
-    found: dict[int, ctypes.Array[ctypes.c_double]] = {}
+def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int, int], None]) -> np.ndarray:
+    """Nine sums over all items, and the counts of blocks; part(bins, first, last, address) writes those of items
+    [first, last)."""
+    bins = _bins() if blocks else None
+    size = 9 + (sum(COUNTS) if blocks else 0)
+    found: dict[int, np.ndarray] = {}
 
     def of_part(first: int, last: int) -> None:
-        found[first] = (ctypes.c_double * 9)()
-        part(first, last, ctypes.addressof(found[first]))
+        found[first] = np.zeros(size)
+        part(ctypes.addressof(bins) if bins else None, first, last, found[first].ctypes.data)
 
     native.share_out(layout.items, layout.per_item, of_part)
-    parts = [list(found[first]) for first in sorted(found)]  # added up in one order, however the threads ran
-    total = [sum(column) for column in zip(*parts, strict=True)]
-    total[4] = max(part[4] for part in parts)
+    parts = np.stack([found[first] for first in sorted(found)])  # added up in one order, however the threads ran
+    total: np.ndarray = parts.sum(0)
+    total[4] = parts[:, 4].max()
     return total
+
+
+@cache
+def _bins() -> _Bins:
+    """BLOCK_MEASURES as the kernels see them."""
+    measures = BLOCK_MEASURES.values()
+    low, high = zip(*(one.bins for one in measures), strict=True)
+    widths = (ctypes.c_float * 3)(*(one.width for one in measures))
+    return _Bins(widths, (ctypes.c_int32 * 3)(*low), (ctypes.c_int32 * 3)(*high))
 
 
 def in_pieces(x: Tensor, spec: Spec, dim: int, absmax: Tensor | None, seed: int) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,8 @@ All variants train the same model on the same batch in turn, round after round; 
 step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
 GEMM), and take its min, max, mean and std, or copy it to the host, or torch.save it, within the step. The recorder
 writes behind the step: `until written` also waits until all is on the disk (synchronized, which torch.save is not).
-`every 20th` is one such step waited for and 19 bare ones, over 20 bare ones.
+`every 20th` is one such step waited for and 19 bare ones, over 20 bare ones. `processor` is the processor time of all
+threads until then, of the bare step's: on a busy machine it is the one to read.
 """
 
 from __future__ import annotations
@@ -156,10 +157,10 @@ def main() -> None:
         recorded("recorded: + raw, all of bf16", scores=DEFAULT_SCORES)
         recorded(f"recorded: {RECIPE} by torch, without results", RECIPE, scores=DEFAULT_SCORES, measures=ALL[1:])
         recorded(f"recorded: {RECIPE} by torch, all", RECIPE, scores=DEFAULT_SCORES, measures=ALL)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+        times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
         for number in range(given.rounds + 1):
             for name, run in variants.items():
-                start = time.perf_counter()
+                start, used = time.perf_counter(), time.process_time()
                 run()
                 if device.type == "cuda":
                     torch.cuda.synchronize()
@@ -167,15 +168,15 @@ def main() -> None:
                 if name in settle:
                     settle[name]()
                 if number:  # the first round warms up
-                    times[name].append((stepped, time.perf_counter() - start))
+                    times[name].append((stepped, time.perf_counter() - start, time.process_time() - used))
             for path in (root / "saved").iterdir():
                 path.unlink()
-    bare = statistics.median(step for step, _ in times["bare"])
-    print("| step | ms | of a bare step | until written | every 20th |\n|---|---|---|---|---|")
-    for name, measured in times.items():
-        step_time, written = (statistics.median(column) for column in zip(*measured, strict=True))
-        rest = (written / bare, (19 * bare + written) / (20 * bare))
-        print(f"| {name} | {step_time * 1e3:.1f} | {step_time / bare:.2f} | {rest[0]:.2f} | {rest[1]:.2f} |")
+    median = {name: [statistics.median(column) for column in zip(*each, strict=True)] for name, each in times.items()}
+    bare, _, bare_used = median["bare"]
+    print("| step | ms | of a bare step | until written | every 20th | processor |\n|---|---|---|---|---|---|")
+    for name, (step_time, written, used) in median.items():
+        rest = (step_time / bare, written / bare, (19 * bare + written) / (20 * bare), used / bare_used)
+        print(f"| {name} | {step_time * 1e3:.1f} | {' | '.join(f'{one:.2f}' for one in rest)} |")
 
 
 if __name__ == "__main__":

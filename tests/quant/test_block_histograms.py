@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from binade.quant.block_histograms import BLOCK_MEASURES, block_histograms_later
+from binade.quant.backends import cpu, native
+from binade.quant.block_histograms import BLOCK_MEASURES, Histogram, block_histograms_later
+from binade.quant.metrics import errors_later, score_blocks_later
 from binade.quant.quantizer import apply
 from binade.quant.specs import Spec
 from tests.quant.helpers import devices
@@ -36,20 +38,59 @@ def by_hand(lines: np.ndarray, rows: int, columns: int) -> dict[str, dict[int, i
     return result
 
 
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("spec", ["mxfp4", "mxfp4(block=16x8)", "mxfp4(block=5x7)"])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_against_blocks_cut_by_hand(spec, dim, device):
+def values() -> torch.Tensor:
     torch.manual_seed(3)
     x = torch.randn(70, 96) * torch.exp2(torch.randn(70, 96).mul(3).round())
     x[16:32, :32] = 0
     x[3, 40], x[60, 90] = torch.inf, torch.nan
-    found, parsed = x.to(device), Spec.of(spec)
-    q, scales = apply(found, parsed, dim, want_scales=True)
-    got = block_histograms_later(found, q, parsed, scales, dim)()
-    lines = x.numpy() if dim else x.numpy().T
+    return x
+
+
+def counts(found: dict[str, Histogram]) -> dict[str, dict[int, int]]:
+    return {name: dict(zip(*(each.tolist() for each in bins), strict=True)) for name, bins in found.items()}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("spec", ["mxfp4", "mxfp4(block=16x8)", "mxfp4(block=5x7)"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_against_blocks_cut_by_hand(spec, dim, device):
+    x, parsed = values().to(device), Spec.of(spec)
+    q, scales = apply(x, parsed, dim, want_scales=True)
+    lines = x.cpu().numpy() if dim else x.cpu().numpy().T
     expected = by_hand(lines, parsed.block.rows or 1, parsed.block.columns)
-    assert {name: dict(zip(*(each.tolist() for each in bins), strict=True)) for name, bins in got.items()} == expected
+    assert counts(block_histograms_later(x, q, parsed, scales, dim)()) == expected
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("spec", ["mxfp4", "mxfp4(block=7)"])
+def test_the_compiled_pass_against_blocks_cut_by_hand(spec, dtype):
+    """By rows and by columns, of a tensor that is rounded in this pass and of one that was."""
+    x, parsed = values().to(dtype), Spec.of(spec)
+    assert cpu.kernel(cpu.unit_of(parsed, dtype)) is not None
+    for dim in (0, 1):
+        expected = by_hand(x.float().numpy() if dim else x.float().numpy().T, 1, parsed.block.columns)
+        q, scales = apply(x, parsed, dim, want_scales=True)
+        for given in ((), (q, scales)):
+            errors, blocks = score_blocks_later(x, parsed, dim, *given)
+            assert counts(blocks()) == expected
+            assert repr(errors()) == repr(errors_later(x, q, parsed, scales, dim)())
+
+
+@pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler")
+def test_the_compiled_pass_in_threads_against_torch():
+    """Wider than a strip, in two threads, with scales that are no powers of two."""
+    torch.set_num_threads(2)
+    x, spec = torch.randn(512, 700) * torch.exp2(torch.randn(512, 700) * 4), Spec.of("nvfp4")
+    for dim in (0, 1):
+        q, scales = apply(x, spec, dim, want_scales=True)
+        expected = block_histograms_later(x, q, spec, scales, dim)()
+        for name, (bins, counts) in score_blocks_later(x, spec, dim)[1]().items():
+            low, high = BLOCK_MEASURES[name].bins
+            found, want = np.zeros((2, high - low), int)
+            found[bins - low], want[expected[name][0] - low] = counts, expected[name][1]
+            assert found.sum() == want.sum()
+            assert abs(found - want).sum() <= 4, name  # a sum that is rounded otherwise may pass the edge of a bin
 
 
 def test_without_error_in_the_last_bin_and_without_blocks_refused():

@@ -133,7 +133,7 @@ def test_errors_in_one_pass(text, monkeypatch):
         for dim in (0, 1):
             q, scales = apply(x, spec, dim, want_scales=True, seed=3)
             with monkeypatch.context() as patch:
-                patch.setattr(cpu, "measure", lambda *_: None)
+                patch.setattr(cpu, "measure", lambda *_, **__: None)
                 want = vars(errors_later(x, q, spec, scales, dim)())
             for found in (score(x, spec, dim, seed=3), errors_later(x, q, spec, scales, dim)()):
                 for name in vars(Errors(*[math.nan] * 9)):
