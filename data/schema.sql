@@ -104,7 +104,7 @@ CREATE TABLE score (
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM took the tensor rounded so
     loss_first    DOUBLE,               -- predicted change of the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of their squares; times the tokens if the loss is their mean
+    loss_fisher   DOUBLE,               -- half the sum of their squares, of a weight token by token; times the tokens if the loss is their mean
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,

@@ -525,6 +525,7 @@ class _Observer:
         self.recorder, self.layer, self.part, self.product, self.moment = recorder, layer, part, product, moment
         self.rows, self.again = rows, again
         self.operands: dict[str, tuple[Observed, int]] = {}
+        self.factors: list[Tensor] = []  # of a linear layer: its input, then the gradient of its output
         self.result_sqnr: Callable[[], float] | None = None
 
     def __call__(self, seen: Observed) -> None:
@@ -575,15 +576,27 @@ class _Observer:
         """Keep a forward operand; with its gradient, predict what its errors do to the loss."""
         if seen.name in ("a", "b"):
             self.operands[seen.name] = seen, _version(seen.tensor)
+            self.factors = [seen.tensor] if seen.name == "a" else self.factors
+        elif seen.name == "grad" and self.product == Product.LINEAR:
+            self.factors = [*self.factors[:1], seen.tensor]
         elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
             operand, version = kept
             if _version(operand.tensor) != version:  # written over since: its error is not known any more
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
+            squares = _squares(*self.factors) if seen.name == "grad_b" and len(self.factors) == 2 else None
             for tried in self.rows.get(operand.name, []):
                 if tried.gemm == Gemm.FORWARD:
-                    tried.predict(operand, seen.tensor, scale)
+                    tried.predict(operand, seen.tensor, scale, squares)
+
+
+def _squares(x: Tensor, gradient: Tensor) -> Tensor:
+    """Of a weight: the root of the sum over tokens of the squares of each token's part of its gradient, [out, in]; of x
+    [..., in] and the gradient of the output [..., out]."""
+    rows = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
+    left, right = rows
+    return (left.t() @ right).sqrt()
 
 
 def _version(x: Tensor) -> int:

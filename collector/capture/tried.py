@@ -29,15 +29,18 @@ class Tried:
     blocks: Callable[[], dict[str, Histogram]] | None = None
     loss: Callable[[], tuple[float, float]] | None = None
 
-    def predict(self, operand: Observed, gradient: Tensor, loss_scale: float) -> None:
-        """Predict the change of the loss from the operand's gradient, which holds the loss times loss_scale."""
+    def predict(self, operand: Observed, gradient: Tensor, loss_scale: float, squares: Tensor | None = None) -> None:
+        """Predict the change of the loss from the operand's gradient, which holds the loss times loss_scale. squares:
+        of an operand that all tokens share, the root of the sum of their squared gradients; the square of their sum
+        would count what they have in common once for each pair of tokens."""
         x = operand.tensor
         again = operand.rounded if self.used else None
         q = again() if again else Spec.of(self.format)
         change = loss_change_later(x, q, gradient.reshape(x.shape), operand.dim)
+        own = change if squares is None else loss_change_later(x, q, squares.reshape(x.shape), operand.dim)
 
         def scaled() -> tuple[float, float]:
-            first, fisher = change()
+            first, fisher = change()[0], own()[1]
             return first / loss_scale, fisher / loss_scale**2
 
         self.loss = scaled
