@@ -666,11 +666,11 @@ struct Histograms {
     double* counts;  // of each measure's bins, one measure's after the other's
     float signal[STRIP], noise[STRIP], most[STRIP], lengths[STRIP];
 
-    // Runs [first, first + count), whose sums are above.
-    void count(const float* scales, int64_t count) const {
+    // `runs` runs, whose sums are above.
+    void count(const float* scales, int64_t runs) const {
         constexpr float DECIBEL = 3.010299956639812f;  // 10 · log10(2)
         float values[3][STRIP];
-        for (int64_t n = 0; n < count; n++) {
+        for (int64_t n = 0; n < runs; n++) {
             const bool used = (signal[n] > 0) & (signal[n] <= FLOAT32_MAX) & (noise[n] <= FLOAT32_MAX);
             const bool scaled = used & (scales[n] > 0) & (scales[n] <= FLOAT32_MAX), tiny = scales[n] < 0x1p-126f;
             const int32_t exponent = (to_bits(tiny ? scales[n] * 0x1p24f : scales[n]) >> 23) - 127 - (tiny ? 24 : 0);
@@ -682,9 +682,9 @@ struct Histograms {
         for (int which = 0; which < 3; which++) {
             const float low = bins->low[which], last = bins->high[which] - 1, width = bins->width[which];
             int32_t bin[STRIP];
-            for (int64_t n = 0; n < count; n++)
+            for (int64_t n = 0; n < runs; n++)
                 bin[n] = static_cast<int32_t>(std::min(last, std::max(low, std::floor(values[which][n] / width))) - low);
-            for (int64_t n = 0; n < count; n++) into[bin[n]] += values[which][n] == values[which][n];
+            for (int64_t n = 0; n < runs; n++) into[bin[n]] += values[which][n] == values[which][n];
             into += bins->high[which] - bins->low[which];
         }
     }
