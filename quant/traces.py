@@ -50,7 +50,6 @@ def hot_channels_later(x: Tensor) -> Callable[[], tuple[np.ndarray, float]]:
     return fetch
 
 
-@lru_cache(maxsize=64)
 def positions(numel: int, count: int) -> np.ndarray:
     """At most `count` places in a flattened tensor of `numel` values, ascending, the same whenever it is asked for: all
     of them, or those of a Weyl sequence (multiples of the golden ratio), which spreads over rows and columns alike."""
@@ -58,6 +57,12 @@ def positions(numel: int, count: int) -> np.ndarray:
         return np.arange(numel)
     turns = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B9) % np.uint64(1 << 32)
     return np.unique(turns * np.uint64(numel) >> np.uint64(32)).astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _places(numel: int, count: int, device: torch.device) -> Tensor:
+    """`positions` on a device: copied once, as a copy may wait for a GPU."""
+    return torch.from_numpy(positions(numel, count)).to(device)
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def sample_later(
     None for a rotation by signs that differ with each call, as the values then do, too."""
     if spec.signs == "random" or not x.numel():
         return None
-    few, many = (torch.from_numpy(positions(x.numel(), n)).to(x.device) for n in (SAMPLE, EDGE_SAMPLE))
+    few, many = (_places(x.numel(), count, x.device) for count in (SAMPLE, EDGE_SAMPLE))
     kept = [t.detach().take(few).float() for t in (x, q)]
     scale = None if spec.random else _scale(many, x.detach(), unrotated(spec), scales, dim, absmax)
     edge = None if scale is None else _at_edge(x.detach().take(many), q.detach().take(many), scale, spec.format.element)

@@ -27,7 +27,7 @@ def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
         .mark_rect(stroke="#8884", strokeWidth=0.5)
         .encode(
             x=alt.X("iteration:O", title="iteration", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-            y=alt.Y("channel:O", title="channel", sort=order, axis=alt.Axis(labelOverlap=True)),
+            y=alt.Y("channel:O", title="channel", sort=order, axis=alt.Axis(labelOverlap=False)),
             color=ramp if several else alt.value(style.FINE),
             tooltip=[
                 alt.Tooltip("channel:O", title="channel"),

@@ -87,7 +87,7 @@ def _places(weights: pd.DataFrame) -> pd.DataFrame:
 def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
     found: list[Item] = []
     formats = ", ".join(sorted(set(weights["format"])))
-    what = f"{len(weights):,} samples of weights rounded to {formats}, {int(weights['sampled'].max()):,} values each"
+    what = f"{len(weights):,} samples of weights rounded to {formats}"
     for name, subtitle in (
         ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all until then"),
         ("at_bin_edge", "all weights of a layer together"),
