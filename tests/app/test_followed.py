@@ -179,7 +179,10 @@ def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):
 def test_measured_only_if_asked_for(tmp_path: Path):
     with Recorder(tmp_path, measures=("blocks",)) as recorder:
         for _ in range(2):
-            recorder.record("input", torch.randn(4, 64), layer=1, module="x", operation="forward", phase="pre")
+            recorder.record(
+                "input", torch.randn(4, 64), layer=1, module="x", operation="forward", phase="pre", scores=()
+            )
             recorder.step()
     with Catalog.open(tmp_path) as catalog:
         assert catalog.hot_channels().empty
+        assert len(drawn(catalog, "noise").problems) == 2 and not drawn(catalog, "noise").items

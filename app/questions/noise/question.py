@@ -1,4 +1,4 @@
-"""Do weights oscillate? Is the gradient below the noise? What rounding does to the steps of training."""
+"""Are steps more than noise? Weights that flip between rounded values, and gradients against their rounding noise."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def _of_gradients_verdict(gradients: pd.DataFrame) -> str:
 
 
 NOISE = Question(
-    text="Do weights oscillate, and is the gradient below the noise?",
+    text="Are steps more than noise?",
     title="Noise",
     icon=":material/ssid_chart:",
     help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",
