@@ -65,7 +65,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         problems.append(NO_GRADIENTS)
     else:
         items += _of_gradients(board, gradients)
-        verdicts.append(_of_gradients_verdict(gradients))
+        verdicts.append(_of_gradients_verdict(gradients, board.format))
     return Drawn(tuple(items), " ".join(verdicts), tuple(problems))
 
 
@@ -146,11 +146,12 @@ def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     return text
 
 
-def _of_gradients_verdict(gradients: pd.DataFrame) -> str:
+def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
     last = gradients[gradients["iteration"] == gradients["iteration"].max()]
     when = f"in iteration {int(last['iteration'].iloc[0])}"
     lowest = last.loc[last["value"].idxmin()]
-    worst = f"{lowest['place']} with {lowest['value']:.2g} times"
+    rounded = f" in {fmt}" if lowest["tensor_name"] == "grad_output" else ""
+    worst = f"{lowest['place']}{rounded} with {lowest['value']:.2g} times"
     below = int((last["value"] < compute.NOISE_LINE).sum())
     if not below:
         return f"Each of {len(last)} gradients is above √3 times its rounding noise {when}; the lowest is {worst}."
