@@ -103,12 +103,33 @@ OWN_METRICS = {
     ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "of the population"),
+    "outlier_persistence": Metric(
+        "Persistence",
+        "Jaccard index (channels in both sets, of those in either) of the hot channels in two successive recorded "
+        "iterations: those with the largest absmax, one in 100, at least 8, at most 64 and a quarter of all",
+    ),
+    "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
+    "oscillating": Metric(
+        "Oscillating weights",
+        "sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations, of all",
+        "%",
+        percent=True,
+    ),
+    "at_bin_edge": Metric(
+        "Weights at a bin’s edge",
+        "sampled weights with |w − q| > 0.495 times the width of the bin of q, of all",
+        "%",
+        percent=True,
+    ),
+    "gradient_to_noise": Metric(
+        "Gradient to noise",
+        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
+    ),
     "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),
 }
+LOG = ("absmax", "std", "gradient_to_noise")
 MEASURES = {
-    key: Measure(
-        key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in ("absmax", "std")
-    )
+    key: Measure(key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in LOG)
     for key, m in (METRICS | OWN_METRICS).items()
 }
 

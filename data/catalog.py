@@ -64,9 +64,11 @@ _JOIN_TOKENS = "LEFT JOIN batch ON " + " AND ".join(
 PART = """CASE WHEN tensor.layer_type = 'attention'
                THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
                WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
+# What makes a tensor of one iteration the same tensor as one of another; its weights are those of all micro-batches.
+SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # What makes a tensor of one run the same tensor as one of another.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
-PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block")
+PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
 class CatalogError(ValueError):
@@ -532,6 +534,41 @@ class Catalog:
             f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (tensor_id)"
             f" WHERE {condition} AND block.format = ? AND measure = ? GROUP BY ALL ORDER BY ALL",
             [*parameters, str(Spec.of(fmt)), measure],
+        )
+
+    def hot_channels(self, where: Filter | None = None) -> pd.DataFrame:
+        """The selection's tensors with hot channels, one row each: those of SAME_IN_ITERATIONS, iteration, tensor_id,
+        channels (how many), hot_channels (lists) and hot_ratio; those of one tensor together, by iteration. Tensors
+        that belong to no iteration, or of which no channel is hot, are left out."""
+        condition, parameters = self._selection(where)
+        columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
+        return self._frame(
+            f"SELECT {columns}, iteration, tensor_id, shape[-1] AS channels, hot_channels, hot_ratio"
+            f" FROM trace JOIN tensor USING (tensor_id) WHERE {condition} AND iteration IS NOT NULL"
+            f" AND len(hot_channels) > 0 ORDER BY {columns}, iteration, tensor_id",
+            parameters,
+        )
+
+    def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
+        """The selection's samples of rounded weights, one row a weight and iteration: the columns of
+        SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
+        weight together, by iteration. Of several micro-batches the first is taken: they have the same weights. Of many
+        rows the lists are thinned, evenly, to about `most` values in all."""
+        condition, parameters = self._selection(where)
+        columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
+        weight = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS if name != "micro_batch")
+        return self._frame(
+            f"""
+            WITH chosen AS (
+                SELECT {columns}, iteration, tensor_id, tensor.format, sampled, sampled_rounded, at_bin_edge
+                FROM trace JOIN tensor USING (tensor_id)
+                WHERE {condition} AND iteration IS NOT NULL AND len(sampled) > 0
+                QUALIFY row_number() OVER (PARTITION BY {weight}, iteration ORDER BY micro_batch, tensor_id) = 1
+            ), thinned AS (SELECT greatest(ceil(sum(2 * len(sampled)) / ?), 1)::BIGINT AS step FROM chosen)
+            SELECT chosen.* REPLACE (sampled[:-:step] AS sampled, sampled_rounded[:-:step] AS sampled_rounded)
+            FROM chosen, thinned ORDER BY {weight.replace("tensor.", "")}, iteration
+            """,
+            [*parameters, most],
         )
 
     def extremes(self, metric: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:

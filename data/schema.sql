@@ -125,6 +125,16 @@ CREATE TABLE block (
     count         BIGINT                -- how many blocks
 );
 
+-- What a tensor is followed by over iterations: see quant.traces.
+CREATE TABLE trace (
+    tensor_id     VARCHAR,
+    hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first
+    hot_ratio     DOUBLE,               -- the largest absmax of a channel over the median channel's
+    sampled       FLOAT[],              -- of a rounded weight: values in fixed places
+    sampled_rounded FLOAT[],            -- the same places after rounding
+    at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
+);
+
 -- Segments taken in. mtime_ns tells a replaced segment from a known one.
 CREATE TABLE segment (
     run_id        VARCHAR,

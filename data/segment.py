@@ -1,6 +1,6 @@
-"""Segments: the rows of some captured tensors as four Parquet files in a directory that appears all at once.
+"""Segments: the rows of some captured tensors as five Parquet files in a directory that appears all at once.
 
-segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet
+segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet  trace.parquet
                          files.jsonl     of an import: the files that the rows come from
 """
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
     from binade.quant.metrics import Errors
     from binade.quant.summary import Summary
+    from binade.quant.traces import Sample
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,15 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What a tensor is followed by over iterations: see quant.traces. sample: of a rounded weight, else None."""
+
+    hot_channels: np.ndarray
+    hot_ratio: float
+    sample: Sample | None = None
+
+
+@dataclass(frozen=True)
 class TensorRow:
     """All that the index keeps of one tensor.
 
@@ -138,6 +148,7 @@ class TensorRow:
     shard: Shard | None = Shard()
     recomputed: bool | None = None
     origin: Origin | None = None
+    trace: Trace | None = None
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
@@ -201,15 +212,28 @@ SCORE_SCHEMA = pa.schema([("tensor_id", _TEXT), ("format", _TEXT), *_SCORE, *((n
 BLOCK_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("format", _TEXT), ("measure", _TEXT), ("bin", pa.int16()), ("count", _LONG)]
 )
-# The files of a segment, and the tables of the index. Segments of an earlier version have no blocks.
+SAMPLE_COLUMNS = {"sampled": "values", "sampled_rounded": "rounded", "at_bin_edge": "at_bin_edge"}  # of a Sample
+TRACE_SCHEMA = pa.schema(
+    [
+        ("tensor_id", _TEXT),
+        ("hot_channels", pa.list_(_INT)),
+        ("hot_ratio", _REAL),
+        ("sampled", pa.list_(pa.float32())),
+        ("sampled_rounded", pa.list_(pa.float32())),
+        ("at_bin_edge", _REAL),
+    ]
+)
+# The files of a segment, and the tables of the index. Segments of an earlier version lack the last ones.
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA, "block": BLOCK_SCHEMA}
+TABLES |= {"trace": TRACE_SCHEMA}
+OPTIONAL = ("block", "trace")
 
 
 def table_files(directory: Path) -> dict[str, Path]:
-    """The files of a segment by table; a segment of an earlier version lacks `block`. Whether they are there otherwise
-    is not checked."""
+    """The files of a segment by table; one of an earlier version lacks those of OPTIONAL. Whether they are there
+    otherwise is not checked."""
     files = {name: directory / f"{name}.parquet" for name in TABLES}
-    return {name: file for name, file in files.items() if name != "block" or file.exists()}
+    return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
 
 def tensor_record(row: TensorRow) -> dict[str, Any]:
@@ -264,11 +288,18 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         columns = [np.repeat(each, [len(one) for one in bins]) for each in words]
         columns += [np.concatenate(each) for each in (bins, counts)]
         block = pa.table(dict(zip(BLOCK_SCHEMA.names, columns, strict=True)), schema=BLOCK_SCHEMA)
+    traces = [
+        {"tensor_id": row.tensor_id, "hot_channels": row.trace.hot_channels, "hot_ratio": row.trace.hot_ratio}
+        | {column: getattr(row.trace.sample, name, None) for column, name in SAMPLE_COLUMNS.items()}
+        for row in rows
+        if row.trace
+    ]
     tables = {
         "tensor": pa.Table.from_pylist([tensor_record(row) for row in rows], schema=TENSOR_SCHEMA),
         "sketch": sketch,
         "score": pa.Table.from_pylist(scores, schema=SCORE_SCHEMA),
         "block": block,
+        "trace": pa.Table.from_pylist(traces, schema=TRACE_SCHEMA),
     }
     with staged_directory(directory / name) as part:
         _fill(part, tables, files)

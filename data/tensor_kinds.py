@@ -34,6 +34,7 @@ class Measure(StrEnum):
     RESULT = "result"  # the error of its result, for which it runs a second time on operands that are not rounded
     LOSS = "loss"  # what the error of each forward operand does to the loss, by its gradient
     BLOCKS = "blocks"  # scales, errors and crest factors by block
+    TRACE = "trace"  # hot channels, and a few weights before and after rounding, to follow them over iterations
 
 
 class Operation(StrEnum):
@@ -122,6 +123,10 @@ TENSOR_KINDS: list[TensorKind] = [
 
 # What a product shows an operand as in a later GEMM, and what it showed it as before.
 LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
+
+
+# Attention maps: their last axis is no channel.
+MAPS = frozenset(kind.name for kind in TENSOR_KINDS if kind.size == "scores")
 
 
 def tensor_names(layer_type: str | None = None) -> tuple[str, ...]:

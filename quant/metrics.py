@@ -431,7 +431,14 @@ def channel_absmax(x: Tensor) -> Tensor:
     """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32. NaN shows."""
     if not x.dim() or not x.numel():
         raise ValueError(f"a tensor with a channel axis and at least one token is needed, not shape {tuple(x.shape)}")
-    return x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
+    rows = x.detach().reshape(-1, x.shape[-1])
+    bits = {2: torch.int16, 4: torch.int32}.get(x.element_size())
+    if bits is None:
+        return rows.abs().amax(0).float()
+    # Magnitudes have the order of their bits, which a CPU compares many times faster; NaN comes last.
+    step = max(1, (CHUNK if x.device.type == "cpu" else CUDA_CHUNK) // rows.shape[1])
+    parts = [(part.view(bits) & torch.iinfo(bits).max).amax(0) for part in torch.split(rows, step)]
+    return torch.stack(parts).amax(0).view(x.dtype).float()
 
 
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:

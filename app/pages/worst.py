@@ -32,7 +32,7 @@ def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
     """What is ranked; the answer itself where that is nothing."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
     ranked = Board(selection.opened, selection.where, format=fmt, measure=measure)
-    needs_format = boards.of_format(measure.key) and "format" not in VIEWS[values["view"]].ignores
+    needs_format = boards.of_format(measure.key) and "metric" not in VIEWS[values["view"]].ignores
     return ranked.nothing if needs_format and not fmt else ranked
 
 

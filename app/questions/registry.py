@@ -6,12 +6,14 @@ from binade.app.questions.advise.question import ADVISE
 from binade.app.questions.attention.question import ATTENTION
 from binade.app.questions.block_history.question import BLOCK_HISTORY
 from binade.app.questions.blocks.question import BLOCKS
+from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.depth.question import DEPTH
 from binade.app.questions.directions.question import DIRECTIONS
 from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
 from binade.app.questions.loss.question import LOSS
+from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.predictions.question import PREDICTIONS
 from binade.app.questions.question import Question
@@ -36,6 +38,8 @@ QUESTIONS: tuple[Question, ...] = (
     TRAINING,
     DIRECTIONS,
     BLOCK_HISTORY,
+    CHANNELS,
+    NOISE,
     RECIPES,
     ADVISE,
     DRIFT,

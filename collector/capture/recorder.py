@@ -33,9 +33,10 @@ from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.export import Sink
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
-from binade.data.segment import Identity, Shard, TensorRow
+from binade.data.segment import Identity, Shard, TensorRow, Trace
 from binade.data.tensor_kinds import (
     LATER,
+    MAPS,
     TENSOR_KINDS,
     Gemm,
     Measure,
@@ -53,6 +54,7 @@ from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 from binade.quant.summary import Summary, summarize_later
+from binade.quant.traces import hot_channels_later, sample_later
 
 WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
@@ -417,6 +419,8 @@ class Recorder:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x = seen.tensor
         shown = x.reshape(seen.shape or x.shape)
+        traced = Measure.TRACE in self.measures and identity.tensor_name not in MAPS
+        trace = _trace_later(seen, shown, identity.tensor_name) if traced else None
         codes = counted(x) if x.device.type == "cpu" else None
         summary = cache(summarize_later(x, codes=codes))  # the file has it too
         tried = try_formats(seen, scores, gemm, Measure.BLOCKS in self.measures, codes)
@@ -447,6 +451,7 @@ class Recorder:
                 result_sqnr_db=result_sqnr() if result_sqnr else None,
                 shard=replace(shard, replica=self.ranks.replica),
                 recomputed=recomputed,
+                trace=trace() if trace else None,
             )
 
         site = Site(identity.layer_index or 0, identity.module or "", identity.expert)
@@ -597,6 +602,14 @@ def _squares(x: Tensor, gradient: Tensor) -> Tensor:
     rows = (each.detach().reshape(-1, each.shape[-1]).float().square() for each in (gradient, x))
     left, right = rows
     return (left.t() @ right).sqrt()
+
+
+def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:
+    """What the tensor is followed by over iterations."""
+    hot, sample = hot_channels_later(shown), None
+    if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
+        sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
+    return lambda: Trace(*hot(), sample() if sample else None)
 
 
 def _version(x: Tensor) -> int:

@@ -35,12 +35,14 @@ from binade.data.access import check_writable
 from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
 from binade.data.json_files import parse_json
 from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
-from binade.data.segment import Identity, Origin, Score, TensorRow, drop_rows, segment_names, write_segment
+from binade.data.segment import Identity, Origin, Score, TensorRow, Trace, drop_rows, segment_names, write_segment
 from binade.data.store import TensorFileError, write_atomic
+from binade.data.tensor_kinds import MAPS
 from binade.data.text import describe
 from binade.quant.metrics import score
 from binade.quant.specs import Spec
 from binade.quant.summary import summarize
+from binade.quant.traces import hot_channels_later
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # files done, of how many
@@ -184,6 +186,7 @@ def _row(job: Job, tensor_id: str, found: ForeignTensor, x: Tensor, dtype: str, 
         scores=[Score(name, score(x, name, -1 if axis is None else axis)) for name in scores],
         shard=None,
         origin=Origin(log.version, log.original_quant_type, log.stage, tuple(notes), found.key),
+        trace=None if log.tensor_name in MAPS else Trace(*hot_channels_later(x)()),
     )
 
 

@@ -145,7 +145,8 @@ class RunConfig:
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. It takes time, hardly any space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
-        help="Also measure the error of each GEMM's result, what rounding does to the loss, and single blocks",
+        help="Also measure the error of each GEMM's result, what rounding does to the loss, single blocks, and what "
+        "follows channels and weights over iterations",
         label="Also measured", form_help="", placeholder="nothing")
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",

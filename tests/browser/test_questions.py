@@ -15,10 +15,12 @@ from playwright.sync_api import Browser, Locator, Page
 from binade import quant
 from binade.app.questions import registry
 from binade.app.questions.block_history import compute as block_history_compute
+from binade.app.questions.channels import compute as channels_compute
 from binade.app.questions.depth import compute as depth_compute
 from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.drift import compute as drift_compute
 from binade.app.questions.loss import compute as loss_compute
+from binade.app.questions.noise import compute as noise_compute
 from binade.app.questions.question import Question
 from binade.app.questions.ranking import compute as ranking_compute
 from binade.app.questions.recipes import compute as recipes_compute
@@ -343,6 +345,25 @@ def test_do_blocks_fail_over_time(visitor: Visitor, catalog: Catalog):
     assert f"{last['bad']:.2%} of the blocks" in visitor.answer or f"below {last['low']:.1f} dB" in visitor.answer
     visitor.segment("Scale exponent")
     visitor.until("Scale exponent of 98 %")
+
+
+def test_are_outliers_the_same_channels(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.CHANNELS)
+    found = channels_compute.persistence(catalog, Filter())
+    assert f"mean Jaccard index of {found.pairs['jaccard'].mean():.2f}" in visitor.answer
+    assert len([mark for mark in visitor.marks("channel_persistence") if "layer" in mark]) == len(found.places)
+    history = channels_compute.channel_history(found, found.places.iloc[0]["place"])
+    assert len([mark for mark in visitor.marks("hot_channels") if "hot in" in mark]) == len(history)
+
+
+def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.NOISE)
+    table = noise_compute.gradients(catalog, Filter(), "mxfp4")
+    last = table[table["iteration"] == table["iteration"].max()]
+    worst = last.loc[last["value"].idxmin()]
+    assert f"the lowest is {worst['place']} with {worst['value']:.2g} times" in visitor.answer
+    points = noise_compute.lowest(table[table["tensor_name"] == "grad_weight"])
+    assert len([mark for mark in visitor.marks("grad_weight_to_noise") if "layer" in mark]) >= len(points)
 
 
 def test_what_happens_inside_attention(visitor: Visitor):

@@ -25,7 +25,7 @@ def tensor_label(row: pd.Series) -> str:
 
 def layer_names(layers: pd.Series) -> pd.Series:
     """ "L1 ", to stand before a name; empty for what belongs to no layer."""
-    return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ")
+    return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ").astype(str)  # of no layers too
 
 
 def unique_labels(rows: pd.DataFrame) -> dict[str, str]:

@@ -1,0 +1,89 @@
+"""Whether the hot channels of a tensor are the same ones in each recorded iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+
+from binade.app.questions.shared.boards import PLACE, place_names, tensor_names
+from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
+from binade.data.filter import Filter
+
+OUTLIER = 3  # absmax of the hottest channel over the median channel's, from which it is called an outlier
+
+
+@dataclass(frozen=True)
+class Persistence:
+    """
+    hot     `Catalog.hot_channels`, with place
+    pairs   each tensor in two successive recorded iterations of its run: PLACE, iteration (the second), jaccard (how
+            many channels are hot in both, of those in either), kept (of those in the first) and chance, the Jaccard
+            index of two random sets of this size, k / (2n - k) of n channels
+    places  by PLACE, the hottest first: place, row (its name without the layer), value (the mean of jaccard), kept and
+            chance (means), always (of the hot channels of an iteration, the share that is hot in every one), hot_ratio
+            (the median), channels, iterations and tensors (how many), and tensor_id, of the largest hot_ratio
+    """
+
+    hot: pd.DataFrame
+    pairs: pd.DataFrame
+    places: pd.DataFrame
+
+
+def persistence(catalog: Catalog, where: Filter) -> Persistence:
+    hot = catalog.hot_channels(where)
+    hot = hot[hot["layer_index"].notna()].reset_index(drop=True)
+    hot = hot.assign(place=place_names(hot), row=tensor_names(hot))
+    sets = [frozenset(channels.tolist()) for channels in hot["hot_channels"]]
+    sequences = hot.groupby(list(SAME_IN_ITERATIONS), dropna=False, sort=False).indices.values()
+    channels = hot["channels"].to_numpy(float)
+    rows, always = [], np.full(len(hot), np.nan)
+    for at in sequences:
+        if len(at) > 1:
+            of_all = frozenset.intersection(*(sets[i] for i in at))
+            always[at[0]] = len(of_all) * len(at) / sum(len(sets[i]) for i in at)
+        for i, j in pairwise(at):
+            a, b, n = sets[i], sets[j], channels[j]
+            rows.append((j, len(a & b) / len(a | b), len(a & b) / len(a), len(b) / (2 * n - len(b))))
+    found = pd.DataFrame(rows, columns=["at", "jaccard", "kept", "chance"]).set_index("at")
+    pairs = hot[[*PLACE, "place", "row", "iteration"]].join(found, how="inner").reset_index(drop=True)
+    groups = hot.assign(always=always).groupby(list(PLACE), dropna=False)
+    places = groups.agg(
+        place=("place", "first"),
+        row=("row", "first"),
+        always=("always", "mean"),
+        hot_ratio=("hot_ratio", "median"),
+        channels=("channels", "max"),
+        iterations=("iteration", "nunique"),
+        tensors=("tensor_id", "size"),
+    )
+    means = pairs.groupby(list(PLACE), dropna=False)[["jaccard", "kept", "chance"]].mean()
+    places = places.join(means.rename(columns={"jaccard": "value"}), how="inner").reset_index()
+    hottest = hot.loc[groups["hot_ratio"].idxmax().dropna(), [*PLACE, "tensor_id"]]
+    places = places.merge(hottest, on=list(PLACE), how="inner")
+    return Persistence(hot, pairs, places.sort_values("hot_ratio", ascending=False, ignore_index=True))
+
+
+def by_iteration(found: Persistence) -> pd.DataFrame:
+    """iteration, layer_index, value (the mean Jaccard index with the iteration before), tensors, and the tensor_id of
+    the hottest tensor of the layer then."""
+    by = ["iteration", "layer_index"]
+    table = found.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
+    hottest = found.hot.loc[found.hot.groupby(by)["hot_ratio"].idxmax().dropna(), [*by, "tensor_id"]]
+    return table.merge(hottest, on=by, how="left")
+
+
+def channel_history(found: Persistence, place: str, most: int = 20) -> pd.DataFrame:
+    """Of one place, its channels that are hot most often, at most `most`: channel, iteration, share (of the runs, ranks
+    and micro-batches of that iteration, in how many it is hot) and of_all (the same over all iterations)."""
+    hot = found.hot[found.hot["place"] == place]
+    rows = hot[["iteration", "tensor_id", "hot_channels"]].explode("hot_channels").astype({"hot_channels": int})
+    rows = rows.rename(columns={"hot_channels": "channel"})
+    table = rows.groupby(["channel", "iteration"]).size().rename("count").reset_index()
+    table["share"] = table["count"] / table["iteration"].map(hot.groupby("iteration").size())
+    of_all = rows.groupby("channel").size() / len(hot)
+    kept = of_all.sort_values(ascending=False, kind="stable").head(most)
+    table = table[table["channel"].isin(kept.index)]
+    return table.assign(of_all=table["channel"].map(of_all)).drop(columns="count").reset_index(drop=True)

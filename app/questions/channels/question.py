@@ -1,0 +1,139 @@
+"""Are outliers the same channels? The hot channels of each tensor, and whether they stay hot over iterations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from binade.app import style
+from binade.app.control import Control
+from binade.app.figure import Column, Controls, Drawn, Figure, Item, Table, source
+from binade.app.params import Known
+from binade.app.questions.channels import charts, compute
+from binade.app.questions.depth import charts as depth_charts
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import Selection
+from binade.app.questions.training import charts as training_charts
+from binade.app.style import MEASURES
+from binade.data.tensor_kinds import label_of
+
+NOTHING = (
+    "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” among what is "
+    "also measured, and tensors that have channels, which attention maps do not."
+)
+ONE = "Hot channels were recorded in one iteration, {}: record at least two to see whether they stay the same."
+HOT = Control(
+    name="hot_in",
+    label="Hot channels of",
+    param=lambda opened: Known(lambda name: not opened.rows_of([name]).empty),
+    widget="list",
+    inline=True,
+)
+
+
+def _share(name: str) -> dict[str, Any]:
+    return {"text": lambda row: f"{row[name]:.0%}", "align": "right"}
+
+
+COLUMNS = {
+    "place": Column("Tensor", width=200),
+    "hot_ratio": Column(format="%.1f"),
+    "value": Column(format="%.2f", metric="outlier_persistence"),
+    "kept": Column(
+        "Kept", help="of the hot channels of an iteration, those hot in the next recorded one", **_share("kept")
+    ),
+    "always": Column(
+        "Always hot", help="of the hot channels of an iteration, those hot in every one", **_share("always")
+    ),
+    "chance": Column("By chance", "%.3f", help="the Jaccard index of two random sets: k / (2n − k) of n channels"),
+    "channels": Column("Channels", "localized", 90),
+    "iterations": Column("Iterations", "localized", 90),
+}
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    found = compute.persistence(selection.opened, selection.where)
+    if found.hot.empty:
+        return Drawn(problems=(NOTHING,))
+    if found.places.empty:
+        return Drawn(problems=(ONE.format(", ".join(str(int(i)) for i in found.hot["iteration"].unique()[:3])),))
+    measure, places = MEASURES["outlier_persistence"], found.places
+    ratio = MEASURES["hot_ratio"]
+    caption = (
+        f"{source(selection.where, f'{len(found.pairs):,} pairs of recorded iterations of {len(places):,} places')}\n"
+        f"{measure.label}: {measure.definition}.\n{ratio.label}: {ratio.definition}."
+    )
+    title = "Persistence of hot channels"
+    iterations = found.hot["iteration"].nunique()
+    heat = Figure(
+        "channel_persistence",
+        depth_charts.depth(places, measure, f"{title} by layer and tensor", f"mean over {iterations:,} iterations"),
+        places,
+        caption,
+        note=f"{measure.label}: {measure.definition}. Bright: the same channels again and again.",
+        hint="Choose a cell to look into its hottest tensor.",
+        height=depth_charts.depth_height(places),
+        choose="tensor_id",
+    )
+    table = compute.by_iteration(found)
+    lines = Figure(
+        "channel_persistence_lines",
+        training_charts.training(table, measure, f"{title} by iteration", "with the recorded iteration before it"),
+        table,
+        caption,
+        height=400,
+        choose="tensor_id",
+        group="iterations",
+    )
+    names = dict(zip(places["tensor_id"], places["place"], strict=True))
+    chosen = values.get("hot_in") if values.get("hot_in") in names else next(iter(names))
+    history = compute.channel_history(found, names[chosen])
+    k = round(found.hot.loc[found.hot["place"] == names[chosen], "hot_channels"].map(len).median())
+    shown = f"the {history['channel'].nunique()} that are hot most often; {k} are hot at a time"
+    map_ = Figure(
+        "hot_channels",
+        charts.history(history, f"Hot channels of {names[chosen]}", shown),
+        history,
+        caption,
+        height=400,
+        group="iterations",
+    )
+    control = Controls((replace(HOT, options=list(names), titles=names),))
+    items: tuple[Item, ...] = (heat, control, map_, lines)
+    return Drawn((*items, Table("channel_places", places, COLUMNS, choose="tensor_id")), _verdict(found))
+
+
+def _verdict(found: compute.Persistence) -> str:
+    by_name = found.places.groupby("tensor_name")["value"].mean().sort_values()
+    chance = found.places["chance"].mean()
+    text = (
+        f"The hot channels of two successive recorded iterations have a mean Jaccard index of "
+        f"{found.pairs['jaccard'].mean():.2f} ({chance:.2f} by chance)"
+    )
+    if len(by_name) > 1:
+        least, most = by_name.iloc[0], by_name.iloc[-1]
+        text += f": {label_of(by_name.index[-1])} {most:.2f}, {label_of(by_name.index[0])} {least:.2f}"
+    hot = found.places[found.places["hot_ratio"] >= compute.OUTLIER]
+    if hot.empty:
+        return (
+            f"{text}. No tensor has outlier channels: none reaches {compute.OUTLIER} times the median channel’s absmax."
+        )
+    worst = hot.iloc[0]
+    return (
+        f"{text}. In {len(hot)} of {len(found.places)} tensors the hottest channel reaches {compute.OUTLIER} times the "
+        f"median channel’s absmax, most in {worst['place']}: {style.short(worst['hot_ratio'])} times, with an index of "
+        f"{worst['value']:.2f}."
+    )
+
+
+CHANNELS = Question(
+    text="Are outliers the same channels?",
+    title="Channels",
+    icon=":material/view_column:",
+    help="Hot channels over iterations, and how many of them stay hot, by layer",
+    page="worst",
+    view="channels",
+    ignores=frozenset(("metric", "format")),
+    controls=(HOT,),
+    draw=draw,
+)

@@ -1,0 +1,173 @@
+"""Are steps more than noise? Weights that flip between rounded values, and gradients against their rounding noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.questions.noise import charts, compute
+from binade.app.questions.question import Question
+from binade.app.questions.shared.selection import Board
+from binade.app.questions.training import charts as training_charts
+from binade.app.style import MEASURES
+from binade.data.tensor_kinds import label_of
+
+NO_WEIGHTS = (
+    "The filter selects no weight that was sampled before and after rounding: choose a quantized run recorded with "
+    "“trace” among what is also measured."
+)
+FEW = (
+    "Whether weights oscillate takes at least {} recorded iterations of a run, and the filter selects {}: record more "
+    "with --control-iter."
+)
+NO_GRADIENTS = (
+    "The filter selects no gradient whose rounding noise is known: record a quantized run with a backward pass, with "
+    "“result” among what is also measured or with scores."
+)
+WEIGHT_COLUMNS = {
+    "place": Column("Weight", width=160),
+    "oscillating": Column(format="%.2f"),
+    "returned": Column(
+        "Returned",
+        help="weights whose rounded value left a value and came back to it",
+        text=lambda row: "" if pd.isna(row["returned"]) else f"{row['returned']:.1%}",
+        align="right",
+    ),
+    "at_bin_edge": Column(format="%.2f"),
+    "iterations": Column("Iterations", "localized", 90),
+    "sampled": Column("Sampled", "localized", 90, help="values of each tensor that were followed"),
+}
+GRADIENT_COLUMNS = {
+    "place": Column("Gradient", width=200),
+    "value": Column(format="%.2f", metric="gradient_to_noise"),
+    "sqnr_db": Column(),
+    "iteration": Column("Iteration", "%d", 90),
+    "tensors": Column("Tensors", "localized", 90),
+}
+
+
+def draw(board: Board, values: dict[str, Any]) -> Drawn:
+    weights = compute.weights(board.opened, board.where)
+    gradients = compute.gradients(board.opened, board.where, board.format)
+    items: list[Item] = []
+    verdicts, problems = [], []
+    if weights.empty:
+        problems.append(NO_WEIGHTS)
+    else:
+        iterations = int(weights["before"].max()) + 1
+        if iterations < compute.LEAST:
+            problems.append(FEW.format(compute.LEAST, iterations))
+        items += _of_weights(board, weights)
+        verdicts.append(_of_weights_verdict(weights, iterations))
+    if gradients.empty:
+        problems.append(NO_GRADIENTS)
+    else:
+        items += _of_gradients(board, gradients)
+        verdicts.append(_of_gradients_verdict(gradients, board.format))
+    return Drawn(tuple(items), " ".join(verdicts), tuple(problems))
+
+
+def _places(weights: pd.DataFrame) -> pd.DataFrame:
+    """One row a weight: its last iteration; over runs, ranks and experts the mean."""
+    last = weights[weights["iteration"] == weights.groupby("place")["iteration"].transform("max")]
+    shown = last.groupby("place", sort=False).agg(
+        oscillating=("oscillating", "mean"),
+        returned=("returned", "mean"),
+        at_bin_edge=("at_bin_edge", "mean"),
+        iterations=("before", lambda before: int(before.max()) + 1),
+        sampled=("sampled", "max"),
+        tensor_id=("tensor_id", "first"),
+    )
+    order = "oscillating" if shown["oscillating"].notna().any() else "at_bin_edge"
+    return shown.reset_index().sort_values(order, ascending=False, ignore_index=True)
+
+
+def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
+    found: list[Item] = []
+    formats = ", ".join(sorted(set(weights["format"])))
+    what = f"{len(weights):,} samples of weights rounded to {formats}"
+    for name, subtitle in (
+        ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all until then"),
+        ("at_bin_edge", "all weights of a layer together"),
+    ):
+        table, measure = compute.by_moment(weights, name), MEASURES[name]
+        if table.empty:
+            continue
+        definition = f"{measure.label}: {measure.definition}."
+        chart = training_charts.training(table, measure, f"{measure.label} by iteration", subtitle)
+        caption = f"{source(board.where, what)}\n{definition}"
+        found.append(
+            Figure(name, chart, table, caption, note=definition, height=340, choose="tensor_id", group="weights")
+        )
+    places = _places(weights)
+    height = min(38 + 35 * len(places), 420)
+    return [*found, Table("oscillating_weights", places, WEIGHT_COLUMNS, "Weights", height=height, choose="tensor_id")]
+
+
+def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
+    measure = MEASURES["gradient_to_noise"]
+    definition = f"{measure.label}: {measure.definition}."
+    caption = f"{source(board.where, f'{len(gradients):,} gradients by place and iteration')}\n{definition}"
+    found: list[Item] = []
+    for name, of in (("grad_weight", "as the run computed it"), ("grad_output", f"rounded to {board.format}")):
+        table = gradients[gradients["tensor_name"] == name]
+        if table.empty:
+            continue
+        table = compute.lowest(table)
+        title = f"{label_of(name).capitalize()} against its noise"
+        chart = charts.to_noise(table, measure, compute.NOISE_LINE, title, f"{of}; the lowest of each layer")
+        found.append(
+            Figure(f"{name}_to_noise", chart, table, caption, height=340, choose="tensor_id", group="gradients")
+        )
+    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
+    table = last.sort_values("value", ignore_index=True)
+    title = f"Gradients in iteration {int(gradients['iteration'].max())}"
+    height = min(38 + 35 * len(table), 420)
+    found.append(Text(definition))
+    return [*found, Table("gradients_to_noise", table, GRADIENT_COLUMNS, title, height=height, choose="tensor_id")]
+
+
+def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
+    places = _places(weights)
+    edge = places["at_bin_edge"].mean()
+    at_edge = f"{edge:.1%} of the sampled weights lie at the edge of their bin" if pd.notna(edge) else ""
+    if places["oscillating"].isna().all():
+        return f"{at_edge}." if at_edge else ""
+    first = places.iloc[0]
+    text = (
+        f"{places['oscillating'].mean():.1%} of the sampled weights oscillate, most in {first['place']} "
+        f"({first['oscillating']:.1%}); the rounded value of {places['returned'].mean():.1%} left a value and came back"
+    )
+    text += f"; {at_edge}." if at_edge else "."
+    if iterations <= compute.WINDOW:
+        text += f" That is over {iterations} recorded iterations; the definition’s window has {compute.WINDOW}."
+    return text
+
+
+def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
+    last = gradients[gradients["iteration"] == gradients["iteration"].max()]
+    when = f"in iteration {int(last['iteration'].iloc[0])}"
+    lowest = last.loc[last["value"].idxmin()]
+    rounded = f" in {fmt}" if lowest["tensor_name"] == "grad_output" else ""
+    worst = f"{lowest['place']}{rounded} with {lowest['value']:.2g} times"
+    below = int((last["value"] < compute.NOISE_LINE).sum())
+    if not below:
+        return f"Each of {len(last)} gradients is above √3 times its rounding noise {when}; the lowest is {worst}."
+    return (
+        f"{below} of {len(last)} gradients are below √3 times their rounding noise {when}, so that noise dominates the "
+        f"step; the lowest is {worst}."
+    )
+
+
+NOISE = Question(
+    text="Are steps more than noise?",
+    title="Noise",
+    icon=":material/ssid_chart:",
+    help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",
+    page="worst",
+    view="noise",
+    ignores=frozenset(("metric",)),
+    draw=draw,
+)

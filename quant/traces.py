@@ -1,0 +1,135 @@
+"""What is kept of a tensor to follow it over iterations: its hot channels, and a few of its values beside what they
+were rounded to. Both are small and need no other iteration, so that whoever records keeps nothing from one to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from binade.quant.elements import Element
+from binade.quant.metrics import channel_absmax
+from binade.quant.quantizer import outer_absmax, unrotated
+from binade.quant.scaling import SCALINGS
+from binade.quant.specs import Spec
+
+SAMPLE = 512  # values that are kept of a tensor
+EDGE_SAMPLE = 8192  # values that the share at the edge of a bin is counted of
+EDGE = 0.495  # of a bin's width, from its code
+HOT_LEAST, HOT_MOST = 8, 64  # hot channels
+
+
+def hot_count(channels: int) -> int:
+    """k: one channel in 100, but at least 8, at most 64 and never more than a quarter of them."""
+    return min(max(HOT_LEAST, channels // 100), HOT_MOST, channels // 4)
+
+
+def hot_channels_later(x: Tensor) -> Callable[[], tuple[np.ndarray, float]]:
+    """The `hot_count` channels (indices of the last axis) of x [..., channels] with the largest absmax, the hottest
+    first, of equal ones the lower index; and the largest absmax over the median channel's.
+
+    Channels that hold NaN or Inf or nothing but zeros are not among them. The ratio is NaN where the median is 0.
+    Returns a function, so that nothing waits for a GPU until it is called.
+    """
+    absmax = channel_absmax(x) if x.dim() > 1 and x.numel() else torch.zeros(0)
+    absmax = torch.where(absmax.isfinite(), absmax, 0.0)
+    values, order = absmax.sort(descending=True, stable=True)
+
+    def fetch() -> tuple[np.ndarray, float]:
+        largest = values.double().cpu().numpy()
+        channels = order[: hot_count(len(largest))].cpu().numpy()[largest[: hot_count(len(largest))] > 0]
+        median = float(np.median(largest)) if len(largest) else 0.0
+        return channels.astype(np.int32), float(largest[0]) / median if median else math.nan
+
+    return fetch
+
+
+def positions(numel: int, count: int) -> np.ndarray:
+    """At most `count` places in a flattened tensor of `numel` values, ascending, the same whenever it is asked for: all
+    of them, or those of a Weyl sequence (multiples of the golden ratio), which spreads over rows and columns alike."""
+    if numel <= count:
+        return np.arange(numel)
+    turns = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B9) % np.uint64(1 << 32)
+    return np.unique(turns * np.uint64(numel) >> np.uint64(32)).astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def _places(numel: int, count: int, device: torch.device) -> Tensor:
+    """`positions` on a device: copied once, as a copy may wait for a GPU."""
+    return torch.from_numpy(positions(numel, count)).to(device)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """
+    values, rounded   float32, at `positions(numel, SAMPLE)`: before and after rounding, of a spec with a rotation in
+                      rotated space
+    at_bin_edge       of `positions(numel, EDGE_SAMPLE)`, the share of values v·scale, rounded to c·scale, with
+                      |v - c| > 0.495 · width, where c's bin of that width reaches to halfway to either neighbour (of
+                      the outermost codes: as far out as in). TetraJet-v2, `oscillation_reset.py`. NaN where rounding is
+                      stochastic, or the values of a block have different scales
+    """
+
+    values: np.ndarray
+    rounded: np.ndarray
+    at_bin_edge: float
+
+
+def sample_later(
+    x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
+) -> Callable[[], Sample] | None:
+    """A sample of x, which was rounded to q along `dim`; of a spec with a rotation both rotated. scales, absmax: as
+    `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
+    None for a rotation by signs that differ with each call, as the values then do, too."""
+    if spec.signs == "random" or not x.numel():
+        return None
+    few, many = (_places(x.numel(), count, x.device) for count in (SAMPLE, EDGE_SAMPLE))
+    kept = [t.detach().take(few).float() for t in (x, q)]
+    scale = None if spec.random else _scale(many, x.detach(), unrotated(spec), scales, dim, absmax)
+    edge = None if scale is None else _at_edge(x.detach().take(many), q.detach().take(many), scale, spec.format.element)
+
+    def fetch() -> Sample:
+        values, rounded = (t.cpu().numpy() for t in kept)
+        return Sample(values, rounded, math.nan if edge is None else float(edge))
+
+    return fetch
+
+
+def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None) -> Tensor | None:
+    """What a code is multiplied by in these places of x, float64 [n] or [1]; None if the values of a block differ."""
+    scaling = SCALINGS[spec.scale]
+    if scaling.per_element:
+        return None
+    outer = outer_absmax(x, spec, dim) if absmax is None else absmax
+    outer = outer.take(at).reshape(-1, 1) if outer.dim() else outer
+    if scales is None:  # one for the tensor, which follows from absmax, or none
+        found = scaling.block_scale(x.new_ones(1, 1).float(), spec, outer)
+    else:
+        size, inner = x.shape[dim], x.shape[dim % x.dim() + 1 :].numel()
+        columns = spec.block.columns if spec.block and spec.block.columns else size
+        found = scales[at // (size * inner), at // inner % size // columns, at % inner].reshape(-1, 1)
+    return scaling.multiplier(found, spec, outer).reshape(-1)
+
+
+@lru_cache(maxsize=32)
+def bin_widths(element: Element) -> tuple[Tensor, Tensor]:
+    """The distinct finite values of an element, ascending, and the width of the bin of values that round to each."""
+    values = torch.tensor(element.finite_values, dtype=torch.float64)
+    steps = values.diff()
+    return values, (torch.cat((steps[:1], steps)) + torch.cat((steps, steps[-1:]))) / 2
+
+
+def _at_edge(values: Tensor, rounded: Tensor, scale: Tensor, element: Element) -> Tensor:
+    """The share of the finite values at the edge of their bin."""
+    grid, widths = (t.to(values.device) for t in bin_widths(element))
+    v, c = values.double() / scale, rounded.double() / scale
+    ok = v.isfinite() & c.isfinite() & (scale > 0)
+    index = torch.searchsorted((grid[1:] + grid[:-1]) / 2, torch.where(ok, c, 0.0).contiguous())
+    # Not c itself: a dequantized value that the tensor's dtype cannot hold was rounded once more.
+    return (ok & ((v - grid[index]).abs() > EDGE * widths[index])).sum() / ok.sum()

@@ -1,0 +1,188 @@
+"""What is followed over iterations, hot channels, oscillating weights and gradients in their noise: a real collection,
+against numpy over its tensor files."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from binade import quant
+from binade.app.pages import worst
+from binade.app.params import read
+from binade.app.questions.channels import compute as channels
+from binade.app.questions.noise import compute as noise
+from binade.app.questions.shared.selection import Selection
+from binade.collector import Recorder, instrument
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.quant.traces import positions
+from tests.app import roots
+from tests.collector.small_model import build, loss
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of STEPS iterations of two micro-batches in mxfp4, whose weights move."""
+    place = tmp_path_factory.mktemp("followed")
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    config = {"model": "m", "size": "s", "dataset": "d", "recipe": "linear_mxfp4"}
+    names = ("input", "weight", "grad_output", "grad_weight")
+    with Recorder(place, config=config, scores=("mxfp4", "nvfp4"), tensors=names) as recorder:
+        with instrument(model, "linear_mxfp4", recorder, backend="torch"):
+            for _ in range(STEPS):
+                for _ in range(2):
+                    loss(model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    return place
+
+
+@pytest.fixture(scope="module")
+def opened(root: Path):
+    with Catalog.open(root) as catalog:
+        yield catalog
+
+
+def series(catalog: Catalog, **where) -> list[torch.Tensor]:
+    """The values of a tensor of layer 1, by iteration."""
+    rows = catalog.tensors(Filter(layer_index=(1,), micro_batch=(0,), **where)).sort_values("iteration")
+    assert rows["iteration"].tolist() == list(range(STEPS))
+    return [catalog.load(tensor_id) for tensor_id in rows["tensor_id"]]
+
+
+@pytest.mark.parametrize("name", ["input", "grad_weight"])
+def test_persistence_is_numpys_over_the_files(opened: Catalog, name: str):
+    where = {"module": ("fc2",), "tensor_name": (name,)}
+    tops = []
+    for x in series(opened, **where):
+        absmax = np.abs(x.float().numpy()).reshape(-1, x.shape[-1]).max(0)
+        tops.append(set(np.argsort(-absmax, kind="stable")[:8].tolist()))
+    found = channels.persistence(opened, Filter(layer_index=(1,), micro_batch=(0,), **where))
+    index = [len(a & b) / len(a | b) for a, b in pairwise(tops)]
+    assert found.pairs.sort_values("iteration")["jaccard"].tolist() == index
+    (row,) = found.places.itertuples()
+    assert row.value == pytest.approx(np.mean(index)) and row.chance == 8 / (2 * x.shape[-1] - 8)
+    assert row.kept == pytest.approx(np.mean([len(a & b) / 8 for a, b in pairwise(tops)]))
+    assert row.always == len(set.intersection(*tops)) / 8
+    history = channels.channel_history(found, row.place, most=99)
+    assert set(zip(history["iteration"], history["channel"], strict=True)) == {
+        (i, channel) for i, top in enumerate(tops) for channel in top
+    }
+    assert (history["share"] == 1).all()
+
+
+def test_micro_batches_runs_and_ranks_are_not_mixed(opened: Catalog):
+    found = channels.persistence(opened, Filter())
+    assert len(found.pairs) == len(found.hot) * (STEPS - 1) / STEPS
+    assert set(found.pairs["iteration"]) == set(range(1, STEPS))
+    assert found.places["tensors"].eq(2 * STEPS).all()
+
+
+def test_oscillation_is_numpys_over_the_files(opened: Catalog):
+    where = {"module": ("fc1",), "tensor_name": ("weight",)}
+    weights = series(opened, **where)
+    at = positions(weights[0].numel(), 512)
+    w = np.stack([x.double().numpy().reshape(-1)[at] for x in weights])
+    q = np.stack([quant.fake_quantize(x, "mxfp4").double().numpy().reshape(-1)[at] for x in weights])
+    moved, jumped = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
+    oscillating = np.where(moved > 0, jumped >= 16 * moved, False)
+    returned = [
+        any(path[i] == path[k] != path[j] for i in range(STEPS) for j in range(i, STEPS) for k in range(j, STEPS))
+        for path in q.T.tolist()
+    ]
+    table = noise.weights(opened, Filter(layer_index=(1,), **where))
+    assert len(table) == STEPS and table["oscillating"].isna().tolist() == [True] * 2 + [False] * (STEPS - 2)
+    last = table.iloc[-1]
+    assert last["oscillating"] == pytest.approx(oscillating.mean()) and 0 < oscillating.mean() < 1
+    assert last["returned"] == pytest.approx(np.mean(returned)) and 0 < np.mean(returned) < 1
+    assert opened.sampled_weights(most=4000)["sampled"].map(len).between(16, 64).all()
+
+
+def test_the_window_moves_on():
+    generator = np.random.default_rng(0)
+    values, rounded = generator.normal(size=(2, 120, 7)).cumsum(1)
+    rounded[:, 3], values[:, 4] = 0, 1
+    found = noise.ratios(values, rounded)
+    for t in (1, 49, 50, 51, 119):
+        start = max(0, t - 50)
+        moved, jumped = (np.abs(np.diff(x[start : t + 1], axis=0)).sum(0) for x in (values, rounded))
+        wanted = np.divide(jumped, moved, out=np.zeros(7), where=moved > 0)
+        np.testing.assert_allclose(found[t], wanted, rtol=1e-9)
+    assert (found[:, 3] == 0).all() and (found[:, 4] == 0).all()
+
+
+def test_gradients_in_their_noise(opened: Catalog):
+    where = Filter(layer_index=(2,), module=("fc1",), iteration=(STEPS - 1,), micro_batch=(0,))
+    found = noise.gradients(opened, where, "nvfp4").set_index("tensor_name")["value"]
+    rows = opened.tensors(where).set_index("tensor_name")["tensor_id"]
+    g, x = (opened.load(rows[name]).flatten(0, -2) for name in ("grad_output", "input"))
+    wide = g.double().numpy()
+    error = quant.fake_quantize(g, "nvfp4").double().numpy() - wide
+    assert found["grad_output"] == pytest.approx(np.linalg.norm(wide) / np.linalg.norm(error), rel=1e-9)
+    gq, xq = (quant.fake_quantize(t, "mxfp4", dim=0) for t in (g, x))
+    exact, rounded = (a.T.double().numpy() @ b.double().numpy() for a, b in ((g, x), (gq, xq)))
+    assert found["grad_weight"] == pytest.approx(np.linalg.norm(exact) / np.linalg.norm(rounded - exact), rel=0.01)
+
+
+def test_stochastic_rounding_has_the_noise_of_the_formula():
+    """‖g‖ / √(Σ Var q) with Var q = (high - g)(g - low), low and high the neighbours of g on E2M1's grid."""
+    g = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    wide = np.abs(g.double().numpy().reshape(-1, 32))
+    scale = 2.0 ** (np.ceil(np.log2(wide.max(1, keepdims=True) / 6)))
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 8])
+    above = np.searchsorted(grid, wide / scale, side="right")
+    low, high = grid[above - 1] * scale, grid[above] * scale
+    formula = np.linalg.norm(wide) / np.sqrt(((high - wide) * (wide - low)).sum())
+    measured = 10 ** (quant.score(g, "mxfp4(scale=rceil, rounding=stochastic)").sqnr_db / 20)
+    assert measured == pytest.approx(formula, rel=0.01)
+
+
+def drawn(catalog: Catalog, view: str, **where):
+    return worst.draw(Selection(catalog, Filter(**where)), read(worst.params(catalog), {"view": [view]})[0])
+
+
+def test_the_answers(opened: Catalog):
+    found = drawn(opened, "channels")
+    assert "Jaccard index" in found.verdict and not found.problems
+    assert [figure.name for figure in found.figures] == [
+        *("channel_persistence", "hot_channels", "channel_persistence_lines")
+    ]
+    found = drawn(opened, "noise")
+    assert "oscillate" in found.verdict and f"over {STEPS} recorded iterations" in found.verdict
+    assert "√3" in found.verdict and not found.problems and len(found.figures) == 4
+
+
+def test_what_is_missing_is_said(opened: Catalog, tmp_path: Path, root: Path):
+    found = drawn(opened, "channels", iteration=(2,))
+    assert not found.items and not found.verdict and "in one iteration, 2: record at least two" in found.problems[0]
+    found = drawn(opened, "noise", iteration=(2, 3))
+    assert "oscillate" not in found.verdict and "at least 3 recorded iterations" in found.problems[0]
+    assert "oscillating" not in [figure.name for figure in found.figures]
+    found = drawn(opened, "noise", tensor_name=("input",))
+    assert not found.items and not found.verdict and len(found.problems) == 2
+    copied = roots.copy(root, tmp_path / "old")
+    for file in copied.glob("*/segments/*/trace.parquet"):  # as an earlier version wrote it
+        file.unlink()
+    with Catalog.open(copied) as old:
+        assert not old.refused and old.totals().tensors == opened.totals().tensors
+        assert not drawn(old, "channels").items and "“trace”" in drawn(old, "channels").problems[0]
+        assert "“trace”" in drawn(old, "noise").problems[0] and drawn(old, "noise").figures
+
+
+def test_measured_only_if_asked_for(tmp_path: Path):
+    with Recorder(tmp_path, measures=("blocks",)) as recorder:
+        for _ in range(2):
+            recorder.record(
+                "input", torch.randn(4, 64), layer=1, module="x", operation="forward", phase="pre", scores=()
+            )
+            recorder.step()
+    with Catalog.open(tmp_path) as catalog:
+        assert catalog.hot_channels().empty
+        assert len(drawn(catalog, "noise").problems) == 2 and not drawn(catalog, "noise").items
