@@ -139,7 +139,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
 
 
 WATCHER = """
-import json, sys
+import json, sys, time
 from binade.data.catalog import Catalog
 seen, states = [], []
 with Catalog.open(sys.argv[1]) as catalog:
@@ -155,6 +155,7 @@ with Catalog.open(sys.argv[1]) as catalog:
                 catalog.load(tensor_id).double().sum()
         assert catalog.distribution()["count"].sum() == rows["numel"].sum()
         seen.append(len(rows))
+        time.sleep(0.02)  # the collector needs the processor too
 print(json.dumps({"seen": seen, "last": states[-1], "running": ["running"] in states}))
 """
 
