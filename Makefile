@@ -6,13 +6,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 BINADE := $(VENV)/bin/binade
-# Whole files to each worker: what a file's tests share is made once.
-WORKERS ?= logical
+# Whole files to each worker: what a file's tests share is made once. One worker more than cores: some always wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1
 # On busy cores, OpenMP threads that spin at every barrier slow each other down tenfold.
 export OMP_WAIT_POLICY := passive
+# Dozens of processes import the same modules: unset, or each compiles them all again.
+export PYTHONDONTWRITEBYTECODE :=
 # What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each part alone.
 FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
 FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
@@ -26,7 +28,7 @@ DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs -
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check install install-tests lint format bench report clean
+.PHONY: help run demo test check fast install install-tests lint format bench report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,7 +47,10 @@ test: install-tests ## set up, run every test, the browser's included (WORKERS=,
 	@$(PY) -m tests.browser.chromium
 	@$(PYTEST) $(ARGS)
 
-check: lint ## lint, types and the fast tests, in two minutes
+check: install-tests ## lint, types and the fast tests at the same time, in two minutes
+	@$(MAKE) --no-print-directory --jobs=2 lint fast
+
+fast: install-tests
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade

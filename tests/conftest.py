@@ -6,6 +6,7 @@ Several workers (`pytest -n 2 --dist loadfile`, as `make test` does) each take w
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -36,6 +37,13 @@ else:
 PROJECT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
+ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where slow tests are left out, files of nothing else are not imported, which takes as long as many a test."""
+    chosen = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    return True if chosen and ALL_SLOW.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

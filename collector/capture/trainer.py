@@ -12,7 +12,7 @@ from binade.collector.capture.recorder import Recorder
 from binade.collector.recipes.recipe import Recipe
 
 
-class TrainerCallback(HuggingFaceCallback):
+class TrainerCallback(HuggingFaceCallback):  # type: ignore[misc]  # transformers' types are not read
     """Instruments the model of a transformers.Trainer while it trains.
 
         with Recorder(label="mine", iterations=2) as recorder:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from streamlit.components.v2 import manifest_scanner
 from streamlit.testing.v1 import AppTest
 
 from binade.app import state
 from tests.app import roots
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed_packages_read_once() -> Iterator[None]:
+    """Every AppTest looks for components in all installed packages, which takes longer than many a page."""
+    with pytest.MonkeyPatch.context() as patch:
+        scan = functools.cache(manifest_scanner.scan_component_manifests)
+        patch.setattr(manifest_scanner, "scan_component_manifests", scan)
+        yield
 
 
 @pytest.fixture

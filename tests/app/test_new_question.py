@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.app import roots
+from tests.app.reports import tensors
 from tests.conftest import run_python
+from tests.data.builder import make_run
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +88,7 @@ for page, view in PLACES:
 PLACES = (("toy", ""), ("worst", "toy"), ("tensor", "toy"))  # a page of its own, and a view of two kinds of page
 
 
-def test_a_new_question_is_one_folder_and_one_line(collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_new_question_is_one_folder_and_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     package = tmp_path / "binade"
     package.mkdir()
     for path in (PROJECT / "binade").glob("*.py"):
@@ -105,8 +106,7 @@ def test_a_new_question_is_one_folder_and_one_line(collected: Path, tmp_path: Pa
         toy = f"    __import__('binade.app.questions.{folder.name}.question', fromlist=['TOY']).TOY,\n"
         registry.write_text(registry.read_text().replace("    CODES,\n", "    CODES,\n" + toy))
     root = tmp_path / "runs"
-    for run in roots.runs_of(collected)[:1]:
-        roots.copy_run(run, root / run.name)
+    make_run(root, tensors(1))
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
     (tmp_path / "check.py").write_text(CHECK.replace("PLACES", repr(PLACES)))
     done = run_python("check.py", root, cwd=tmp_path)

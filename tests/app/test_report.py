@@ -13,6 +13,8 @@ import shutil
 import signal
 import xml.etree.ElementTree as ElementTree
 import zipfile
+from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 
@@ -411,9 +413,17 @@ def test_a_slip_is_one_line(command, root, tmp_path, capsys, arguments, status, 
     assert left == {"file"} and file.read_text() == "mine"
 
 
+@pytest.fixture(scope="module")
+def renderers() -> Iterator[Renderers]:
+    with Renderers(1) as opened:
+        yield opened
+
+
 @pytest.fixture
-def overview_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def overview_alone(monkeypatch: pytest.MonkeyPatch, renderers: Renderers) -> None:
+    """Nothing but the overview, by a process that has been started: to start one takes longer than to draw."""
     monkeypatch.setattr(contents, "QUESTIONS", ())
+    monkeypatch.setattr(writer, "Renderers", lambda jobs: nullcontext(renderers))
 
 
 def make(root: Path, output: Path, archive: Path | None = None, **where: list) -> int:
@@ -527,7 +537,7 @@ def test_what_is_refused_at_the_end_leaves_no_zip_and_no_folder(root, tmp_path, 
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
 def test_who_is_interrupted_leaves_nothing(collected, tmp_path, number):
     written = ("--output", tmp_path / "draw", "--zip", tmp_path / "z.zip")
     process = start_python("-m", "binade", "report", *written, "--tensor-save-dir", collected)
@@ -551,8 +561,9 @@ def test_a_bundle_is_no_folder(command, tmp_path, capsys, output):
     assert "is a folder: give --output a file's name" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
-@pytest.mark.parametrize("verb", ["import", "export"])
+@pytest.mark.parametrize(
+    ("verb", "number"), [("import", signal.SIGINT), ("export", signal.SIGTERM)], ids=["import", "export"]
+)
 def test_a_bundle_that_is_interrupted_leaves_nothing(tmp_path, verb, number):
     root, out = tmp_path / "root", tmp_path / "out"
     out.mkdir()

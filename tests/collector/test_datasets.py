@@ -20,7 +20,6 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import list_runs, read_losses
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
-from tests.conftest import run_collector
 
 pytestmark = pytest.mark.slow
 
@@ -226,22 +225,21 @@ def test_refused_in_one_line_with_nothing_written(command, capsys, tmp_path, nam
     assert out in ("", "bf16\n") and not (tmp_path / "runs").exists()
 
 
-def test_ranks_refuse_as_one(tmp_path):
+def test_ranks_refuse_as_one(command, capsys, tmp_path):
     arguments = ("run", "--dp", "2", "--backend", "torch", "--dataset", str(pair(tmp_path)), "--vocab-size", "300")
-    done = run_collector(*arguments, root=tmp_path / "runs")
-    assert done.returncode == 2 and not (tmp_path / "runs").exists()
-    assert done.stderr.startswith(f"binade: dataset {tmp_path / 'x'} holds the token id 300")
-    assert done.stderr.count("\n") == 1
+    assert command(*arguments) == 2 and not (tmp_path / "runs").exists()
+    error = capsys.readouterr().err
+    assert error.startswith(f"binade: dataset {tmp_path / 'x'} holds the token id 300")
+    assert error.count("\n") == 1
 
 
-def test_ranks_read_what_one_rank_reads(tmp_path):
+def test_ranks_read_what_one_rank_reads(command, tmp_path):
     """One document: each of two ranks takes every other batch of the row."""
     document = list(range(77))
     prefix = write_pair(tmp_path / "x", [[document]])
     small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
     arguments = ("run", *small, *FAST, "--dp", "2", "--micro-batches", "2", "--dataset", str(prefix))
-    done = run_collector(*arguments, root=tmp_path / "runs")
-    assert done.returncode == 0, done.stderr
+    assert command(*arguments) == 0
     ((run,), _) = list_runs(tmp_path / "runs")
     row, sha = document * 3, hashlib.sha256()
     for batch in (0, 2):  # those of rank 0

@@ -171,28 +171,14 @@ class TestEstimate:
         "line",
         [
             ["--model", "deepseek2_lite"],
-            [
-                *[
-                    "--tp",
-                    "2",
-                    "--dp",
-                    "2",
-                    "--ranks",
-                    "1,2",
-                    "--modules",
-                    "core,proj,fc2",
-                    "--tensors",
-                    "input,query,grad_value",
-                ]
-            ],
+            ["--tp", "2", "--ranks", "1", "--modules", "core,proj,fc2", "--tensors", "input,query,grad_value"],
         ],
         ids=lambda line: " ".join(line),
     )
-    def test_disk_of_other_shapes(self, tmp_path, line):
+    def test_disk_of_other_shapes(self, command, tmp_path, line):
         size = ("--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
-        done = run_collector("run", *size, *line, root=tmp_path)
-        assert done.returncode == 0, done.stderr
-        (run,), _ = list_runs(tmp_path)
+        assert command("run", *size, *line) == 0
+        (run,), _ = list_runs(tmp_path / "runs")
         plan = planned(jobs.parse_runs(["run", *size, *line])[0])
         assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
         assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
@@ -545,10 +531,11 @@ class TestReadOnly:
         monkeypatch.delenv("BINADE_READ_ONLY")
 
     @pytest.mark.parametrize("line", [("jobs", "add", *SHORT), ("jobs", "serve"), SHORT, ("import", str(PROJECT))])
-    def test_the_command_line_refuses_in_one_line(self, root, line):
-        done = run_collector(*line, root=root, env={"BINADE_READ_ONLY": "1"})
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "BINADE_READ_ONLY" in done.stderr
-        assert not root.exists()
+    def test_the_command_line_refuses_in_one_line(self, command, capsys, monkeypatch, tmp_path, line):
+        monkeypatch.setenv("BINADE_READ_ONLY", "1")
+        assert command(*line) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "BINADE_READ_ONLY" in error and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -562,9 +549,10 @@ class TestReadOnly:
     ],
     ids=" ".join,
 )
-def test_bad_usage_is_one_line(root, arguments, expected):
-    done = run_collector("jobs", *arguments, root=root)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and expected in done.stderr
+def test_bad_usage_is_one_line(command, capsys, arguments, expected):
+    assert command("jobs", *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and expected in error
 
 
 def test_every_field_of_a_run_can_be_asked_for():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.runs import RankStatus, list_runs, process_start, rank_statuses, read_losses
 from tests.collector.ranks_worker import CASES, Case
-from tests.conftest import run_collector, run_python, start_python, until
+from tests.conftest import run_python, start_python, until
 
 pytestmark = pytest.mark.slow
 
@@ -142,24 +141,22 @@ def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
             assert (got.float() - expected.float()).norm() <= 2**-7 * expected.float().norm(), key
 
 
-def test_a_rank_that_does_not_record(tmp_path: Path):
-    done = run_collector("run", *OPTIONS, "--tp", "2", "--ranks", "1", "--max-bytes", "3M", root=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (run,) = list_runs(tmp_path)[0]
+def test_a_rank_that_does_not_record(command, tmp_path: Path):
+    assert command("run", *OPTIONS, "--tp", "2", "--ranks", "1", "--max-bytes", "3M") == 0
+    (run,) = list_runs(tmp_path / "runs")[0]
     assert {name[:6] for name in run.segments} == {"rank01"}
     assert 2e6 < run.status.bytes < 3 << 20 and run.status.tensors_without_raw  # the budget is all its own
-    with Catalog.open(tmp_path) as catalog:
+    with Catalog.open(tmp_path / "runs") as catalog:
         assert set(catalog.tensors()["rank"]) == {1}
         row = catalog.tensors(Filter(module=["fc1"], tensor_name=["weight"])).iloc[0]
         with pytest.raises(CatalogError, match="tensor-parallel rank 0 was not recorded"):
             catalog.unsharded(row["tensor_id"])
 
 
-def test_a_batch_on_two_ranks(tmp_path: Path):
+def test_a_batch_on_two_ranks(command, tmp_path: Path):
     """Ranks leave one run for the next at different times."""
-    done = run_collector("batch", *OPTIONS, "--quantization", "bf16,mxfp8", "--no-raw", "--tp", "2", root=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done", "done"]
+    assert command("batch", *OPTIONS, "--quantization", "bf16,mxfp8", "--no-raw", "--tp", "2") == 0
+    assert [run.status.state for run in list_runs(tmp_path / "runs")[0]] == ["done", "done"]
 
 
 # Ends of a run on two ranks
@@ -206,26 +203,14 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path):
     assert not list(directory.glob("*/.*.part"))
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_cancelling_ends_every_rank(tmp_path: Path, signum: signal.Signals):
+def test_cancelling_ends_every_rank(tmp_path: Path):
+    """By Ctrl-C; jobs are cancelled by SIGTERM (test_jobs)."""
     launcher, directory = start(tmp_path)
-    launcher.send_signal(signum)
+    launcher.send_signal(signal.SIGINT)
     assert launcher.wait(60) == 130
     assert launcher.stderr.read() == "binade: cancelled; what was recorded is kept\n"
     end_of_ranks(directory)
     assert list_runs(tmp_path)[0][0].status.state == "cancelled"
-
-
-def test_ranks_listen_on_loopback_alone_and_do_not_outlive_their_launcher(tmp_path: Path):
-    launcher, directory = start(tmp_path)
-    pids = [launcher.pid, *(rank.pid for rank in rank_statuses(directory))]
-    addresses = [address for pid in pids for address in listening(pid)]
-    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
-    launcher.kill()
-    launcher.wait()
-    end_of_ranks(directory)
-    status = list_runs(tmp_path)[0][0].status
-    assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
 
 def test_a_rank_that_left_because_the_launcher_is_gone_is_not_blamed(tmp_path: Path):
@@ -258,9 +243,12 @@ def test_no_state_is_shown_before_the_launcher_has_decided(tmp_path: Path):
     assert list_runs(tmp_path)[0][0].status.state == "failed"
 
 
-def test_a_run_has_not_crashed_while_a_rank_lives(tmp_path: Path):
+def test_ranks_listen_on_loopback_alone_and_do_not_outlive_their_launcher(tmp_path: Path):
+    """Nor has the run ended while one of them lives."""
     launcher, directory = start(tmp_path)
     pids = [rank.pid for rank in rank_statuses(directory)]
+    addresses = [address for pid in (launcher.pid, *pids) for address in listening(pid)]
+    assert addresses and set(addresses) == {socket.inet_aton("127.0.0.1")[::-1].hex().upper()}
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     launcher.kill()
@@ -269,7 +257,8 @@ def test_a_run_has_not_crashed_while_a_rank_lives(tmp_path: Path):
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     end_of_ranks(directory)
-    assert list_runs(tmp_path)[0][0].status.state == "failed"
+    status = list_runs(tmp_path)[0][0].status
+    assert (status.state, status.reason) == ("failed", "the process that started the ranks is gone")
 
 
 def test_a_rank_that_cannot_write_is_named(tmp_path: Path):
@@ -324,19 +313,23 @@ def test_impossible_ranks(command, capsys, tmp_path: Path, options: tuple[str, .
     assert not (tmp_path / "runs").exists()
 
 
-def test_torchrun_with_another_number_of_ranks(tmp_path: Path):
-    done = run_collector("run", "--tp", "2", root=tmp_path, env={"RANK": "0", "WORLD_SIZE": "3"})
-    assert done.returncode == 2 and "is 2 ranks, torchrun started 3" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("rank", "size"), [("0", "x"), ("", "1"), ("1", "1")])
-def test_an_environment_that_torchrun_does_not_make(command, capsys, monkeypatch, tmp_path: Path, rank: str, size: str):
+@pytest.mark.parametrize(
+    ("tp", "rank", "size", "message"),
+    [
+        ("2", "0", "3", "--tp 2 times --dp 1 is 2 ranks, torchrun started 3"),
+        ("1", "0", "x", "the environment's WORLD_SIZE is 'x'"),
+        ("1", "", "1", "the environment's RANK is ''"),
+        ("1", "1", "1", "RANK is 1"),
+    ],
+)
+def test_torchrun_with_another_number_of_ranks(
+    command, capsys, monkeypatch, tmp_path: Path, tp: str, rank: str, size: str, message: str
+):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
-    assert command("run", "--backend", "torch") == 2
+    assert command("run", "--backend", "torch", "--tp", tp) == 2
     said = capsys.readouterr().err
-    assert re.match("binade: (the environment's WORLD_SIZE is 'x'|the environment's RANK is ''|RANK is 1)", said)
+    assert said.startswith(f"binade: {message}")
     assert said.count("\n") == 1 and not (tmp_path / "runs").exists()
 
 

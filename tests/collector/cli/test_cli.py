@@ -400,6 +400,7 @@ def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
         assert all(line[9:] in lines for line in log) and len(log) >= 5
 
 
+@pytest.mark.slow
 def test_a_terminal_without_a_character_is_shown_its_code(tmp_path):
     (tmp_path / "lög.jsonl").write_text('{"text": "' + "word " * 100 + '"}')
     small = ("--layers", "1", "--sequence-length", "32", "--no-raw", "--scores", "", "--dataset")
@@ -417,6 +418,7 @@ SMALL_RUN = (*RUN, "--layers", "1", "--sequence-length", "32", "--no-raw", "--sc
 
 
 @pytest.mark.parametrize("arguments", [("list",), (*RUN, "--dry-run"), ("jobs",), SMALL_RUN], ids=" ".join)
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
     read, write = os.pipe()
     os.close(read)
@@ -426,6 +428,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path, arguments):
     assert [run.status.state for run in list_runs(tmp_path)[0]] == ["done"] * (arguments is SMALL_RUN)
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     ours, theirs = os.openpty()
     termios.tcsetwinsize(ours, (24, 100))
