@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, whole
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
 from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
@@ -122,10 +122,10 @@ def instrument(
         Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
         for each, seen in zip(models, found, strict=True)
     ]
-    # Of layers divided among ranks, all ranks run the same code, whichever of them record.
-    divided = any(layer.shard is not whole for layer in layers)
-    eager = not divided or any(is_compiled(module) for each in models for module in each.modules())
-    fixed = divided or any(part != Part() for part in recipe.every_part())
+    # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
+    exchanges = any(layer.exchanges for layer in layers)
+    eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
+    fixed = exchanges or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False
 

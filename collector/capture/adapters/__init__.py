@@ -7,6 +7,7 @@
     megatron.py       megatron.core's ColumnParallelLinear, RowParallelLinear, routers and DotProductAttention
     hugging_face.py   transformers: the attention interface, Conv1D, the LM head
     torch_modules.py  nn.Linear, and modules that call F.scaled_dot_product_attention
+    dtensor.py        linear layers and attention whose operands are DTensors
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts
 

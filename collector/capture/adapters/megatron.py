@@ -154,7 +154,7 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
         undo.callback(set_on(module, "forward", checked))
         return undo.close
 
-    return Layer(name, module, site, shard, attach, _path(name), is_head)
+    return Layer(name, module, site, shard, attach, _path(name), is_head, exchanges=True)
 
 
 def _product(
