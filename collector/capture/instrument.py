@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, refusal
 from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
@@ -94,9 +94,13 @@ def instrument(
     counter = recorder or (Recorder(enabled=False) if varies else None)
     scales = DelayedScales(scales_of, recorder.rank if recorder else 0)
 
+    watched_only: dict[str, str] = {}
+
     def quantization(layer: Layer, product: Product, part_of: Callable[[Recipe], Part]) -> Quantization:
         parts = [(start, part_of(stage)) for start, stage in stages] if layer.site not in skipped else [(0, Part())]
         observed = recorder is not None and layer.site in recorded
+        if layer.kernels and any(part != Part() for _, part in parts):
+            watched_only[layer.name] = layer.kernels
         histories = scales.of(layer.site, product, (part.formats for _, part in parts))
         made = Quantization(parts[0][1].formats, backend, histories=histories)
         if counter is not None and (observed or len(parts) > 1 or made.formats.varies):
@@ -117,6 +121,8 @@ def instrument(
         else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, module=layer.site.module))
         for layer in layers
     ]
+    if watched_only:
+        raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, watched_only))
     clocks = [Clock(counter, each, varies) if counter else None for each in models]
     watches = [
         Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None

@@ -47,6 +47,7 @@ class Layer:
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
     is_head  whether it is the LM head, which stays as it is unless it is asked for
+    kernels  why it can be watched only, if it cannot be quantized
     exchanges  whether the adapter exchanges tensors in the module's place: all ranks stay attached, whoever records
     """
 
@@ -58,6 +59,7 @@ class Layer:
     path: str = ""
     is_head: bool = False
     exchanges: bool = False
+    kernels: str = ""
 
     @property
     def is_core(self) -> bool:
