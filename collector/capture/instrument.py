@@ -214,6 +214,8 @@ def coverage(
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
             used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.module),)
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
+            if layer.kernels and fmt != BF16:
+                recorded, fmt, reason = "", "", layer.kernels
         elif not reason:
             weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
             if not weights:

@@ -97,7 +97,7 @@ def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: An
     inner = query.dim() - 2
     if places.count(places[0]) < 3 or any(p.is_partial() or (p.is_shard() and p.dim >= inner) for p in places[0]):
         raise InstrumentError(
-            f"{name} attends to DTensors placed as {places}: all divided alike, by batch or heads, was expected"
+            f"{name or 'the model'} attends to DTensors placed as {places}: alike, by batch or heads, was expected"
         )
     attended: Tensor = local_map(product, out_placements=list(places[0]))(query, key, value)
     return attended

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -199,6 +200,25 @@ class Hidden(nn.Module):
         return F.linear(self.known(x), self.weight)
 
 
+def placed(model: nn.Module) -> nn.Module:
+    """Its linear layer's weight is a DTensor, and what comes in is not."""
+    weight = distribute_tensor(model.known.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    model.known.weight = nn.Parameter(weight)
+    return model
+
+
+class SplitSequence(nn.Module):
+    """Attends to tensors that are divided along the sequence."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = distribute_tensor(x.expand(1, 2, 4, 8), self.mesh, [Shard(2)])
+        return F.scaled_dot_product_attention(q, q, q)
+
+
 def refused(wrap: Callable[[nn.Module], nn.Module]) -> str:
     model = wrap(Hidden())
     with pytest.raises(InstrumentError) as caught, instrument(model, "mxfp8", backend="torch"):
@@ -219,7 +239,7 @@ def _rank(rank: int, directory: Path) -> None:
             "losses": quantized[: 2 * MICRO_BATCHES],
         }
     flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-    said["refused"] = [refused(wrap) for wrap in (flat, fully_shard)]
+    said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence)]
     torch.save(said, directory / f"said{rank}.pt")
     dist.destroy_process_group()
 
@@ -254,10 +274,14 @@ def catalog(ranks) -> Iterator[Catalog]:
         yield opened
 
 
+@pytest.fixture(scope="module")
+def tensors(catalog) -> pd.DataFrame:
+    return catalog.tensors()
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_trained_recorded_and_quantized(catalog, said, single, name):
+def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
     case = CASES[name]
-    tensors = catalog.tensors()
     found = tensors[(tensors["model"] == name) & (tensors["recipe"] == "mxfp8")]
     for rank in range(2):
         seen = said[rank][name]
@@ -284,8 +308,8 @@ def test_trained_recorded_and_quantized(catalog, said, single, name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp and case.plain])
-def test_parts_make_the_whole(catalog, name):
-    found = catalog.tensors().query("model == @name and recipe == 'bf16' and rank == 0 and layer_index == 1")
+def test_parts_make_the_whole(catalog, tensors, name):
+    found = tensors.query("model == @name and recipe == 'bf16' and rank == 0 and layer_index == 1")
     chosen = found[found["module"].isin(("q", "core", "fc2"))]
     of = {(row.module, row.tensor_name): catalog.unsharded(row.tensor_id) for row in chosen.itertuples()}
     for module in ("q", "fc2"):
@@ -295,7 +319,9 @@ def test_parts_make_the_whole(catalog, name):
     assert of["core", "query"].shape == (2, HIDDEN // HEAD, LENGTH, HEAD)
 
 
-def test_hidden_products_of_sharded_weights_are_refused(said):
-    flat, sharded = said[0]["refused"]
+def test_what_cannot_be_intercepted_is_refused(said):
+    flat, sharded, placed, split = said[0]["refused"]
     assert "computes a product with a weight [8, 8] by linear" in flat
     assert "computes a product with weight by linear" in sharded
+    assert placed == "known has a DTensor as its weight, and was called with a plain tensor"
+    assert split.startswith("the model attends to DTensors placed as")
