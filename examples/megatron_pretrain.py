@@ -1,4 +1,4 @@
-"""Megatron-LM's pretrain_gpt.py, quantized and recorded: the last lines of the original with three changed.
+"""Megatron-LM's pretrain_gpt.py, quantized and recorded: the last lines of the original (core_v0.16.1), three changed.
 
 Start it where the original is started, with Megatron-LM's root and Binade's on PYTHONPATH, and the same arguments:
 
@@ -9,23 +9,28 @@ Start it where the original is started, with Megatron-LM's root and Binade's on 
 The first iteration's first micro-batch is recorded, on every rank; `iterations=` and `micro_batches=` take more.
 """
 
-from functools import partial
+import time
 
-from gpt_builders import gpt_builder
-from megatron.core.enums import ModelType
-from megatron.training import pretrain
-from model_provider import model_provider
-from pretrain_gpt import forward_step, train_valid_test_datasets_provider
+_PROGRAM_START_TIME = time.time()
 
-from binade.collector import instrument_provider  # 1
+from functools import partial  # noqa: E402
+
+import pretrain_gpt as gpt  # noqa: E402
+
+from binade import instrument_provider  # noqa: E402  # 1
 
 if __name__ == "__main__":
-    train_valid_test_datasets_provider.is_distributed = True
-    with instrument_provider(partial(model_provider, gpt_builder)) as provider:  # 2
+    gpt.set_startup_timestamps(program_start=_PROGRAM_START_TIME, main_entry=time.time())
+    gpt.train_valid_test_datasets_provider.is_distributed = True
+    pretrain, store = gpt.inprocess_restart.maybe_wrap_for_inprocess_restart(gpt.pretrain)
+    with instrument_provider(partial(gpt.model_provider, gpt.gpt_builder)) as provider:  # 2
         pretrain(
-            train_valid_test_datasets_provider,
+            gpt.train_valid_test_datasets_provider,
             provider,  # 3: was partial(model_provider, gpt_builder)
-            ModelType.encoder_or_decoder,
-            forward_step,
+            gpt.ModelType.encoder_or_decoder,
+            gpt.forward_step,
             args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+            extra_args_provider=gpt.add_modelopt_args if gpt.has_nvidia_modelopt else None,
+            store=store,
+            get_embedding_ranks=gpt.get_embedding_ranks,
         )

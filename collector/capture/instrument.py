@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from binade.collector.capture.adapters import around_forward, find, survey, without_compiling
-from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, whole
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, numbers_left_out, refusal
 from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
@@ -94,9 +94,13 @@ def instrument(
     counter = recorder or (Recorder(enabled=False) if varies else None)
     scales = DelayedScales(scales_of, recorder.rank if recorder else 0)
 
+    watched_only: dict[str, str] = {}
+
     def quantization(layer: Layer, product: Product, part_of: Callable[[Recipe], Part]) -> Quantization:
         parts = [(start, part_of(stage)) for start, stage in stages] if layer.site not in skipped else [(0, Part())]
         observed = recorder is not None and layer.site in recorded
+        if layer.kernels and any(part != Part() for _, part in parts):
+            watched_only[layer.name] = layer.kernels
         histories = scales.of(layer.site, product, (part.formats for _, part in parts))
         made = Quantization(parts[0][1].formats, backend, histories=histories)
         if counter is not None and (observed or len(parts) > 1 or made.formats.varies):
@@ -117,15 +121,17 @@ def instrument(
         else quantization(layer, Product.LINEAR, partial(Recipe.linear_of, names=layer.site.names))
         for layer in layers
     ]
+    if watched_only:
+        raise InstrumentError(refusal({name: m for each in models for name, m in each.named_modules()}, watched_only))
     clocks = [Clock(counter, each, varies) if counter else None for each in models]
     watches = [
         Watch(each, seen.layers, seen.left, attention) if watched and seen.watched else None
         for each, seen in zip(models, found, strict=True)
     ]
-    # Of layers divided among ranks, all ranks run the same code, whichever of them record.
-    divided = any(layer.shard is not whole for layer in layers)
-    eager = not divided or any(is_compiled(module) for each in models for module in each.modules())
-    fixed = divided or any(part != Part() for part in recipe.every_part())
+    # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
+    exchanges = any(layer.exchanges for layer in layers)
+    eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
+    fixed = exchanges or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False
 
@@ -208,6 +214,8 @@ def coverage(
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
             used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.names),)
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
+            if layer.kernels and fmt != BF16:
+                recorded, fmt, reason = "", "", layer.kernels
         elif not reason:
             weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
             if not weights:

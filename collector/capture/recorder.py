@@ -152,6 +152,7 @@ class Recorder:
         self.max_bytes = max_bytes
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
+        self.replica = self.ranks.replica
         self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
         self.sink = sink
         self.enabled = saving_enabled() if enabled is None else enabled
@@ -449,7 +450,7 @@ class Recorder:
                 scores=found,
                 gemm=gemm,
                 result_sqnr_db=result_sqnr() if result_sqnr else None,
-                shard=replace(shard, replica=self.ranks.replica),
+                shard=replace(shard, replica=self.replica),
                 recomputed=recomputed,
                 trace=trace() if trace else None,
             )
@@ -575,6 +576,8 @@ class _Observer:
         if not is_operand:
             sqnr, self.result_sqnr = self.result_sqnr, None
         shard = self.layer.shard(seen.name)
+        if shard.count > 1 and recorder.ranks.tensor.size == 1:  # the mesh of a DTensor shows what Ranks cannot know
+            recorder.replica = shard.replica
         return recorder._record(seen, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
 
     def _wait_for_gradient(self, seen: Observed) -> None:

@@ -12,15 +12,24 @@ Nothing here changes what it computes. Without a GPU and without transformer_eng
 * to leave out k_channels and v_channels, which latent attention gives its core and only TEDotProductAttention takes.
 
 A process has one parallel state: one `megatron_on_cpu` at a time.
+
+`python -m tests.collector.megatron_cpu SCRIPT ARGUMENTS`, with torchrun's variables and the directory of a Megatron-LM
+checkout in BINADE_MEGATRON_LM, runs one of its training scripts on the CPU: megatron.core is the installed one, whose
+C++ helpers are built, and all else the checkout's. `pretrain_on_cpu` says what the script needs besides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +47,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from binade.collector.models.deepseek import DeepseekShape
 from binade.collector.models.llama import LlamaShape
@@ -65,6 +75,47 @@ def megatron_on_cpu(store: Path, rank: int = 0, ranks: int = 1) -> Iterator[None
             initialize_rng_tracker(force_reset=True)
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU that are asked for on "cuda", and says that they lie there: Megatron checks that."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **(kwargs | {"device": "cpu"} if str(kwargs.get("device")) == "cuda" else kwargs))
+        named = func is Tensor.type and isinstance(result, str)
+        return result.replace("torch.", "torch.cuda.") if named else result
+
+
+def pretrain_on_cpu(checkout: str, script: str) -> None:
+    """Run a script of Megatron-LM with the arguments of this process. There is one device, whose streams and memory do
+    nothing and whose random state is the CPU's; the dataset's helpers are compiled, and fused kernels are none."""
+    sys.path.append(checkout)
+    from megatron.core.datasets import utils
+    from megatron.legacy import fused_kernels
+
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    device = SimpleNamespace(major=9, minor=0)
+    cuda = {
+        **dict.fromkeys(("set_device", "synchronize", "empty_cache"), None),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+        **dict.fromkeys(("Stream", "current_stream", "default_stream"), stream),
+        **{"is_available": True, "device_count": 1, "current_device": torch.device("cpu"), "stream": nullcontext()},
+        **{"get_device_capability": (9, 0), "get_device_properties": device},
+    }
+    with pytest.MonkeyPatch.context() as patch, torch.compiler.set_stance("force_eager"), OnCpu():
+        for name, value in cuda.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+        for owner, name in ((random, "_get_cuda_rng_state"), (torch.cuda, "get_rng_state")):
+            patch.setattr(owner, name, lambda *_, **__: torch.get_rng_state())
+        patch.setattr(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state))
+        patch.setattr(torch.cuda, "manual_seed", torch.manual_seed)
+        for owner in (Tensor, nn.Module):
+            patch.setattr(owner, "cuda", lambda self, *_, **__: self)
+        patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+        patch.setattr(utils, "compile_helpers", lambda: None)
+        patch.setattr(fused_kernels, "load", lambda _: None)
+        runpy.run_path(script, run_name="__main__")
 
 
 class LatentCore(DotProductAttention):
@@ -270,3 +321,10 @@ def _train_rank(rank: int, ranks: int, settings: Sequence[tuple[LlamaShape, floa
             optimizer = adamw(model, learning_rate)
             losses.append([step(model, optimizer, batches) for batches in given["steps"]])
     torch.save(losses, directory / f"losses{rank}.pt")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    sys.argv = sys.argv[1:]
+    pretrain_on_cpu(os.environ["BINADE_MEGATRON_LM"], sys.argv[0])

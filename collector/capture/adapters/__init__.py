@@ -5,8 +5,10 @@
     attention.py      functions of torch replaced while an attention core runs
     own.py            collector's ParallelLinear and CoreAttention
     megatron.py       megatron.core's ColumnParallelLinear, RowParallelLinear, routers and DotProductAttention
+    engine.py         Transformer Engine's modules, which are watched only
     hugging_face.py   transformers: the attention interface, Conv1D, the LM head
     torch_modules.py  nn.Linear, and modules that call F.scaled_dot_product_attention
+    dtensor.py        linear layers and attention whose operands are DTensors
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts
 
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from binade.collector.capture.adapters import hugging_face, megatron, own, torch_modules
+from binade.collector.capture.adapters import engine, hugging_face, megatron, own, torch_modules
 from binade.collector.capture.adapters.layer import (
     InstrumentError,
     Layer,
@@ -76,7 +78,7 @@ def survey(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) ->
             )
     layers: dict[nn.Module, Layer] = {}
     refused: dict[str, str] = {}
-    for each in chain(ours, *(adapter.find(model) for adapter in (megatron, hugging_face, torch_modules))):
+    for each in chain(ours, *(adapter.find(model) for adapter in (megatron, engine, hugging_face, torch_modules))):
         if isinstance(each, Refused):
             if modules[each.name] not in left:
                 refused[each.name] = each.reason

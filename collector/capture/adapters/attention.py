@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from binade.collector.capture.adapters.dtensor import core_on_parts
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.adapters.products import (
     UNQUANTIZED,
@@ -166,9 +167,12 @@ class SdpaMode(CoreMode):
 
     replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend(self.quantization, self.qk, self.pv, q, k, v, *args, **kwargs)
+
         with computing:
-            return attend(self.quantization, self.qk, self.pv, *args, **kwargs)
+            return core_on_parts(self.name, on_parts, query, key, value)
 
     def check(self) -> None:
         if not self.calls:

@@ -47,7 +47,8 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 
 def _heads(model: nn.Module) -> set[Any]:
     getters = (getattr(module, "get_output_embeddings", None) for module in model.modules())
-    return {getter() for getter in getters if callable(getter)}
+    found = (getter() for getter in getters if callable(getter))
+    return {getattr(head, "base_layer", head) for head in found}  # PEFT wraps it
 
 
 class InterfaceMode(SdpaMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -46,6 +47,8 @@ class Layer:
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
     is_head  whether it is the LM head, which stays as it is unless it is asked for
+    kernels  why it can be watched only, if it cannot be quantized
+    exchanges  whether the adapter exchanges tensors in the module's place: all ranks stay attached, whoever records
     """
 
     name: str
@@ -55,6 +58,8 @@ class Layer:
     attach: Attach
     path: str = ""
     is_head: bool = False
+    exchanges: bool = False
+    kernels: str = ""
 
     @property
     def is_core(self) -> bool:
@@ -97,6 +102,11 @@ def numbers_left_out(name: str) -> str:
 def is_instrumented(module: nn.Module) -> bool:
     """Whether an adapter has replaced a method of this instance already."""
     return any(isinstance(value, _Replacement) for value in vars(module).values())
+
+
+def is_a(module: str, name: str, value: object) -> bool:
+    """isinstance, for classes of modules that take a second to import. Before that, nothing is of such a class."""
+    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
 def whole(name: str) -> Shard:

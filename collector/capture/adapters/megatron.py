@@ -8,8 +8,8 @@ For that reason every rank of a tensor-parallel group instruments its model; eac
 
 DotProductAttention computes with torch.baddbmm and torch.bmm, which are replaced while its forward runs.
 
-Not intercepted, and refused: Transformer Engine's modules, grouped GEMMs of experts, and gradient accumulation fused
-into the weight's GEMM (Megatron's --no-gradient-accumulation-fusion turns it off).
+Not intercepted, and refused: grouped GEMMs of experts, and gradient accumulation fused into the weight's GEMM
+(Megatron's --no-gradient-accumulation-fusion turns it off).
 """
 
 from __future__ import annotations
@@ -76,9 +76,6 @@ def _class(module: str, name: str) -> Any:
 
 def _refusal(module: Any, is_linear: bool) -> str | None:
     kind = type(module)
-    engine = any(base.__module__.startswith(ENGINE) for base in kind.__mro__)
-    if engine and re.search("Linear|Attention|MLP|Transformer", kind.__name__):
-        return "Transformer Engine computes it out of sight: build the model with the local layer spec"
     if kind.__name__ == "GroupedMLP" and kind.__module__.startswith("megatron.core"):
         return "its grouped GEMM is out of sight: build the experts without moe_grouped_gemm"
     if is_linear and module.gradient_accumulation_fusion:
@@ -95,7 +92,7 @@ def _ancestors(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Module]:
         yield modules[name]
 
 
-def _layer_number(modules: dict[str, nn.Module], name: str) -> int | None:
+def layer_number(modules: dict[str, nn.Module], name: str) -> int | None:
     """From 1, counted over the pipeline's stages; None outside a layer."""
     for module in (modules[name], *_ancestors(modules, name)):
         number = getattr(module, "layer_number", None)
@@ -104,7 +101,7 @@ def _layer_number(modules: dict[str, nn.Module], name: str) -> int | None:
     return None
 
 
-def _site(modules: dict[str, nn.Module], name: str, module: str | None = None) -> Site:
+def site(modules: dict[str, nn.Module], name: str, module: str | None = None) -> Site:
     word = module or name.rpartition(".")[2].removeprefix("linear_").removesuffix("_proj")
     expert = None
     if "shared_experts." in name:
@@ -113,10 +110,10 @@ def _site(modules: dict[str, nn.Module], name: str, module: str | None = None) -
         expert = int(at[1])
         owners = (getattr(m, "local_expert_indices", None) for m in _ancestors(modules, name))
         expert = next((indices[expert] for indices in owners if indices), expert)
-    return Site(_layer_number(modules, name) or 0, word, expert)
+    return Site(layer_number(modules, name) or 0, word, expert)
 
 
-def _path(name: str) -> str:
+def path(name: str) -> str:
     """The name without the numbers of layers."""
     return re.sub(r"(^|\.)layers\.\d+\.", r"\1", name)
 
@@ -124,10 +121,10 @@ def _path(name: str) -> str:
 def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelLinear | RowParallelLinear]) -> Layer:
     """A parallel linear layer, divided among the ranks like one of ours. Outside of the layers it is the LM head."""
     module: Any = modules[name]
-    is_head = _layer_number(modules, name) is None
-    site = HEAD if is_head else _site(modules, name)
+    is_head = layer_number(modules, name) is None
+    where = HEAD if is_head else site(modules, name)
     # Each rank's part of a gated fc1 is its gate and its up: initialized or not, the weight need not say so.
-    gated = site.module.endswith("fc1") and module.config.gated_linear_unit
+    gated = where.module.endswith("fc1") and module.config.gated_linear_unit
     stride = 2 if gated else max(1, getattr(module.weight, "partition_stride", 1))
 
     def shard(tensor: str) -> Shard:
@@ -154,7 +151,7 @@ def _linear(modules: dict[str, nn.Module], name: str, like: type[ColumnParallelL
         undo.callback(set_on(module, "forward", checked))
         return undo.close
 
-    return Layer(name, module, site, shard, attach, _path(name), is_head)
+    return Layer(name, module, where, shard, attach, path(name), is_head, exchanges=True)
 
 
 def _product(
@@ -197,8 +194,8 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
 
         return gated
 
-    where = _site(modules, name, "router")
-    return Layer(name, module, where, whole, replaces(module, "gating", method), _path(name))
+    where = site(modules, name, "router")
+    return Layer(name, module, where, whole, replaces(module, "gating", method), path(name))
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
@@ -207,8 +204,8 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     group = getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group()  # 0.15 keeps none
 
     attach = replaces(module, "forward", core_forward(name, module, MegatronCore))
-    where = _site(modules, name, "core")
-    return Layer(name, module, where, lambda _: heads_shard(Group(group)), attach, f"{_path(name)}.core")
+    where = site(modules, name, "core")
+    return Layer(name, module, where, lambda _: heads_shard(Group(group)), attach, f"{path(name)}.core")
 
 
 class MegatronCore(CoreMode):

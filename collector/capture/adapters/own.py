@@ -29,4 +29,4 @@ def _layer(name: str, module: ParallelLinear | CoreAttention) -> Layer:
 
         return detach
 
-    return Layer(name, module, module.site, module.shard, attach)
+    return Layer(name, module, module.site, module.shard, attach, exchanges=True)

@@ -2,7 +2,7 @@
 
 A layer's number is one more than the first number in its path ("layers.3.mlp.up" is of layer 4, a module without one of
 layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. What
-DistributedDataParallel, FSDP and torch.compile put before a name is no part of it.
+DistributedDataParallel, FSDP, torch.compile and PEFT put around a name is no part of it; LoRA's parts are "q.lora_A".
 
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import CodeType
 from typing import ClassVar
 
@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, ModuleMode, SdpaMode, core_forward, run_under
-from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
+from binade.collector.capture.adapters.dtensor import core_shard_of, linear_on_parts, shard_of
+from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, is_a, replaces
 from binade.collector.capture.adapters.products import linear
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
@@ -73,7 +74,7 @@ WORDS = {
     "down_proj": "fc2",
 }
 HEADS = ("lm_head", "embed_out", "unembed", "output_head")
-WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 HIDDEN = (
     (nn.MultiheadAttention, "it computes its products itself: use F.scaled_dot_product_attention and nn.Linear"),
     (nn.RNNBase, "a recurrent network's products are out of sight"),
@@ -95,19 +96,14 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
-            is_head = module.weight in tables or name.rpartition(".")[2] in HEADS
+            is_head = module.weight in tables or _parts(name)[-1:] in [[head] for head in HEADS]
             yield replace(found, site=HEAD, is_head=True) if is_head else found
         elif calls(module, "scaled_dot_product_attention"):
             yield core_layer(name, module, SdpaMode)
 
 
-def _is_a(module: str, name: str, value: object) -> bool:
-    """isinstance, for classes of modules that take a second to import. Before that, nothing is of such a class."""
-    return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
-
-
 def is_compiled(module: nn.Module) -> bool:
-    return _is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None
+    return is_a("torch._dynamo", "OptimizedModule", module) or module._compiled_call_impl is not None
 
 
 def _refusal(module: nn.Module) -> str | None:
@@ -116,8 +112,6 @@ def _refusal(module: nn.Module) -> str | None:
             return reason
     if isinstance(module, nn.Linear):
         weight = vars(module)["_parameters"].get("weight")
-        if _is_a("torch.distributed.tensor", "DTensor", weight):
-            return "its weight is a DTensor, divided among ranks: its product is not of plain tensors"
         if weight is not None and not weight.is_floating_point():
             return f"its weight is {weight.dtype}, quantized already"
     return None
@@ -140,9 +134,13 @@ def _uses(code: CodeType, word: str) -> bool:
     return word in code.co_names or any(_uses(each, word) for each in inner)
 
 
+def _parts(name: str) -> list[str]:
+    return [part for part in name.split(".") if part and part not in WRAPPERS]
+
+
 def site(name: str, module: str | None = None) -> tuple[Site, str]:
     """The site of a module by its path, and the other word for it: the path without the layer's number."""
-    parts = [part for part in name.split(".") if part and part not in WRAPPERS]
+    parts = _parts(name)
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     number = 0 if at is None else int(parts[at]) + 1
     below = parts if at is None else parts[at + 1 :]
@@ -151,22 +149,26 @@ def site(name: str, module: str | None = None) -> tuple[Site, str]:
     path = ".".join(part for i, part in enumerate(parts) if i != at) or last
     if module == "core":
         path = f"{path}.core"
-    ends = (".".join(below[start:]) for start in range(len(below)))
-    word = next((WORDS[end] for end in ends if end in WORDS), last)
+    lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
+    ends = (".".join(below[start:lora]) for start in range(lora))
+    word = next((WORDS[end] for end in ends if end in WORDS), below[lora - 1] if lora else last)
+    word = ".".join((word, *(part for part in below[lora:] if part != "default")))
     return Site(number, module or word, int(expert[1]) if expert else None), path
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:
     def forward(quantization: Quantization) -> Callable[..., Tensor]:
-        def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        def on_parts(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(lambda a, b: F.linear(a, b, bias), input, weight, quantization, bias)
+
+        product = partial(linear_on_parts, name, on_parts)
 
         if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
             return lambda input: product(input, module.weight, module.bias)
         return run_under(module.forward, lambda: LinearMode(name, module, product))
 
     where, path = site(name)
-    return Layer(name, module, where, whole, replaces(module, "forward", forward), path)
+    return Layer(name, module, where, shard_of(module), replaces(module, "forward", forward), path)
 
 
 class LinearMode(ModuleMode):
@@ -188,4 +190,5 @@ class LinearMode(ModuleMode):
 
 def core_layer(name: str, module: nn.Module, mode: type[CoreMode]) -> Layer:
     where, path = site(name, "core")
-    return Layer(name, module, where, whole, replaces(module, "forward", core_forward(name, module, mode)), path)
+    attach = replaces(module, "forward", core_forward(name, module, mode))
+    return Layer(name, module, where, core_shard_of(module), attach, path)

@@ -67,13 +67,12 @@ class Watch(Interception):
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], excluded: Iterable[nn.Module], attention: bool
     ) -> None:
+        self.model = model
         self.names = {module: name for name, module in model.named_modules()}
         self.missed: dict[str, str] = {}
         self.done = False
         self.excluded = {inner for module in excluded for inner in module.modules()}
-        embedded = (m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded)
-        known = {id(p) for module in embedded for p in module.parameters(recurse=False)}
-        self.weights = {id(p): name for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in known}
+        self.left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.cores = {layer.module for layer in layers if layer.is_core}
         self.linears = {layer.module for layer in layers if not layer.is_core}
         self.attention = attention
@@ -97,11 +96,22 @@ class Watch(Interception):
         return result
 
     def _weight(self, x: Tensor) -> str | None:
-        """The weight that x is, or was made of."""
-        if (name := self.weights.get(id(x))) or (x._base is not None and (name := self.weights.get(id(x._base)))):
-            return name
+        """The weight that x is, or was made of. It is looked for among those of now: FSDP replaces them in a pass, by
+        parameters or by views of a flat one."""
         made = self.copies.get(id(x))
-        return made[1] if made and made[0]() is x else None
+        if made and made[0]() is x:
+            return made[1]
+        owner = x if isinstance(x, nn.Parameter) else x._base
+        is_flat = getattr(owner, "_is_flat_param", False)
+        if not isinstance(owner, nn.Parameter) or (x if is_flat else owner).dim() < 2:
+            return None
+        given = next((name for name, p in self.model.named_parameters() if p is x or p is owner), None)
+        if given is None and not is_flat:
+            return None
+        left = (each for module in self.left for each in tensors_in(vars(module)))
+        if any(each is owner or each is x or (is_flat and each.data_ptr() == x.data_ptr()) for each in left):
+            return None
+        return f"a weight {list(x.shape)}" if is_flat else given
 
     def _look(self, func: Callable[..., Any], operands: list[Tensor]) -> None:
         weight = next((name for x in operands if (name := self._weight(x))), None)

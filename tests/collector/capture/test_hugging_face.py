@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -254,6 +255,30 @@ def test_the_lm_head_is_left_unless_it_is_asked_for(tmp_path):
     found = rows(tmp_path)
     linear_products(found, 0, "head")
     assert torch.equal(value(found, 0, "head", "weight"), model.lm_head.weight)
+
+
+def test_lora_records_the_base_and_its_adapters(tmp_path):
+    def adapted() -> nn.Module:
+        model = llama("sdpa")  # which draws the same weights each time
+        return get_peft_model(model, LoraConfig(r=32, target_modules=["q_proj", "down_proj", "lm_head"]))
+
+    plain = train(adapted(), loss)
+    with Recorder(tmp_path / "bf16", raw=False) as recorder, instrument(model := adapted(), None, recorder):
+        assert same(train(model, loss), plain)
+    with Recorder(tmp_path / "mxfp8") as recorder, instrument(model := adapted(), "mxfp8", recorder, backend="torch"):
+        train(model, loss, steps=2)
+    found = rows(tmp_path / "mxfp8", iteration=1)  # in which the adapters have left 0
+    frozen = LINEAR - {"grad_weight"}
+    expected = {site: frozen if "core" not in site else CORE for site in EXPECTED}
+    expected |= {(0, f"lm_head.lora_{x}"): LINEAR for x in "AB"}
+    expected |= {(layer, f"{word}.lora_{x}"): LINEAR for layer in (1, 2) for word in ("q", "fc2") for x in "AB"}
+    # Nothing before layer 1 is trained.
+    expected |= {(1, word): {"input", "weight", "output"} for word in "qkv"}
+    expected |= {(1, "q.lora_A"): LINEAR - {"grad_input"}, (1, "core"): CORE - {"grad_key", "grad_value"}}
+    assert names(found) == {site: dict.fromkeys(of_site, 1) for site, of_site in expected.items()}
+    linear_products(found, 2, "fc2.lora_A")
+    linear_products(found, 2, "q.lora_B")
+    assert all(row.reason == "LM head, unless head=True" for row in coverage(model) if "lm_head.base" in row.paths)
 
 
 def test_the_callback_of_a_trainer(tmp_path):

@@ -23,13 +23,13 @@ import pytest
 import torch
 import torch.multiprocessing
 from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from binade.collector import instrument
 from binade.collector.capture.adapters.layer import InstrumentError
@@ -51,7 +51,7 @@ from tests.collector.instrumented import (
     train,
     value,
 )
-from tests.collector.megatron_cpu import build, inputs, load, megatron_on_cpu
+from tests.collector.megatron_cpu import OnCpu, build, inputs, load, megatron_on_cpu
 
 pytestmark = pytest.mark.slow
 LAYERS, LENGTH, VOCAB = 2, 16, 257
@@ -182,14 +182,6 @@ def test_an_exception_leaves_the_model_as_it_was():
     assert state(model) == before
 
 
-class OnCpu(TorchFunctionMode):
-    """Megatron's schedule counts tokens in a tensor on "cuda"."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **(kwargs | {"device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
-
-
 class TestRefusals:
     def refused(self, model: nn.Module, match: str, recipe: str = "mxfp8") -> None:
         before = state(model)
@@ -275,8 +267,8 @@ def micro_batches() -> Iterator[int]:
 
 @pytest.fixture
 def megatron_lm(monkeypatch, micro_batches) -> Callable[[bool], SimpleNamespace]:
-    """The modules of Megatron-LM that examples/megatron_pretrain.py imports, around megatron.core's model and schedule;
-    with arguments as its training loop keeps them, or without."""
+    """What the example needs of Megatron-LM's pretrain_gpt, around megatron.core's model and schedule; with arguments
+    as its training loop keeps them, or without."""
 
     def install(with_arguments: bool) -> SimpleNamespace:
         result = SimpleNamespace(values=None)
@@ -289,10 +281,16 @@ def megatron_lm(monkeypatch, micro_batches) -> Callable[[bool], SimpleNamespace]
             return builder()
 
         modules = {
-            "gpt_builders": {"gpt_builder": model_of},
-            "model_provider": {"model_provider": model_provider},
-            "pretrain_gpt": {"forward_step": None, "train_valid_test_datasets_provider": SimpleNamespace()},
-            "megatron.training": {"pretrain": pretrain},
+            "pretrain_gpt": {
+                **{"gpt_builder": model_of, "model_provider": model_provider, "pretrain": pretrain},
+                **{"ModelType": ModelType, "forward_step": None, "get_embedding_ranks": None},
+                **{"has_nvidia_modelopt": False, "set_startup_timestamps": lambda **_: None},
+                "train_valid_test_datasets_provider": SimpleNamespace(),
+                "inprocess_restart": SimpleNamespace(
+                    maybe_wrap_for_inprocess_restart=lambda pretrain: (pretrain, None)
+                ),
+            },
+            "megatron.training": {},
         }
         for name, words in modules.items():
             module = ModuleType(name)

@@ -620,6 +620,8 @@ def test_a_copy_made_inside_is_a_model_of_its_own():
     [
         ("module.layers.3._orig_mod.mlp.up_proj", "layer4.up"),
         ("_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.self_attn.q_proj", "layer1.q"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.base_layer", "layer1.q"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.mine", "layer1.q.lora_A.mine"),
         ("bert.encoder.layer.2.attention.self.query", "layer3.q"),
         ("bert.encoder.layer.2.attention.output.dense", "layer3.proj"),
         ("bert.encoder.layer.2.intermediate.dense", "layer3.fc1"),

@@ -1,0 +1,143 @@
+"""DTensor: weights that `parallelize_module` divides among ranks. Products run on each rank's parts of the operands.
+
+Blocks, scales and recorded tensors are therefore those of the local part. After `fully_shard` a weight is a DTensor
+between the passes only: within one it is plain, or the part of a rank where tensor parallelism divides it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from binade.collector.capture.adapters.layer import InstrumentError, is_a
+from binade.collector.models.parallel import (
+    ColumnParallelLinear,
+    Group,
+    RowParallelLinear,
+    heads_shard,
+    linear_shard,
+)
+from binade.data.segment import Shard
+
+
+def is_dtensor(x: object) -> bool:
+    return is_a("torch.distributed.tensor", "DTensor", x)
+
+
+def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: Any, bias: Any = None) -> Tensor:
+    """product(x, weight, bias), on this rank's parts if the weight is a DTensor: x [..., in], weight [out, in].
+
+    x is brought to the placement that the weight asks for, as DTensor's own product would bring it. Gradients are
+    those of the parts: the whole gradient of a weight, the summand of an input's where the weight is divided by rows.
+
+    Raises InstrumentError for an input that is not a DTensor, and for a weight that is divided otherwise.
+    """
+    if not is_dtensor(weight):
+        return product(x, weight, bias)
+    if not is_dtensor(x):
+        raise InstrumentError(f"{name} has a DTensor as its weight, and was called with a plain tensor")
+    from torch.distributed.tensor import Partial, Replicate
+    from torch.distributed.tensor import Shard as Split
+    from torch.distributed.tensor.experimental import local_map
+
+    whole, part, last = Replicate(), Partial(), Split(x.dim() - 1)
+    places: list[
+        tuple[Any, ...]
+    ] = []  # of x, weight, bias; of their gradients; of the result: for each axis of the mesh
+    for of_x, of_weight in zip(x.placements, weight.placements, strict=True):
+        if of_weight == Split(0):
+            places.append((whole, Split(0), Split(0), part, Split(0), Split(0), last))
+        elif of_weight == Split(1):
+            places.append((last, Split(1), whole, last, Split(1), whole, part))
+        elif of_weight != whole:
+            raise InstrumentError(
+                f"{name} has a weight placed as {of_weight}: whole, Shard(0) or Shard(1) was expected"
+            )
+        elif of_x.is_shard() and of_x != last:
+            places.append((of_x, whole, whole, of_x, part, part, of_x))
+        else:
+            places.append((whole,) * 7)
+    mesh = weight.device_mesh
+    summed = math.prod(mesh.size(at) for at, place in enumerate(weight.placements) if place == Split(1))
+
+    def on_part(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Of ranks whose results are summed, each adds its share of the bias, whose gradient is the same on all."""
+        if bias is not None and summed > 1:
+            bias = bias - bias.detach() + bias.detach() / summed
+        return product(x, weight, bias)
+
+    *each, result = zip(*places, strict=True)
+    operands = [x, weight] if bias is None else [x, weight, bias]
+    mapped: Tensor = local_map(
+        on_part,
+        out_placements=list(result),
+        in_placements=tuple(each[: len(operands)]),
+        in_grad_placements=tuple(each[3 : 3 + len(operands)]),
+        device_mesh=mesh,
+        redistribute_inputs=True,
+    )(*operands)
+    return mapped
+
+
+def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: Any, value: Any) -> Tensor:
+    """product(query, key, value) of an attention core, on this rank's batch and heads if they are DTensors.
+
+    Raises InstrumentError if they are divided along another axis, or not alike.
+    """
+    if not any(map(is_dtensor, (query, key, value))):
+        return product(query, key, value)
+    from torch.distributed.tensor.experimental import local_map
+
+    places: list[Any] = [getattr(x, "placements", None) for x in (query, key, value)]
+    inner = query.dim() - 2
+    if places.count(places[0]) < 3 or any(p.is_partial() or (p.is_shard() and p.dim >= inner) for p in places[0]):
+        raise InstrumentError(
+            f"{name or 'the model'} attends to DTensors placed as {places}: alike, by batch or heads, was expected"
+        )
+    attended: Tensor = local_map(product, out_placements=list(places[0]))(query, key, value)
+    return attended
+
+
+def shard_of(module: nn.Module) -> Callable[[str], Shard]:
+    """Which part of the whole this rank has of the tensors of a linear layer: asked within a pass."""
+
+    def shard(name: str) -> Shard:
+        group, axis = _division(module)
+        kinds = (ColumnParallelLinear if axis == 0 else RowParallelLinear).shards
+        return _of_replica(linear_shard(kinds, name, group, 1), group)
+
+    return shard
+
+
+def core_shard_of(module: nn.Module) -> Callable[[str], Shard]:
+    """The same for attention that is computed in the module: divided by heads, if its linear layers are by rows."""
+
+    def shard(name: str) -> Shard:
+        divisions = [_division(each) for each in module.modules() if isinstance(each, nn.Linear)]
+        group = next((group for group, axis in divisions if axis == 0), Group())
+        return _of_replica(heads_shard(group), group)
+
+    return shard
+
+
+def _division(module: Any) -> tuple[Group, int | None]:
+    """The ranks that the module's weight is divided among, and along which of its axes."""
+    if not is_dtensor(module.weight):
+        return Group(), None
+    divided = [(at, place.dim) for at, place in enumerate(module.weight.placements) if place.is_shard()]
+    if len(divided) > 1:
+        raise InstrumentError(f"a weight is divided twice, as {module.weight.placements}: once was expected")
+    return next(((Group(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (Group(), None))
+
+
+def _of_replica(shard: Shard, group: Group) -> Shard:
+    """The shard, with the number of the replica that these ranks make up: their place on a mesh's other axis."""
+    if group.handle is None:
+        return shard
+    ranks = dist.get_process_group_ranks(group.handle)
+    return replace(shard, replica=ranks[0] // (len(ranks) if ranks == [*range(ranks[0], ranks[-1] + 1)] else 1))

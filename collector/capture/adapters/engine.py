@@ -1,0 +1,216 @@
+"""Transformer Engine: Linear, LayerNormLinear, GroupedLinear, DotProductAttention, and what Megatron derives from them.
+
+They are watched: TE quantizes by its own recipe and multiplies in its own kernels. A GEMM's operands are recorded as
+before that, its result and gradients as TE computes them. A LayerNormLinear never holds its GEMM's input, which is
+normalized again here; the gradient of that input is not recorded. A GroupedLinear is one layer: its weights one after
+the other, for its tokens in the order of the experts. Scores and probabilities of attention are never held: they are
+computed again, where the mask is causal or none. Weight gradients that are fused into their accumulation are not seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from binade.collector.capture.adapters import megatron
+from binade.collector.capture.adapters.attention import _attention_backward, _probabilities
+from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
+from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
+from binade.collector.capture.adapters.torch_modules import site
+from binade.collector.models.attention import CoreQuantization
+from binade.collector.models.parallel import Group, Quantization, heads_shard, linear_shard
+from binade.collector.models.site import Site
+from binade.data.segment import Shard
+from binade.quant.gemm import Observed, Tap
+
+KERNELS = "is watched only, as Transformer Engine multiplies in its own kernels: use the recipe bf16, and TE's own"
+AXES = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of attention's layouts, as [b, h, s, d]
+# What TE exchanges lies within the module: a summed result is whole. With sequence parallelism its tokens are divided.
+SHARDS = {
+    "column": {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns"},
+    "row": {"a": "columns", "grad_a": "columns", "b": "columns", "grad_b": "columns"},
+}
+TOKENS = {"column": ("a", "grad_a"), "row": ("y", "grad")}
+
+
+def find(model: nn.Module) -> Iterator[Layer | Refused]:
+    te: Any = sys.modules.get("transformer_engine.pytorch")
+    modules = dict(model.named_modules())
+    core = None
+    for name, module in modules.items():
+        if core is not None and name.startswith(core):  # the implementations between which it chooses
+            continue
+        if te and isinstance(module, (te.Linear, te.LayerNormLinear, te.GroupedLinear)):
+            yield _linear(modules, name, isinstance(module, te.LayerNormLinear), isinstance(module, te.GroupedLinear))
+        elif te and isinstance(module, te.DotProductAttention):
+            core = f"{name}." if name else "."
+            yield _core(modules, name)
+        elif any(base.__module__.startswith(megatron.ENGINE) for base in type(module).__mro__) and _weights(module):
+            yield Refused(name, "Transformer Engine computes it out of sight: use its Linear, or the local spec")
+
+
+def _weights(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=False) if p.dim() > 1]
+
+
+def _place(modules: dict[str, nn.Module], name: str, word: str | None = None) -> tuple[Site, str]:
+    if megatron.layer_number(modules, name) is None:
+        found, path = site(name, word)
+    else:
+        found, path = megatron.site(modules, name, word), megatron.path(name)
+    return replace(found, module=found.module.removeprefix("layernorm_")), path
+
+
+def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped: bool) -> Layer:
+    module: Any = modules[name]
+    where, path = _place(modules, name)
+    gated = where.module.endswith("fc1") and getattr(getattr(module, "config", None), "gated_linear_unit", False)
+
+    def method(quantization: Quantization) -> Callable[..., Any]:
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            tap = quantization.tap()
+            if tap is None:
+                return forward(*args, **kwargs)
+            bound = inspect.signature(forward).bind(*args, **kwargs)
+            first = next(iter(bound.arguments))
+            x, weights = bound.arguments[first], _weights(module)
+            a = _normalized(module, x) if normalizes else x.detach()
+            b = torch.cat([_plain(weight) for weight in weights])
+            tap(Observed("a", a))
+            tap(Observed("b", b))
+            if not normalizes:
+                bound.arguments[first] = listened(x, tap, "grad_a")
+            needed = a.detach().requires_grad_(x.requires_grad), b.detach().requires_grad_(weights[0].requires_grad)
+            show = tap if grouped else showing_operands(tap, *needed, -1)
+            if not getattr(module, "fuse_wgrad_accumulation", False) and torch.is_grad_enabled():
+                show = _with_weight_gradients(weights, tap, show)
+            result = forward(*bound.args, **bound.kwargs)
+            y = result[0] if isinstance(result, tuple) else result
+            tap(Observed("y", y.detach()))
+            listen_to_result(y, show)
+            return result
+
+        return watched
+
+    def shard(tensor: str) -> Shard:
+        mode = getattr(module, "parallel_mode", None)
+        if mode not in SHARDS or module.tp_size == 1:
+            return Shard()
+        tokens = dict.fromkeys(TOKENS[mode], "rows") if module.sequence_parallel else {}
+        return linear_shard(
+            SHARDS[mode] | tokens, tensor, Group(module.tp_group), 2 if gated and mode == "column" else 1
+        )
+
+    return Layer(name, module, where, shard, replaces(module, "forward", method), path, kernels=KERNELS)
+
+
+def _plain(weight: Any) -> Any:
+    """A weight's values: with TE's fp8_model_init it is quantized already."""
+    plain = type(weight) in (Tensor, nn.Parameter)
+    return weight.detach() if plain else weight.dequantize().detach()
+
+
+def _normalized(module: Any, x: Tensor) -> Tensor:
+    gamma = module.layer_norm_weight.detach()
+    gamma = gamma + 1 if module.zero_centered_gamma else gamma
+    x, shape = x.detach(), gamma.shape
+    if module.normalization == "RMSNorm":
+        return F.rms_norm(x, shape, gamma.to(x.dtype), module.eps)
+    return F.layer_norm(x, shape, gamma.to(x.dtype), module.layer_norm_bias.detach().to(x.dtype), module.eps)
+
+
+def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> Tap:
+    """A tap of the result that has the weights' gradients shown too, once they follow those of the result: other
+    passes may be on their way. They arrive at the weights themselves, which TE takes from its module."""
+    arrived: dict[int, Tensor] = {}
+    running = False
+
+    def listener(at: int) -> Callable[[Tensor], None]:
+        def arrive(gradient: Tensor) -> None:
+            if running:
+                handles[at].remove()
+                arrived[at] = gradient.detach()
+                if len(arrived) == len(weights):
+                    tap(Observed("grad_b", torch.cat([arrived[i] for i in range(len(weights))])))
+
+        return arrive
+
+    handles = [
+        weight.register_hook(listener(at))  # type: ignore[no-untyped-call]
+        for at, weight in enumerate(weights)
+        if weight.requires_grad
+    ]
+
+    def begin(seen: Observed) -> None:
+        nonlocal running
+        running = True
+        show(seen)
+
+    return begin
+
+
+def _core(modules: dict[str, nn.Module], name: str) -> Layer:
+    module: Any = modules[name]
+    where, path = _place(modules, name, "core")
+
+    def method(quantization: CoreQuantization) -> Callable[..., Any]:
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            qk, pv = quantization.qk.tap(), quantization.pv.tap()
+            if qk is None or pv is None:
+                return forward(*args, **kwargs)
+            bound = inspect.signature(forward).bind(*args, **kwargs)
+            return _attend(name, module, forward, bound, qk, pv)
+
+        return watched
+
+    def shard(_: str) -> Shard:
+        return heads_shard(Group(module.tp_group if module.tp_size > 1 else None))
+
+    return Layer(name, module, where, shard, replaces(module, "forward", method), f"{path}.core", kernels=KERNELS)
+
+
+def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk: Tap, pv: Tap) -> Tensor:
+    def option(word: str) -> Any:
+        value = bound.arguments.get(word) or getattr(module, word)
+        return getattr(value, "name", value)  # Megatron's enum of masks
+
+    layout, mask = option("qkv_format"), option("attn_mask_type")
+    if layout not in AXES or mask not in ("causal", "no_mask"):
+        raise InstrumentError(
+            f"{name} attends with {layout} and the mask {mask}, which are not computed again: sbhd or bshd, and "
+            f"causal or no_mask, were expected. Leave it out with exclude=[{name!r}]"
+        )
+    axes = AXES[layout]
+    back = [axes.index(i) for i in range(4)]
+    names = list(bound.arguments)[:3]
+    query, key, value = (bound.arguments[each].permute(axes) for each in names)  # [b, h, s, d]
+    taps = ((qk, "grad_a"), (qk, "grad_b"), (pv, "grad_b"))
+    for each, x, (tap, seen_as) in zip(names, (query, key, value), taps, strict=True):
+        bound.arguments[each] = listened(x, tap, seen_as).permute(back)
+    output: Tensor = forward(*bound.args, **bound.kwargs)  # [s, b, h · d]
+    scale = module.unfused_attention.softmax_scale or 1.0 / math.sqrt(query.shape[-1])
+    with torch.no_grad():
+        _, probs = _probabilities(Quantization(), qk, query, key, scale, None, mask == "causal", True)
+
+    def by_head(x: Tensor) -> Tensor:
+        return x.reshape(*x.shape[:2], -1, value.shape[-1]).permute(axes)
+
+    pv(Observed("a", probs))
+    pv(Observed("b", value.detach(), dim=-2))
+    pv(Observed("y", by_head(output.detach())))
+    dropout = module.training and module.attention_dropout > 0
+    show = _attention_backward(qk, pv, query, key, value, probs, dropout)
+    listen_to_result(output, lambda seen: show(Observed(seen.name, by_head(seen.tensor))))
+    return output

@@ -1,0 +1,327 @@
+"""Models that torch divides or copies among ranks: DDP, FSDP1, FSDP2, tensor parallelism by DTensor, alone and with
+checkpoints, mixed precision and accumulation. Two gloo processes train every case one after the other.
+
+The table in docs/training_code.md has a row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from binade.collector import instrument
+from binade.collector.capture.adapters.layer import InstrumentError, is_instrumented
+from binade.data.catalog import Catalog
+from tests.collector.instrumented import CORE, LINEAR, Recorder, linear_products, names, same, score_products
+
+pytestmark = pytest.mark.slow
+HIDDEN, HEAD, LENGTH, LAYERS, MICRO_BATCHES = 64, 16, 8, 2, 2
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(HIDDEN), Attention()
+        self.up, self.down_proj = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        return x + self.down_proj(F.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x @ self.embed.weight.t()
+
+
+Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
+
+
+def ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp1(model: nn.Module, mesh: DeviceMesh, orig: bool = False) -> nn.Module:
+    one = partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=orig)
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = one(block)
+    return one(model)
+
+
+def fsdp2(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh["dp"], mp_policy=policy or MixedPrecisionPolicy())
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, local: bool = True) -> nn.Module:
+    """local: whether attention gets plain tensors."""
+    for block in model.blocks:
+        columns = {f"attn.{name}_proj": ColwiseParallel(use_local_output=local) for name in "qkv"}
+        rows = {name: RowwiseParallel() for name in ("attn.out_proj", "down_proj")}
+        parallelize_module(block, mesh["tp"], {**columns, "up": ColwiseParallel(), **rows})
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    for at, block in enumerate(model.blocks):
+        model.blocks[at] = checkpoint_wrapper(block)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """wrap what is done to the model; tp whether its layers are divided; before whether it is instrumented before that;
+    recipe of its quantized run; context of each forward pass; sync False to reduce gradients with the last micro-batch
+    only."""
+
+    wrap: Wrap
+    tp: bool = False
+    before: bool = False
+    mesh: tuple[int, int] = (2, 1)
+    context: Callable[[], Any] = ExitStack
+    sync: bool = True
+    exact: bool = True  # float32, and its results are those of one process
+    plain: bool = True  # torch runs it unquantized on a CPU
+
+
+TP = {"tp": True, "mesh": (1, 2)}
+BFLOAT16 = partial(torch.autocast, "cpu", torch.bfloat16)
+CASES = {
+    "DDP": Case(ddp),
+    "DDP, before": Case(ddp, before=True),
+    "DDP, no_sync": Case(ddp, sync=False),
+    "DDP, autocast": Case(ddp, context=BFLOAT16, exact=False),
+    "FSDP1": Case(fsdp1),
+    "FSDP1, use_orig_params, before": Case(partial(fsdp1, orig=True), before=True),
+    "FSDP2": Case(fsdp2),
+    "FSDP2, before": Case(fsdp2, before=True),
+    "FSDP2, bfloat16": Case(partial(fsdp2, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), exact=False),
+    "FSDP2, checkpoint": Case(lambda model, mesh: fsdp2(checkpointed(model), mesh)),
+    "TP": Case(tensor_parallel, **TP),
+    "TP, before": Case(tensor_parallel, before=True, **TP),
+    "TP, DTensors in attention": Case(partial(tensor_parallel, local=False), plain=False, **TP),
+    "TP, checkpoint": Case(lambda model, mesh: checkpointed(tensor_parallel(model, mesh)), **TP),
+    "TP and FSDP2": Case(lambda model, mesh: fsdp2(tensor_parallel(model, mesh), mesh), **TP),
+}
+
+
+def part(x: Tensor) -> Tensor:
+    return (x.to_local() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def train(case: Case, model: nn.Module, rank: int) -> list[Tensor]:
+    """Losses of two steps, and this rank's part of every weight."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        for micro_batch in range(MICRO_BATCHES):
+            seed = micro_batch + (0 if case.tp else 100 * rank)
+            tokens = torch.randint(50, (2, LENGTH + 1), generator=torch.Generator().manual_seed(seed))
+            with ExitStack() as contexts:
+                if not case.sync and micro_batch == 0:
+                    contexts.enter_context(model.no_sync())
+                with case.context():
+                    logits = model(tokens[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                (loss / MICRO_BATCHES).backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(part(p) for p in model.parameters())]
+
+
+def trained(name: str, directory: Path, recipe: str | None, rank: int) -> tuple[list[Tensor], nn.Module]:
+    """Of bf16, values are kept of what is divided; of mxfp8, layer 2 is recorded."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model: nn.Module = Decoder()
+    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "tp"))
+    with ExitStack() as contexts:
+        options = {"config": {"model": name}, "raw": recipe == "mxfp8" or case.tp, "iterations": 1, "micro_batches": 1}
+        recorder = contexts.enter_context(Recorder(directory, **options)) if recipe else None
+        wrapped = model if case.before else case.wrap(model, mesh)
+        if recipe:
+            capture = "layer2" if recipe == "mxfp8" else None
+            contexts.enter_context(instrument(wrapped, recipe, recorder, backend="torch", capture=capture))
+        wrapped = case.wrap(model, mesh) if case.before else wrapped
+        return train(case, wrapped, rank), wrapped
+
+
+class Hidden(nn.Module):
+    """Computes with its own weight, which no adapter intercepts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.known(x), self.weight)
+
+
+def placed(model: nn.Module) -> nn.Module:
+    """Its linear layer's weight is a DTensor, and what comes in is not."""
+    weight = distribute_tensor(model.known.weight.detach(), init_device_mesh("cpu", (2,)), [Shard(0)])
+    model.known.weight = nn.Parameter(weight)
+    return model
+
+
+class SplitSequence(nn.Module):
+    """Attends to tensors that are divided along the sequence."""
+
+    def __init__(self, _: nn.Module) -> None:
+        super().__init__()
+        self.mesh = init_device_mesh("cpu", (2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = distribute_tensor(x.expand(1, 2, 4, 8), self.mesh, [Shard(2)])
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+def refused(wrap: Callable[[nn.Module], nn.Module]) -> str:
+    model = wrap(Hidden())
+    with pytest.raises(InstrumentError) as caught, instrument(model, "mxfp8", backend="torch"):
+        model(torch.ones(1, 8))
+    return str(caught.value)
+
+
+def _rank(rank: int, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    said: dict[str, Any] = {}
+    for name, case in CASES.items():
+        quantized, model = trained(name, directory, "mxfp8", rank)
+        plain = [trained(name, directory, recipe, rank)[0] if case.plain else [] for recipe in (None, "bf16")]
+        said[name] = {
+            "same": same(*plain),
+            "restored": not any(is_instrumented(module) for module in model.modules()),
+            "losses": quantized[: 2 * MICRO_BATCHES],
+        }
+    flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence)]
+    torch.save(said, directory / f"said{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("distributed")
+    torch.multiprocessing.spawn(_rank, (directory,), nprocs=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def said(ranks) -> list[dict[str, Any]]:
+    return [torch.load(ranks / f"said{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def single() -> list[list[Tensor]]:
+    """The losses of one process, in mxfp8, on each rank's first two micro-batches."""
+    alone = Case(lambda model, mesh: model)
+    losses = []
+    for rank in range(2):
+        torch.manual_seed(0)
+        with instrument(model := Decoder(), "mxfp8", backend="torch"):
+            losses.append(train(alone, model, rank))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def catalog(ranks) -> Iterator[Catalog]:
+    with Catalog.open(ranks) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tensors(catalog) -> pd.DataFrame:
+    return catalog.tensors()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
+    case = CASES[name]
+    found = tensors[(tensors["model"] == name) & (tensors["recipe"] == "mxfp8")]
+    for rank in range(2):
+        seen = said[rank][name]
+        assert seen["same"] and seen["restored"]
+        if case.exact:  # before the first update
+            given = torch.stack(seen["losses"][:MICRO_BATCHES])
+            expected = torch.stack(single[0 if case.tp else rank][:MICRO_BATCHES])
+            assert torch.allclose(given, expected, rtol=1e-6) if case.tp else torch.equal(given, expected)
+        of_rank = found[found["rank"] == rank]
+        expected = {(2, word): LINEAR for word in ("q", "k", "v", "proj", "up", "fc2")} | {(2, "core"): CORE}
+        assert names(of_rank) == {site: dict.fromkeys(of_site, 1) for site, of_site in expected.items()}
+        assert set(of_rank["recomputed"]) == {"checkpoint" in name}
+        if case.exact:
+            of_rank = of_rank[of_rank["module"].isin(("proj", "core"))]
+            of_rank = of_rank.assign(tensor=[catalog.load(each) for each in of_rank["tensor_id"]])
+            linear_products(of_rank, 2, "proj")
+            score_products(of_rank, 2, HEAD**-0.5)
+    peers = "TP" if case.tp else "DDP"
+    if case.exact:  # the update too
+        losses = [torch.stack(said[0][each]["losses"]) for each in (name, peers)]
+        assert torch.allclose(*losses, rtol=1e-5)
+    assert set(found["shard"]) == ({"whole", "slice", "partial"} if case.tp else {"whole"})
+    assert set(found["dp_rank"]) == ({0} if case.tp else {0, 1})
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tp and case.plain])
+def test_parts_make_the_whole(catalog, tensors, name):
+    found = tensors.query("model == @name and recipe == 'bf16' and rank == 0 and layer_index == 1")
+    chosen = found[found["module"].isin(("q", "core", "fc2"))]
+    of = {(row.module, row.tensor_name): catalog.unsharded(row.tensor_id) for row in chosen.itertuples()}
+    for module in ("q", "fc2"):
+        x, weight, grad = (of[module, each].flatten(0, -2) for each in ("input", "weight", "grad_output"))
+        assert torch.allclose(of[module, "grad_weight"], grad.t() @ x, atol=1e-6)
+        assert torch.allclose(of[module, "grad_input"].flatten(0, -2), grad @ weight, atol=1e-6)
+    assert of["core", "query"].shape == (2, HIDDEN // HEAD, LENGTH, HEAD)
+
+
+def test_what_cannot_be_intercepted_is_refused(said):
+    flat, sharded, placed, split = said[0]["refused"]
+    assert "computes a product with a weight [8, 8] by linear" in flat
+    assert "computes a product with weight by linear" in sharded
+    assert placed == "known has a DTensor as its weight, and was called with a plain tensor"
+    assert split.startswith("the model attends to DTensors placed as")
