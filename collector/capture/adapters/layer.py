@@ -46,6 +46,7 @@ class Layer:
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
     is_head  whether it is the LM head, which stays as it is unless it is asked for
+    part     which of the module's layers, where it has several: the weight and the expert
     """
 
     name: str
@@ -55,6 +56,7 @@ class Layer:
     attach: Attach
     path: str = ""
     is_head: bool = False
+    part: str = ""
 
     @property
     def is_core(self) -> bool:
@@ -63,10 +65,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Refused:
-    """The name of a module that cannot be intercepted, with the reason."""
+    """The name of a module that cannot be intercepted, with the reason. is_core: because of its attention alone."""
 
     name: str
     reason: str
+    is_core: bool = False
 
 
 def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:
