@@ -253,7 +253,8 @@ class WrittenMode(SdpaMode):
             before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
             y = context(written.compute, written.a, before, written.b, self.quantization.pv, self.pv)
             return y.permute(*written.order)
-        if self.unscaled is None or not args or args[0] is not self.unscaled or func.__name__ in ATTRIBUTES:
+        used = bool(args) and args[0] is self.unscaled and getattr(func, "__name__", "") not in ATTRIBUTES
+        if self.unscaled is None or not used:
             return super().call(func, args, kwargs)
         if func not in SCALINGS:
             self._see(self.unscaled)

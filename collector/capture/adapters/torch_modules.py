@@ -134,8 +134,9 @@ def _own(modules: dict[str, nn.Module], name: str, owner: OwnProducts) -> Iterat
 
 
 def is_router(modules: dict[str, nn.Module], name: str, outputs: int) -> bool:
-    """Whether this layer chooses among experts: it stands beside `experts`, of which there are as many as outputs."""
-    parent, _, last = name.rpartition(".")
+    """Whether this layer chooses among experts: it, or the `router` that it is in, stands beside `experts`, of which
+    there are as many as outputs."""
+    parent, _, last = re.sub(r"(?<=router)\..+", "", name).rpartition(".")
     experts = modules.get(f"{parent}.experts" if parent else "experts")
     if experts is None or last == "experts":
         return False

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
-from binade.collector.capture.adapters.weights import Weights
+from binade.collector.capture.adapters.weights import GROUPED, Weights
 
 PRODUCTS = frozenset(
     (
@@ -41,7 +41,6 @@ PRODUCTS = frozenset(
                 "addmm",
                 "addbmm",
                 "baddbmm",
-                "_grouped_mm",
                 "__matmul__",
                 "__rmatmul__",
                 "mv",
@@ -61,7 +60,8 @@ PRODUCTS = frozenset(
 )
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-NAMED = ("flex_attention", "grouped_mm", "grouped_mm_fallback")  # of torch's higher-order and custom operators
+FLEX = "flex_attention"
+NAMED = (FLEX, *GROUPED)  # some of them are operators of torch's, which have no one object
 
 
 class Watch(Interception):
@@ -98,7 +98,7 @@ class Watch(Interception):
 
     def _look(self, func: Callable[..., Any], operands: list[Tensor]) -> None:
         weight = next((source.name for x in operands if (source := self.weights.source(x))), None)
-        attends = self.attention and (func in ATTENTION or func.__name__ in NAMED or _activations(operands))
+        attends = self.attention and (func in ATTENTION or func.__name__ == FLEX or _activations(operands))
         if weight is None and not attends:
             return
         module = _caller(self.names)
