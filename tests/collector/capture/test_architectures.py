@@ -1,4 +1,4 @@
-"""Small random models of transformers' architectures: each row of docs/architectures.md, and experts' products."""
+"""Small random models of transformers' architectures: each row of docs/instrumented_models.md, and experts' products."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.collector.instrumented import Recorder, linear_products, names, rows,
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[3] / "docs" / "instrumented_models.md"
 VOCAB, HIDDEN, TOKENS, EXPERTS, TOP = 64, 32, 24, 4, 2
 DENSE = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2}
 DENSE |= {"intermediate_size": 64, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
