@@ -1,9 +1,10 @@
-"""Small random models of transformers' architectures: each row of docs/instrumented_models.md, and experts' products."""
+"""Small random models of transformers: the rows of docs/instrumented_models.md, and the products of experts."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def test_experts_are_the_same_in_each_implementation(tmp_path, implementation, r
     model = build("mixtral", experts_implementation=implementation)
     experts: Any = model.model.layers[0].mlp.experts
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator, requires_grad=True)
     chosen = torch.rand(TOKENS, EXPERTS - 1, generator=generator).topk(TOP).indices  # the last gets no token
     weights = torch.rand(TOKENS, TOP, generator=generator)
-    with Recorder(tmp_path, raw=False, measures=()) as recorder, instrument(model, recipe, recorder, backend="torch"):
+    with Recorder(tmp_path, measures=()) as recorder, instrument(model, recipe, recorder, backend="torch"):
         found = experts(x, chosen, weights)
         found.sum().backward()
 
@@ -147,4 +148,13 @@ def test_experts_are_the_same_in_each_implementation(tmp_path, implementation, r
             expected[token] += weights[token, choice] * (rounded(hidden) @ rounded(experts.down_proj[expert]).t())
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     assert not experts.down_proj.grad[-1].any() and experts.down_proj.grad[0].any()
-    assert set(rows(tmp_path, values=False)["expert"]) == {0, 1, 2}
+    recorded = rows(tmp_path)
+    assert set(recorded["expert"]) == {0, 1, 2}
+    for expert in range(EXPERTS - 1):
+        for module, whole in (("fc1", experts.gate_up_proj), ("fc2", experts.down_proj)):
+            of = partial(value, recorded, 1, module, expert=expert)
+            assert torch.equal(of("weight"), whole[expert]) and torch.equal(of("grad_weight"), whole.grad[expert])
+            assert len(of("input")) == (chosen == expert).sum()
+            if recipe == "bf16":
+                assert torch.allclose(of("output"), of("input") @ of("weight").t(), atol=1e-6)
+                assert torch.allclose(of("grad_input"), of("grad_output") @ of("weight"), atol=1e-6)

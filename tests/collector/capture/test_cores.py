@@ -99,6 +99,8 @@ def test_attention_is_found_and_its_products_are_those_of_its_operands(tmp_path,
     assert names(found)[1, "core"] == dict.fromkeys(CORE, 1)
     if attend is not by_baddbmm:  # whose scores have a mask added
         score_products(found, 1, DIM**-0.5)
+    with instrument(model := build(by_sdpa), "mxfp8", backend="torch"):
+        assert (run(model)[0] - quantized[0]).norm() < 1e-2 * quantized[0].norm()
     other = run_recorded(tmp_path / "other", by_sdpa)  # what torch's own attention takes and gives
     recorded = rows(tmp_path / "bf16")
     for name in ("query", "key", "value", "attention_probs", "output", "grad_query", "grad_key", "grad_value"):
