@@ -47,6 +47,7 @@ def instrument(
     skip: Selection | str | None = None,
     capture: Selection | str | None = None,
     exclude: Sequence[str] = (),
+    cores: Sequence[str] = (),
     head: bool = False,
     seed: int = 0,
     iterations: int | None = None,
@@ -62,6 +63,7 @@ def instrument(
                "first,last"
     capture    layers that are recorded, likewise; default: all
     exclude   paths of modules that are neither quantized nor recorded, * for any part of a path
+    cores      paths of modules whose forward writes attention out: in two products, QKᵀ and PV, of three axes or more
     head       treat the LM head as one more linear layer, `layer0.head`; by default it is left as it is
     seed       of stochastic rounding and random signs, which are drawn for each iteration, micro-batch, rank, layer
                and GEMM; a recomputed forward pass draws the same again
@@ -79,7 +81,8 @@ def instrument(
     """
     recipe = _recipe(recipe)
     models = [model] if isinstance(model, nn.Module) else list(model)
-    found = [find(each, exclude, head) for each in models]
+    attention = _quantizes_attention(recipe)
+    found = [find(each, exclude=exclude, head=head, cores=cores, attention=attention) for each in models]
     layers = [layer for each in found for layer in each.layers]
     sites = [layer.site for layer in layers]
     skipped = _unquantized(recipe, skip, sites)
@@ -110,7 +113,6 @@ def instrument(
 
     if recorder:
         recorder.config.setdefault("recipe", recipe.name)
-    attention = any(stage.qk != Part() or stage.pv != Part() for _, stage in stages)
     watched = recorder is not None or attention or any(part != Part() for part in recipe.every_part())
     quantized = [
         CoreQuantization(
@@ -192,6 +194,7 @@ def coverage(
     *,
     skip: Selection | str | None = None,
     exclude: Sequence[str] = (),
+    cores: Sequence[str] = (),
     head: bool = False,
 ) -> Coverage:
     """What `instrument`, with these arguments, would quantize and record of a model, and what it would leave.
@@ -199,34 +202,44 @@ def coverage(
         print(binade.coverage(model, "nvidia_nvfp4"))
 
     The modules that it would refuse are among those left, with the reason. What is "not intercepted" is refused in the
-    first forward pass if a product is computed with its weight, and so is attention that no module shows.
+    first forward pass if a product is computed with its weight, and so is attention that no module shows, if the recipe
+    quantizes attention.
     """
     recipe = _recipe(recipe)
-    found = survey(model, exclude, head)
+    found = survey(model, exclude, head, cores, _quantizes_attention(recipe))
     unquantized = _unquantized(recipe, skip, [layer.site for layer in found.layers])
-    layers = {layer.module: layer for layer in found.layers}
+    layers: dict[nn.Module, list[Layer]] = {}
+    for layer in found.layers:
+        layers.setdefault(layer.module, []).append(layer)
     rows: Counter[tuple[str, ...]] = Counter()
     for name, module in model.named_modules():
-        recorded = fmt = ""
-        reason = found.left.get(module) or found.refused.get(name, "")
-        if layer := layers.get(module):
+        kind = numbers_left_out(name), type(module).__name__
+        for layer in layers.get(module, ()):
             reason, site = unquantized.get(layer.site, ""), layer.site
             recorded = re.sub(r"^layer[1-9]\d*", "layer*", re.sub(r"expert\d+", "expert*", site.name))
             used = (recipe.qk, recipe.pv) if layer.is_core else (recipe.linear_of(site.names),)
             fmt = BF16 if reason else ", ".join(dict.fromkeys(part.quant_type for part in used))
             if layer.kernels and fmt != BF16:
                 recorded, fmt, reason = "", "", layer.kernels
-        elif not reason:
+            rows[*kind, recorded, fmt, reason] += 1
+        reason = found.left.get(module) or found.refused.get(name, "") or found.unseen.get(module, "")
+        if module not in layers and not reason:
             weights = [p.dim() for p in vars(module)["_parameters"].values() if p is not None]
             if not weights:
                 continue
             known = (each for kinds, each in NOT_PRODUCTS.items() if isinstance(module, kinds))
             reason = next(known, "not a product" if max(weights) < 2 else "not intercepted")
-        rows[numbers_left_out(name), type(module).__name__, recorded, fmt, reason] += 1
+        if reason and module not in layers:
+            rows[*kind, "", "", reason] += 1
     return Coverage(
         Covered(paths, kind, count, recorded, fmt, reason)
         for (paths, kind, recorded, fmt, reason), count in rows.items()
     )
+
+
+def _quantizes_attention(recipe: Recipe) -> bool:
+    stages = recipe, *(later for _, later in recipe.schedule)
+    return any(stage.qk != Part() or stage.pv != Part() for stage in stages)
 
 
 def _recipe(recipe: Recipe | str | None) -> Recipe:

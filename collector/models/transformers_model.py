@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -123,8 +124,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             found=tuple(
-                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer.name, layer.site, layer.module)
-                for layer in find(model).layers
+                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in find(model).layers
             ),
             weights=sum(weight.numel() for weight in model.parameters()),
         )
@@ -132,9 +132,15 @@ def _shape(path: Path, modified: int) -> TransformersShape:
     return explained(path, build)
 
 
-def _linear(name: str, site: Any, module: Any) -> LinearSpec:
-    outputs, inputs = module.weight.shape if hasattr(module, "out_features") else module.weight.t().shape
-    return LinearSpec(site, inputs, outputs, Split.REPLICATED, name, {})
+def _linear(layer: Any, config: Any) -> LinearSpec:
+    module, share = layer.module, Fraction(1)
+    if layer.part:  # the weight and the expert
+        weight = module.get_parameter(layer.part.rpartition(".")[0])
+        share = Fraction(getattr(config, "num_experts_per_tok", None) or 1, len(weight))
+        outputs, inputs = (weight.mT if getattr(module, "is_transposed", False) else weight).shape[1:]
+    else:
+        outputs, inputs = (module.weight.t() if hasattr(module, "nf") else module.weight).shape
+    return LinearSpec(layer.site, inputs, outputs, Split.REPLICATED, layer.name, {}, share=share)
 
 
 def explained(path: Path, action: Callable[[], T]) -> T:

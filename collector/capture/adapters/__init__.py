@@ -7,7 +7,8 @@
     megatron.py       megatron.core's ColumnParallelLinear, RowParallelLinear, routers and DotProductAttention
     engine.py         Transformer Engine's modules, which are watched only
     hugging_face.py   transformers: the attention interface, Conv1D, the LM head
-    torch_modules.py  nn.Linear, and modules that call F.scaled_dot_product_attention
+    torch_modules.py  nn.Linear, modules that call F.scaled_dot_product_attention, and those that hold weights
+    weights.py        products that a module computes itself with a weight, as of experts
     dtensor.py        linear layers and attention whose operands are DTensors
     passes.py         which forward pass a call belongs to: micro-batch, recomputation
     watch.py          the first forward pass, watched for products that no adapter intercepts
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from binade.collector.capture.adapters import engine, hugging_face, megatron, own, torch_modules
+from binade.collector.capture.adapters.attention import WrittenMode
 from binade.collector.capture.adapters.layer import (
     InstrumentError,
     Layer,
@@ -49,20 +51,30 @@ class Found:
     layers    those that are intercepted
     left      the modules that stay as they are on purpose, with the reason
     refused   the names of those that cannot be intercepted, with the reason
+    unseen    the modules whose attention cannot be intercepted and is not quantized, with the reason
     watched   whether the first forward pass is watched for products that no adapter intercepts
     """
 
     layers: tuple[Layer, ...]
     left: dict[nn.Module, str]
     refused: dict[str, str]
+    unseen: dict[nn.Module, str]
     watched: bool
 
 
-def survey(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
+def survey(
+    model: nn.Module,
+    exclude: Sequence[str] = (),
+    head: bool = False,
+    cores: Sequence[str] = (),
+    attention: bool = True,
+) -> Found:
     """The layers of a model, each with a site of its own where its path gives it one.
 
-    exclude paths of modules, * for any letters, that are neither quantized nor recorded
-    head     whether the LM head is a layer too
+    exclude     paths of modules, * for any letters, that are neither quantized nor recorded
+    head        whether the LM head is a layer too
+    cores       paths of modules whose forward is an attention core in two products of its own
+    attention   whether the recipe quantizes attention: then what cannot be intercepted of it is refused
 
     Raises InstrumentError for a pattern that no module has, and for a model that is instrumented already.
     """
@@ -70,31 +82,39 @@ def survey(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) ->
     if ours and head:
         raise InstrumentError("the LM head of collector's own models stays in bf16: leave head=True out")
     modules = dict(model.named_modules())
+    for option, patterns in (("exclude", exclude), ("cores", cores)):
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                raise InstrumentError(
+                    f"{option}={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
+                )
     left = {module: "excluded" for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
-    for pattern in exclude:
-        if not any(fnmatchcase(name, pattern) for name in modules):
-            raise InstrumentError(
-                f"exclude={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
-            )
-    layers: dict[nn.Module, Layer] = {}
+    named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
+    written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
+    layers: dict[tuple[nn.Module, str], Layer] = {}
     refused: dict[str, str] = {}
-    for each in chain(ours, *(adapter.find(model) for adapter in (megatron, engine, hugging_face, torch_modules))):
+    unseen: dict[nn.Module, str] = {}
+    adapters = (megatron, engine, hugging_face, torch_modules)
+    for each in chain(ours, written, *(adapter.find(model) for adapter in adapters)):
         if isinstance(each, Refused):
-            if modules[each.name] not in left:
+            module = modules[each.name]
+            if each.is_core and (not attention or each.name in named):
+                unseen[module] = each.reason
+            elif module not in left:
                 refused[each.name] = each.reason
         elif each.is_head and not head:
             left.setdefault(each.module, "LM head, unless head=True")
         elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
         elif each.module not in left:
-            layers.setdefault(each.module, each)
-    return Found(distinct(list(layers.values())), left, refused, watched=not ours)
+            layers.setdefault((each.module, each.part), each)
+    return Found(distinct(list(layers.values())), left, refused, unseen, watched=not ours)
 
 
-def find(model: nn.Module, exclude: Sequence[str] = (), head: bool = False) -> Found:
+def find(model: nn.Module, **options: Any) -> Found:
     """`survey`. Raises InstrumentError as it does, for modules that cannot be intercepted, all of them in one line, and
     if there is nothing to instrument."""
-    found = survey(model, exclude, head)
+    found = survey(model, **options)
     if found.refused:
         reasons = {name: f"cannot be intercepted: {reason}" for name, reason in found.refused.items()}
         raise InstrumentError(refusal(dict(model.named_modules()), reasons))

@@ -7,10 +7,13 @@ values are recorded as they enter the products: copied to every head where the m
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -28,14 +31,21 @@ from binade.collector.capture.adapters.products import (
     listened,
     observed_product,
     product_dtype,
+    tensors_in,
 )
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import STACKED, Quantization, reshaped
 from binade.quant.gemm import Observed, Tap, matmul
 
+ATTRIBUTES = ("__get__", "size", "dim")
+BADDBMMS = (torch.baddbmm, Tensor.baddbmm)
+MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div, Tensor.__truediv__)
 
-class ModuleMode(Interception):
-    """Replaces products while the forward of one module runs, and checks then that all of them were made.
+
+class CoreMode(Interception):
+    """One pass through an attention core, whose products it replaces; it checks then that all of them were made. It
+    notes what dropout was applied to: probabilities are recorded before.
 
     replaced  the functions that a subclass replaces, each with the name of its method that stands for it
     calls     how often each of them was called
@@ -43,37 +53,31 @@ class ModuleMode(Interception):
 
     replaced: ClassVar[Mapping[Callable[..., Any], str]]
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module = name, module
-        self.calls: Counter[Callable[..., Any]] = Counter()
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func not in self.replaced:
-            return func(*args, **kwargs)
-        self.calls[func] += 1
-        return getattr(self, self.replaced[func])(*args, **kwargs)
-
-    @abstractmethod
-    def check(self) -> None:
-        """Called after the pass. Raises InstrumentError if products are missing."""
-
-    def missing(self, what: str) -> InstrumentError:
-        kind = type(self.module).__name__
-        return InstrumentError(f"{self.name} ({kind}) {what}: leave it out with exclude=[{self.name!r}]")
-
-
-class CoreMode(ModuleMode):
-    """One pass through an attention core. It notes what dropout was applied to: probabilities are recorded before."""
-
     def __init__(
         self, name: str, module: nn.Module, quantization: CoreQuantization, qk: Tap | None, pv: Tap | None
     ) -> None:
-        super().__init__(name, module)
+        self.name, self.module = name, module
+        self.calls: Counter[Callable[..., Any]] = Counter()
         self.quantization, self.qk, self.pv = quantization, qk, pv
         self.dropped: tuple[Tensor, Tensor] | None = None
 
+    @abstractmethod
+    def check(self) -> None:
+        """Called after the pass: products may be `missing`."""
+
+    def missing(self, what: str) -> None:
+        """Raises InstrumentError, or warns if these products are only recorded."""
+        message = f"{self.name} ({type(self.module).__name__}) {what}: leave it out with exclude=[{self.name!r}]"
+        if not (self.quantization.qk.formats == UNQUANTIZED == self.quantization.pv.formats):
+            raise InstrumentError(message)
+        warnings.warn(message, stacklevel=2)
+
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = super().call(func, args, kwargs)
+        if func in self.replaced:
+            self.calls[func] += 1
+            result = getattr(self, self.replaced[func])(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         before = args[0] if args else kwargs.get("input")
         if func is F.dropout and isinstance(before, Tensor) and result.data_ptr() != before.data_ptr():
             self.dropped = result, before
@@ -87,35 +91,26 @@ class CoreMode(ModuleMode):
         return before.reshape(probs.shape)
 
 
-def run_under(forward: Callable[..., Any], start: Callable[[], ModuleMode | None]) -> Callable[..., Any]:
-    """forward, run under the mode that `start` gives for each pass, if any."""
-
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
-        mode = start()
-        if mode is None:
-            return forward(*args, **kwargs)
-        with mode:
-            result = forward(*args, **kwargs)
-        mode.check()
-        return result
-
-    return intercepted
-
-
 def core_forward(
     name: str, module: nn.Module, mode: type[CoreMode]
 ) -> Callable[[CoreQuantization], Callable[..., Any]]:
     """The module's forward under a mode, for a quantization; without one while nothing is quantized or recorded."""
 
-    def forward(quantization: CoreQuantization) -> Callable[..., Any]:
-        def start() -> CoreMode | None:
+    def method(quantization: CoreQuantization) -> Callable[..., Any]:
+        forward = module.forward
+
+        def intercepted(*args: Any, **kwargs: Any) -> Any:
             qk, pv = quantization.qk.tap(), quantization.pv.tap()
-            quantized = not (quantization.qk.formats == UNQUANTIZED == quantization.pv.formats)
-            return mode(name, module, quantization, qk, pv) if quantized or qk or pv else None
+            if quantization.qk.formats == UNQUANTIZED == quantization.pv.formats and qk is None is pv:
+                return forward(*args, **kwargs)
+            with mode(name, module, quantization, qk, pv) as core:
+                result = forward(*args, **kwargs)
+            core.check()
+            return result
 
-        return run_under(module.forward, start)
+        return intercepted
 
-    return forward
+    return method
 
 
 def product(
@@ -163,9 +158,19 @@ def show_scores(tap: Tap | None, scores: Tensor) -> None:
 
 
 class SdpaMode(CoreMode):
-    """A module that calls F.scaled_dot_product_attention."""
+    """A module that calls F.scaled_dot_product_attention, or FlexAttention: what instrument makes run eagerly ends in a
+    higher-order operator, in whose place the two products run that torch defines it by."""
 
     replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(func, "__name__", "") != "flex_attention":
+            return super().call(func, args, kwargs)
+        from torch._higher_order_ops.flex_attention import math_attention
+
+        self.calls[func] += 1
+        with WrittenMode(self.name, self.module, self.quantization, self.qk, self.pv):
+            return math_attention(*args, **kwargs)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         def on_parts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -176,7 +181,115 @@ class SdpaMode(CoreMode):
 
     def check(self) -> None:
         if not self.calls:
-            raise self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
+            self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A product of attention: a [..., m, k], b [..., k, n], and what computes factor · a · b + added of them, of whose
+    axes `order` makes those of the model's result."""
+
+    a: Tensor
+    b: Tensor
+    compute: Product
+    order: Sequence[int]
+    order_a: Sequence[int]
+    factor: float = 1.0
+    added: Tensor | None = None
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Written | None:
+        """What this call computes, over more than one element (an outer product, as of rotary angles, is not); None
+        for another function or fewer axes than three."""
+        operands = [x for x in tensors_in((args, kwargs)) if x.dim() > 2]
+        if len(operands) < 2:
+            return None
+        a, b = operands[-2:]
+        same, found = range(a.dim()), None
+        if func in MATMULS:
+            found = cls(a, b, func, range(max(a.dim(), b.dim())), same)
+        elif func in BADDBMMS:
+            added, (beta, alpha) = args[0], (kwargs.get(name, 1) for name in ("beta", "alpha"))
+            found = cls(a, b, partial(func, added, beta=beta, alpha=alpha), same, same, alpha, torch.mul(added, beta))
+        elif func is torch.einsum and re.fullmatch(r"\w+,\w+->\w+", equation := args[0].replace(" ", "")):
+            found = cls._of_einsum(equation, a, b)
+        return found if found and found.a.shape[-1] > 1 else None
+
+    @classmethod
+    def _of_einsum(cls, equation: str, a: Tensor, b: Tensor) -> Written | None:
+        of_a, of_b, of_y = re.split(",|->", equation)
+        batch = "".join(each for each in of_y if each in of_a and each in of_b)
+        rows = "".join(each for each in of_a if each not in of_b)
+        columns = "".join(each for each in of_b if each not in of_a)
+        inner = "".join(each for each in of_a if each in of_b and each not in of_y)
+        if not (len(rows) == len(columns) == len(inner) == 1):
+            return None
+
+        def order(given: str, wanted: str) -> list[int]:
+            return [given.index(each) for each in wanted]
+
+        of_product = batch + rows + columns
+        order_a, order_b = order(of_a, batch + rows + inner), order(of_b, batch + inner + columns)
+
+        def compute(a: Tensor, b: Tensor) -> Tensor:
+            given = a.permute(order(batch + rows + inner, of_a)), b.permute(order(batch + inner + columns, of_b))
+            return torch.einsum(equation, *given).permute(order(of_y, of_product))
+
+        return cls(a.permute(order_a), b.permute(order_b), compute, order(of_product, of_y), order_a)
+
+
+class WrittenMode(SdpaMode):
+    """Attention in two products of tensors of three axes or more: the first is QKᵀ, the second the context. The scores
+    are recorded once they are scaled, if that is what is done to them next."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.attended = 0
+        self.unscaled: Tensor | None = None
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if written := Written.of(func, args, kwargs):
+            self.attended += 1
+            if self.attended == 1:
+                return self._scores(written)
+            self._see(self.unscaled)
+            probs = next(x for x in tensors_in((args, kwargs)) if x.dim() > 2)
+            before = written.a if (kept := self.before_dropout(probs)) is probs else kept.permute(*written.order_a)
+            y = context(written.compute, written.a, before, written.b, self.quantization.pv, self.pv)
+            return y.permute(*written.order)
+        used = bool(args) and args[0] is self.unscaled and getattr(func, "__name__", "") not in ATTRIBUTES
+        if self.unscaled is None or not used:
+            return super().call(func, args, kwargs)
+        if func not in SCALINGS:
+            self._see(self.unscaled)
+            return super().call(func, args, kwargs)
+        scaled = func(*args, **kwargs)
+        self._see(scaled)
+        return scaled
+
+    def check(self) -> None:
+        calls = sum(self.calls.values())
+        if (self.attended, calls) not in ((2, 0), (0, 1)):
+            self.missing(
+                f"called F.scaled_dot_product_attention {calls} times and made {self.attended} products of its own "
+                "where one call or two products were expected, so that they were not intercepted"
+            )
+
+    def _scores(self, written: Written) -> Tensor:
+        def compute(query: Tensor, key: Tensor) -> Tensor:
+            return written.compute(query, key.transpose(-1, -2))
+
+        how, key = self.quantization.qk, written.b.transpose(-1, -2)
+        scores = product(compute, written.a, key, how, self.qk, transpose_b=True, scale=written.factor)
+        if written.added is not None and how.formats != UNQUANTIZED:
+            scores = scores + written.added
+        self.unscaled = scores.permute(*written.order)
+        return self.unscaled
+
+    def _see(self, scores: Tensor | None) -> None:
+        if scores is not None:
+            show_scores(self.qk, scores)
+        self.unscaled = None
 
 
 def attend(

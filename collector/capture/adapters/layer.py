@@ -49,6 +49,7 @@ class Layer:
     is_head  whether it is the LM head, which stays as it is unless it is asked for
     kernels  why it can be watched only, if it cannot be quantized
     exchanges  whether the adapter exchanges tensors in the module's place: all ranks stay attached, whoever records
+    part     which of the module's layers, where it has several: the weight and the expert
     """
 
     name: str
@@ -60,6 +61,7 @@ class Layer:
     is_head: bool = False
     exchanges: bool = False
     kernels: str = ""
+    part: str = ""
 
     @property
     def is_core(self) -> bool:
@@ -68,10 +70,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Refused:
-    """The name of a module that cannot be intercepted, with the reason."""
+    """The name of a module that cannot be intercepted, with the reason. is_core: because of its attention alone."""
 
     name: str
     reason: str
+    is_core: bool = False
 
 
 def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str:

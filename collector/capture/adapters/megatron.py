@@ -217,7 +217,7 @@ class MegatronCore(CoreMode):
     def check(self) -> None:
         scores, contexts = self.calls[torch.baddbmm], self.calls[torch.bmm]
         if (scores, contexts) != (1, 1):
-            raise self.missing(
+            self.missing(
                 f"called torch.baddbmm {scores} times and torch.bmm {contexts} times where one of each was expected, "
                 "so that its products were not intercepted"
             )

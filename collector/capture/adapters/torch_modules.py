@@ -1,4 +1,5 @@
-"""Plain torch modules: nn.Linear, and modules whose own code calls F.scaled_dot_product_attention.
+"""Plain torch modules: nn.Linear, modules whose code calls F.scaled_dot_product_attention or FlexAttention, itself or
+through functions, and modules whose code multiplies by a weight of their own (see weights).
 
 A layer's number is one more than the first number in its path ("layers.3.mlp.up" is of layer 4, a module without one of
 layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. What
@@ -7,28 +8,31 @@ DistributedDataParallel, FSDP, torch.compile and PEFT put around a name is no pa
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 
 Not intercepted, and refused: nn.MultiheadAttention (and so nn.Transformer's layers), recurrent networks, nn.Bilinear,
-weights that are not plain floating-point tensors, and what torch.jit has compiled. An attention that is written out in
-matrix products is not found; where the recipe quantizes attention, `watch` refuses it.
+weights that are not plain floating-point tensors, and what torch.jit has compiled. A module whose attention is written
+out in matrix products is one of `cores`; where the recipe quantizes attention and does not name it, `watch` refuses it.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
-from types import CodeType
-from typing import ClassVar
+from functools import lru_cache, partial
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.attention import CoreMode, ModuleMode, SdpaMode, core_forward, run_under
+from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, core_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, linear_on_parts, shard_of
-from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, is_a, replaces
+from binade.collector.capture.adapters.layer import HEAD, Attach, Detach, Layer, Refused, is_a, replaces, whole
 from binade.collector.capture.adapters.products import linear
+from binade.collector.capture.adapters.weights import NAMES, OwnProducts
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
 
@@ -73,6 +77,8 @@ WORDS = {
     "c_fc": "fc1",
     "down_proj": "fc2",
 }
+ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
+NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = ("lm_head", "embed_out", "unembed", "output_head")
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 HIDDEN = (
@@ -87,8 +93,10 @@ HIDDEN = (
 
 def find(model: nn.Module) -> Iterator[Layer | Refused]:
     inside = ""
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    tables = {module.weight for module in modules.values() if isinstance(module, nn.Embedding)}
+    owners: dict[str, OwnProducts] = {}  # by the module's name
+    for name, module in modules.items():
         if inside and name.startswith(inside):  # of a module that was refused
             continue
         if reason := _refusal(module):
@@ -96,10 +104,54 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             inside = f"{name}." if name else "."
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
+            parent, _, last = name.rpartition(".")
             is_head = module.weight in tables or _parts(name)[-1:] in [[head] for head in HEADS]
+            if name and calls(modules[parent], last, "weight", NAMES):
+                owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
+                found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
+            if is_router(modules, name, module.out_features):
+                found = replace(found, site=replace(found.site, module="router"))
             yield replace(found, site=HEAD, is_head=True) if is_head else found
-        elif calls(module, "scaled_dot_product_attention"):
+            continue
+        if calls(module, ATTENTION):
             yield core_layer(name, module, SdpaMode)
+        if not isinstance(module, NOT_PRODUCTS) and calls(module, NAMES):
+            yield from _own(modules, name, owners.setdefault(name, OwnProducts(name, module)))
+
+
+def _own(modules: dict[str, nn.Module], name: str, owner: OwnProducts) -> Iterator[Layer]:
+    """The layers of the weights that a module holds itself: `weight` of two axes, and all of three."""
+    module = owner.module
+    for own, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() == 2 and own == "weight":
+            where, path = site(name, "router" if is_router(modules, name, len(parameter)) else None)
+            yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path)
+        elif parameter.dim() == 3 and len(parameter) > 1:
+            where, path = site(f"{name}.{own}")
+            for expert in range(len(parameter)):
+                attach, at = partial(owner.attach, own, expert), replace(where, expert=expert)
+                yield Layer(name, module, at, whole, attach, path, part=f"{own}.{expert}")
+
+
+def is_router(modules: dict[str, nn.Module], name: str, outputs: int) -> bool:
+    """Whether this layer chooses among experts: it, or the `router` that it is in, stands beside `experts`, of which
+    there are as many as outputs."""
+    parent, _, last = re.sub(r"(?<=router)\..+", "", name).rpartition(".")
+    experts = modules.get(f"{parent}.experts" if parent else "experts")
+    if experts is None or last == "experts":
+        return False
+    stacked = [len(p) for p in experts.parameters(recurse=False) if p.dim() == 3]
+    return outputs == (stacked[0] if stacked else len(list(experts.children())))
+
+
+def _both(first: Attach, second: Attach) -> Attach:
+    def attach(quantization: Quantization) -> Detach:
+        undo = ExitStack()
+        undo.callback(first(quantization))
+        undo.callback(second(quantization))
+        return undo.close
+
+    return attach
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -117,21 +169,54 @@ def _refusal(module: nn.Module) -> str | None:
     return None
 
 
-def calls(module: nn.Module, word: str) -> bool:
-    """Whether the module's own methods use that name."""
-    for kind in type(module).__mro__:
-        if kind is nn.Module or kind.__name__ == "PreTrainedModel":  # of which every model of transformers is one
+def calls(module: nn.Module, *words: str | frozenset[str]) -> bool:
+    """Whether one of the module's own methods, or a function that they reach by name, uses each of these names, of a
+    set one of them; "@" is the operator."""
+    wanted = [{each} if isinstance(each, str) else each for each in words]
+    known = _reached(type(module))  # type: ignore[arg-type]  # mypy takes instances' __hash__
+    reached = [*known, *(f for f in vars(module).values() if isinstance(f, FunctionType))]
+    return any(all(each & _names(function.__code__) for each in wanted) for function in reached)
+
+
+@lru_cache(maxsize=1024)
+def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
+    """The methods of a class of modules and, of other packages than torch and transformers, the functions that these
+    reach: by a global name, from a closure, or as an attribute of a module or namespace of such a name."""
+    found: dict[CodeType, FunctionType] = {}
+    waiting: list[Any] = []
+    for base in kind.__mro__:
+        if base is nn.Module or base.__name__ == "PreTrainedModel":  # of which every model of transformers is one
             break
-        for method in vars(kind).values():
-            code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code and _uses(code, word):
-                return True
-    return False
+        waiting += vars(base).values()
+    while waiting:
+        function = waiting.pop()
+        function = inspect.unwrap(function) if callable(function) else function
+        if not isinstance(function, FunctionType) or function.__code__ in found:
+            continue
+        found[function.__code__] = function
+        names = _names(function.__code__)
+        near = [function.__globals__[name] for name in names if name in function.__globals__]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # it is empty
+                near.append(cell.cell_contents)
+        spaces = [each for each in near if isinstance(each, (ModuleType, SimpleNamespace))]
+        near += [getattr(space, name, None) for space in spaces for name in names if not _foreign(space)]
+        waiting += [each for each in near if isinstance(each, FunctionType) and not _foreign(each)]
+    return tuple(found.values())
 
 
-def _uses(code: CodeType, word: str) -> bool:
+def _foreign(value: Any) -> bool:
+    """Whether this is of torch or transformers, whose functions are known."""
+    name = value.__module__ if isinstance(value, FunctionType) else getattr(value, "__name__", "")
+    return str(name).partition(".")[0] in ("torch", "transformers")
+
+
+@lru_cache(maxsize=4096)
+def _names(code: CodeType) -> frozenset[str]:
+    """The names that the code uses but for local ones, with those of the functions that are written in it."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return word in code.co_names or any(_uses(each, word) for each in inner)
+    operators = {"@"} if any(each.argrepr == "@" for each in dis.get_instructions(code)) else set()
+    return frozenset(operators.union(code.co_names, *map(_names, inner)))
 
 
 def _parts(name: str) -> list[str]:
@@ -161,31 +246,12 @@ def linear_layer(name: str, module: nn.Linear) -> Layer:
         def on_parts(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return linear(lambda a, b: F.linear(a, b, bias), input, weight, quantization, bias)
 
-        product = partial(linear_on_parts, name, on_parts)
-
-        if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
-            return lambda input: product(input, module.weight, module.bias)
-        return run_under(module.forward, lambda: LinearMode(name, module, product))
+        return lambda input: linear_on_parts(name, on_parts, input, module.weight, module.bias)
 
     where, path = site(name)
-    return Layer(name, module, where, shard_of(module), replaces(module, "forward", forward), path)
-
-
-class LinearMode(ModuleMode):
-    """One pass through a linear layer with a forward of its own, which must call F.linear once."""
-
-    replaced: ClassVar = {F.linear: "product"}
-
-    def __init__(self, name: str, module: nn.Module, product: Callable[..., Tensor]) -> None:
-        super().__init__(name, module)
-        self.product = product
-
-    def check(self) -> None:
-        if self.calls[F.linear] != 1:
-            raise self.missing(
-                f"called F.linear {self.calls[F.linear]} times where once was expected, so that its product was not "
-                "intercepted"
-            )
+    plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)
+    attach = replaces(module, "forward", forward) if plain else partial(OwnProducts(name, module).attach, "weight", 0)
+    return Layer(name, module, where, shard_of(module), attach, path)
 
 
 def core_layer(name: str, module: nn.Module, mode: type[CoreMode]) -> Layer:

@@ -362,7 +362,7 @@ class TestRefusals:
                 self.late = nn.Linear(8, 8)
 
             def forward(self, x: Tensor) -> Tensor:
-                return self.late(x) @ self.inner.weight.to(torch.float64).t().float()
+                return self.late(x) @ next(self.inner.parameters()).to(torch.float64).t().float()
 
         self.refused(nn.Sequential(Sly()), r"0 \(Sly\) computes a product with 0\.inner\.weight by \w+ that is not")
         with instrument(model := nn.Sequential(Sly()), "mxfp8", exclude=["0"], backend="torch"):
@@ -464,7 +464,9 @@ class TestRefusals:
             def forward(self, x: Tensor) -> Tensor:
                 return torch.einsum("bsi,oi->bso", x, self.weight)
 
-        self.refused(nn.Sequential(Silent(8, 8)), r"0 \(Silent\) called F\.linear 0 times where once was expected")
+        self.refused(
+            nn.Sequential(Silent(8, 8)), r"0 \(Silent\) made no product of torch's functions .*exclude=\['0'\]"
+        )
         model, x = nn.Sequential(Twice(8, 8)), torch.randn(3, 4, 8)
         with instrument(model, "linear_bf16"):
             assert torch.equal(model(x), 2 * F.linear(x, model[0].weight, model[0].bias))
