@@ -593,7 +593,11 @@ class _Observer:
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
-            squares = _squares(*self.factors) if seen.name == "grad_b" and len(self.factors) == 2 else None
+            squares = None
+            if seen.name == "grad_b" and self.product == Product.LINEAR:
+                squares = _squares(*self.factors)
+                if squares.shape != operand.tensor.shape:  # of several weights shown as one
+                    return
             for tried in self.rows.get(operand.name, []):
                 if tried.gemm == Gemm.FORWARD:
                     tried.predict(operand, seen.tensor, scale, squares)

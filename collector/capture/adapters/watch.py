@@ -78,6 +78,7 @@ class Watch(Interception):
         left = [m for m in self.names if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or m in self.excluded]
         self.weights = CurrentWeights(model, left)
         self.cores = {layer.module for layer in layers if layer.is_core}
+        self.kernels = {layer.module for layer in layers if layer.kernels}
         self.attention = attention
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
@@ -101,8 +102,8 @@ class Watch(Interception):
         if weight is None and not attends:
             return
         module = _caller(self.names)
-        # A core checks by itself whether its module called the product.
-        if module in self.excluded or (weight is None and module in self.cores):
+        # A core checks by itself whether its module called the product; other packages' kernels are only watched.
+        if module in self.excluded or module in self.kernels or (weight is None and module in self.cores):
             return
         name = self.names[module] if module else (weight or "").rpartition(".")[0]
         what = f"with {weight}" if weight else f"of activations {[list(x.shape) for x in operands[:2]]}"

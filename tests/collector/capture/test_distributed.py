@@ -190,14 +190,16 @@ def trained(name: str, directory: Path, recipe: str | None, rank: int) -> tuple[
 
 
 class Hidden(nn.Module):
-    """Computes with its own weight, which no adapter intercepts."""
+    """Computes with a weight of its own, which is intercepted if it is called `weight`."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: str = "hidden") -> None:
         super().__init__()
-        self.known, self.weight = nn.Linear(8, 8), nn.Parameter(torch.ones(8, 8))
+        torch.manual_seed(0)
+        self.known, self.own = nn.Linear(8, 8), own
+        self.register_parameter(own, nn.Parameter(torch.randn(8, 8)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.known(x), self.weight)
+        return F.linear(self.known(x), getattr(self, self.own))
 
 
 def placed(model: nn.Module) -> nn.Module:
@@ -226,6 +228,12 @@ def refused(wrap: Callable[[nn.Module], nn.Module]) -> str:
     return str(caught.value)
 
 
+def with_own_weight(wrap: Callable[[nn.Module], nn.Module]) -> Tensor:
+    model = wrap(Hidden("weight"))
+    with instrument(model, "mxfp8", backend="torch"):
+        return model(torch.linspace(-1, 1, 8).reshape(1, 8)).detach()
+
+
 def _rank(rank: int, directory: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
@@ -240,6 +248,7 @@ def _rank(rank: int, directory: Path) -> None:
         }
     flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence)]
+    said["own weight"] = [with_own_weight(wrap) for wrap in (lambda model: model, fully_shard)]
     torch.save(said, directory / f"said{rank}.pt")
     dist.destroy_process_group()
 
@@ -322,6 +331,13 @@ def test_parts_make_the_whole(catalog, tensors, name):
 def test_what_cannot_be_intercepted_is_refused(said):
     flat, sharded, placed, split = said[0]["refused"]
     assert "computes a product with a weight [8, 8] by linear" in flat
-    assert "computes a product with weight by linear" in sharded
+    assert "computes a product with hidden by linear" in sharded
     assert placed == "known has a DTensor as its weight, and was called with a plain tensor"
     assert split.startswith("the model attends to DTensors placed as")
+
+
+def test_a_weight_of_a_modules_own_is_intercepted_where_fsdp2_replaces_it(said):
+    for rank in range(2):
+        plain, wrapped = said[rank]["own weight"]
+        assert torch.equal(plain, wrapped)
+        assert not torch.allclose(plain, Hidden("weight")(torch.linspace(-1, 1, 8).reshape(1, 8)), rtol=1e-3)
