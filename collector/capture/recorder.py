@@ -594,7 +594,7 @@ class _Observer:
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
             squares = None
-            if seen.name == "grad_b" and self.product == Product.LINEAR:
+            if seen.name == "grad_b" and len(self.factors) == 2:  # none of an expert that no token was routed to
                 squares = _squares(*self.factors)
                 if squares.shape != operand.tensor.shape:  # of several weights shown as one
                     return
