@@ -200,7 +200,7 @@ def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
             with suppress(ValueError):  # it is empty
                 near.append(cell.cell_contents)
         spaces = [each for each in near if isinstance(each, (ModuleType, SimpleNamespace))]
-        near += [getattr(space, name, None) for space in spaces for name in names if not _foreign(space)]
+        near += [vars(space).get(name) for space in spaces for name in names if not _foreign(space)]
         waiting += [each for each in near if isinstance(each, FunctionType) and not _foreign(each)]
     return tuple(found.values())
 
