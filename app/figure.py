@@ -30,6 +30,7 @@ Chart = (
     | alt.VConcatChart
 )
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
+INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
@@ -66,6 +67,13 @@ class Figure(_Item):
     def title(self) -> str:
         title = self.chart.title
         return str(title.text) if isinstance(title, alt.TitleParams) else ""
+
+    @property
+    def sized_chart(self) -> Chart:
+        """The chart at a size of its own; concatenated and faceted charts have one."""
+        if isinstance(self.chart, alt.Chart | alt.LayerChart):
+            return self.chart.properties(width=INNER_WIDTH, height=self.height or HEIGHT)
+        return self.chart
 
     @cached_property
     def spec(self) -> dict[str, Any]:
@@ -179,13 +187,18 @@ class Drawn:
     problems  a sentence for each thing that is missing, left out or cannot be drawn
     """
 
-    items: tuple[Item, ...] = ()
+    items: tuple[Item, ...] = field(default=(), repr=False)
     verdict: str = ""
     problems: tuple[str, ...] = ()
 
     @property
     def figures(self) -> tuple[Figure, ...]:
         return tuple(item for item in self.items if isinstance(item, Figure))
+
+    @property
+    def charts(self) -> list[Chart]:
+        """The charts of the figures, to be shown, changed, concatenated and saved with Altair."""
+        return [figure.sized_chart for figure in self.figures]
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -196,6 +209,15 @@ class Drawn:
         """The problems and the texts between the figures."""
         texts = [item.text for item in self.items if isinstance(item, Text) and item.kind not in ("heading", "hint")]
         return (*self.problems, *texts)
+
+    def _ipython_display_(self) -> None:
+        """Display it in Jupyter: the verdict, the problems and texts, then the charts with their notes."""
+        print("\n".join(filter(None, (self.verdict, *self.sentences))))
+        with alt.data_transformers.enable("default", max_rows=None):
+            for figure in self.figures:
+                figure.sized_chart.show()
+                if figure.note:
+                    print(figure.note)
 
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)

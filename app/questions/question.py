@@ -58,6 +58,16 @@ class Question:
     report: Callable[[ReportSelection], Iterable[Section]] | None = None
 
     @property
+    def name(self) -> str:
+        """That of its folder."""
+        return self.draw.__module__.split(".")[-2]
+
+    @property
+    def place(self) -> str:
+        """Where it is answered, as the navigation shows it."""
+        return f"{self.page.capitalize()} › {self.title}" if self.view else self.title
+
+    @property
     def address(self) -> dict[str, str]:
         """The parameters of the link to it."""
         return ({"view": self.view} if self.view else {}) | self.link

@@ -56,8 +56,5 @@ def views_of(page: str) -> dict[str, Question]:
 
 def describe() -> str:
     """The questions as a Markdown table, for the docs."""
-    rows = []
-    for question in QUESTIONS:
-        place = f"{question.page.capitalize()} › {question.title}" if question.view else question.title
-        rows.append((question.text, place, question.help))
-    return markdown_table(("Question", "Page › view", "What it shows"), rows)
+    rows = [(question.text, question.place, f"`{question.name}`", question.help) for question in QUESTIONS]
+    return markdown_table(("Question", "Page › view", "Function of `binade.plots`", "What it shows"), rows)

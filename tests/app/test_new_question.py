@@ -48,6 +48,7 @@ CHECK = """
 import sys
 from pathlib import Path
 from streamlit.testing.v1 import AppTest
+from binade import plots
 from binade.app.pages.registry import PAGES
 from binade.app.questions.registry import describe
 from binade.app.report.contents import contributions
@@ -81,6 +82,7 @@ for page, view in PLACES:
         assert PAGES[page].title == title
     with Catalog.open(Path(sys.argv[1])) as catalog:
         pin = pins.draw(catalog, pins.Pin(page, {"view": [view]} if view else {}, "toy_bars"))
+        assert getattr(plots, f"{page}_toy")(catalog).verdict == pin.verdict
     assert [figure.name for figure in pin.figures] == ["toy_bars"], pin.problems
     section = reported[title]
     assert section.figures and section.tables and section.verdict == pin.verdict

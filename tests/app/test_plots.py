@@ -1,0 +1,96 @@
+"""The questions as functions of a catalog and a filter, and the notebook of the documentation that calls them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from binade import plots
+from binade.app.pages.registry import PAGES
+from binade.app.questions.question import Question
+from binade.app.questions.registry import QUESTIONS, views_of
+from binade.app.sessions import pins
+from binade.app.sessions.session import Pin
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.python import package_environment
+from tests.conftest import PROJECT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=lambda question: question.name)
+def test_a_question_answers_alone_as_the_app_does(question: Question, catalog: Catalog):
+    ask = getattr(plots, question.name)
+    answer = ask(catalog)
+    shown = pins.draw(catalog, Pin(question.page, {name: [text] for name, text in question.address.items()}))
+    assert (answer.verdict, answer.sentences) == (shown.verdict, shown.problems)
+    assert answer.charts and all(chart.to_dict() for chart in answer.charts)  # no more rows than Altair takes
+    views = views_of(question.page).values() if question.view else []
+    others = {control.name for view in views for control in view.controls if view is not question}
+    own = {*question.params(catalog)} | {*PAGES[question.page].params(catalog)} - others - question.ignores
+    takes = [*inspect.signature(ask).parameters][2:]
+    assert set(takes) - {"tensor"} == own - {"tensor"} - ({"view"} if question.view else set())
+    assert question.text in ask.__doc__ and all(f"    {name}: " in ask.__doc__ for name in takes)
+    assert question.name in dir(plots)
+
+
+def test_filter_and_parameters(catalog: Catalog):
+    backward = Filter(operation=["backward"])
+    answer = plots.ranking(catalog, backward, metric="absmax")
+    places = answer.tables["places"]
+    rows = catalog.tensors(backward)
+    assert places["operation"].eq("backward").all()
+    assert places["value"].iloc[0] == rows["absmax"].max()
+    assert "absmax" in answer.charts[0].to_dict()["title"]["text"].lower()
+    two = rows["tensor_id"].iloc[:2].tolist()
+    assert plots.distribution(catalog, tensor=two).tables.popitem()[1]["tensors"].tolist() == [1, 1]
+    assert two[1] in plots.why(catalog, tensor=two[1]).figures[0].caption
+    assert plots.what_if(catalog, formats=["nvfp4"]).tables["trials"]["label"].tolist() == ["nvfp4"]
+    assert plots.why(catalog, Filter(layer_index=[99])).problems == (f"No tensor in {catalog.root} matches: layer 99.",)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "named"),
+    [
+        ("ranking", {"formt": "mxfp4"}, "'formt'.* metric, format"),
+        ("ranking", {"view": "depth"}, "'view'"),
+        ("ranking", {"format": "mxfp9"}, r"'mxfp9'.* mxfp4, .*mxfp8"),
+        ("what_if", {"formats": ["mxfp4", "int2"]}, "'int2'.* mxfp4"),
+        ("why", {"tensor": "no/r00-1"}, "'no/r00-1'"),
+        ("distribution", {"tensor": ["no/r00-1"]}, "'no/r00-1'"),
+        ("attention", {"head": 0}, "'0'.* from 1 "),
+        ("predictions", {"format": "mxfp4"}, "'format'.* none"),
+    ],
+)
+def test_what_is_not_known_is_refused(catalog: Catalog, name: str, given: dict[str, object], named: str):
+    with pytest.raises(ValueError, match=re.compile(f"^plots.{name}.*{named}")):
+        getattr(plots, name)(catalog, **given)
+    with pytest.raises(AttributeError, match=r"'rankin'.* ranking"):
+        _ = plots.rankin
+
+
+def test_the_notebook_of_the_documentation(collected: Path, tmp_path: Path):
+    """It runs from start to end, and has the outputs that it was saved with: as many, of the same kinds."""
+    saved = nbformat.read(PROJECT / "docs" / "notebook.ipynb", as_version=4)
+    fresh = copy.deepcopy(saved)
+    fresh.cells.append(nbformat.v4.new_code_cell("import sys\nassert 'streamlit' not in sys.modules"))
+    environment = package_environment() | {"TENSOR_SAVE_DIR": str(collected), "IPYTHONDIR": str(tmp_path)}
+    NotebookClient(fresh, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment)
+    assert kinds(fresh)[:-1] == kinds(saved)
+    assert sum("image/png" in kind for cell in kinds(saved) for kind in cell) >= 3
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[tuple[str, ...]]]:
+    """Of each cell with code, the kinds of its outputs."""
+    return [
+        [(output.get("name", ""), *sorted(output.get("data", {}))) for output in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
