@@ -19,7 +19,7 @@ import stat
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,8 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
             raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise TensorFileError("its entries are compressed, which torch never does")
-        with safe_globals(_stand_ins(path)):
+        stand_ins = _stand_ins(path)
+        with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
