@@ -1,7 +1,7 @@
 """Reads tensor files that other tools wrote: .pt, .safetensors and .npy. Nothing is copied or executed.
 
-    .pt           torch.load(weights_only=True) only: {"tensor", "metadata"} or a bare tensor. Torch's zip format is
-                  memory-mapped; its older format is read whole
+    .pt           torch.load(weights_only=True) only: a bare tensor, {"tensor", "metadata"}, or any dict, each tensor by
+                  its key. Torch's zip format is memory-mapped; its older format is read whole
     .safetensors  every tensor by its key, with the metadata of the header
     .npy          without pickles
 
@@ -19,14 +19,16 @@ import stat
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.serialization import safe_globals
 
 from binade.data.store import TensorFileError
 
@@ -35,6 +37,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # How torch's older format begins: its magic number, pickled by any protocol from 2 on.
 OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SHOWN = 200
+ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
+QUANTIZED = "a quantized tensor of Transformer Engine is not decoded: only its high_precision values are read"
 NO_MEMORY = "it asks for more memory than there is"
 
 
@@ -46,8 +50,8 @@ class TooLargeError(TensorFileError):
 class ForeignTensor:
     """A tensor of a file: float32, bfloat16 or float16 on the CPU, with at least one element.
 
-    key       its name in the file, None in a .pt or .npy
-    metadata  the file's metadata, unchecked
+    key       its name in a file of several tensors, else None
+    metadata  the file's metadata, unchecked; of a dict that is neither of the fork's, all of it that is no tensor
     note      a sentence on how the values were converted, or None
     dtype     its dtype in the file
     refused   why it cannot be used; tensor is then None
@@ -162,7 +166,9 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
             raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise TensorFileError("its entries are compressed, which torch never does")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        stand_ins = _stand_ins(path)
+        with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     elif head.startswith(b"\x80") and OLDER_MAGIC in head:
         if room is not None and size > room:
             raise TooLargeError(_too_large("it is in torch's older format, which must be read whole", size, room))
@@ -170,12 +176,54 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
         raise TensorFileError("it is in neither of torch's formats")
-    metadata = None
-    if isinstance(content, dict):
-        metadata, content = content.get("metadata"), content.get("tensor")
-    if not isinstance(content, Tensor):
-        raise TensorFileError("it holds no tensor: a tensor, or a dict with the key 'tensor', is expected")
-    yield _usable(None, metadata, content, size, room)
+    if isinstance(content, Tensor):
+        yield _usable(None, None, content, size, room)
+    elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
+        yield _usable(None, content.get("metadata"), content["tensor"], size, room)
+    else:
+        content = content if isinstance(content, dict) else {}
+        tensors = {k: x for k, x in content.items() if isinstance(k, str) and isinstance(x, Tensor | StandIn)}
+        if not tensors:
+            raise TensorFileError("it holds no tensor: a tensor, or a dict of tensors, is expected")
+        metadata = {key: value for key, value in content.items() if key not in tensors}
+        for key, x in tensors.items():
+            if isinstance(x, Tensor):
+                yield _usable(key, metadata, x, size, room)
+            else:
+                yield ForeignTensor(key, metadata, None, refused=QUANTIZED)
+
+
+class StandIn:
+    """What an object of Transformer Engine becomes: nothing. Its class is not imported, and its content is dropped."""
+
+    def __new__(cls, *content: object) -> StandIn:
+        return object.__new__(cls)
+
+    def __init__(self, *content: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+class _Attribute(StandIn):
+    """getattr, by which Transformer Engine 2.15 names a constructor of a class: the class."""
+
+    def __new__(cls, owner: Any, name: str) -> Any:
+        return owner
+
+
+def _stand_ins(path: str) -> list[Any]:
+    """Stand-ins for the classes and functions in a .pt, if all of them are Transformer Engine's: a dump that has a
+    tensor before and after quantization is one pickle. torch refuses the file otherwise."""
+    unknown = set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    if not any(name.startswith(ENGINE) for name in unknown):
+        return []
+    if not all(name.startswith(ENGINE) or name == GETATTR for name in unknown):
+        return []
+    found = []
+    for full in unknown:
+        module, _, name = full.rpartition(".")
+        found.append(type(name, (_Attribute if full == GETATTR else StandIn,), {"__module__": module}))
+    return found
 
 
 def _safetensors(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTensor]:

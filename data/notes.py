@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,10 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
         recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
-    known = f"The name of its file is that of version {version}." if _there(version) else "Its file's name says little."
+    known = "Its file's name says little."
+    if _there(version):  # V0 to V7, or a tool
+        numbered = re.fullmatch(r"V\d[a-z]?", version)
+        known = f"The name of its file is that of version {version}." if numbered else f"Its file is {version}'s."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
     if _there(row["corrections"]):
         sentences += row["corrections"].split("\n")

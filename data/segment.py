@@ -72,7 +72,7 @@ class Shard:
 class Origin:
     """What is known about an imported tensor in addition to its Identity.
 
-    version      version of the file name's format (V0 to V7); None for any other name
+    version      the tool that wrote the file; of the Megatron fork the version of the name, V0 to V7; None for others
     quant_type   as written in the log
     stage        "before" or "after" quantization; None if it was not quantized, or it is not known
     corrections  one sentence for each value that differs from the log

@@ -139,7 +139,7 @@ def test_a_library_stays_in_its_house(library, at_home):
         "binade.cli",
         "binade.collector",
         "binade.collector.cli.options",
-        "binade.collector.imports.logs",
+        "binade.collector.imports.registry",
         "binade.collector.jobs",
         "binade.collector.recipes.parse",
         "binade.collector.recipes.recipe",

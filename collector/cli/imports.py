@@ -24,7 +24,9 @@ SHOWN_REFUSALS = 10
 def _import(context: click.Context, directory: str, scores: tuple[str, ...], workers: int | None, root: str) -> int:
     """Index tensors that other tools have logged, where they lie.
 
-    DIR holds .pt, .safetensors and .npy files, at any depth.
+    DIR holds .pt, .safetensors and .npy files, at any depth. Layers, tensors and
+    iterations are named in logs of the Megatron-LM fork and in dumps of Transformer
+    Engine (DumpTensors), msprobe and SGLang.
     """
     argv, into = context.find_root().obj, resolve_root(root)
     from binade.collector.imports.workers import prepare
@@ -54,8 +56,8 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
         return 0
     added = f"{result.tensors} tensors of {result.files} files, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
     lines = [f"{result.run_id}: {added if result.files else 'nothing new'}; {result.known} files were known"]
-    if result.by_version:
-        lines.append("by version: " + ", ".join(f"{version} {count}" for version, count in result.by_version.items()))
+    if result.by_source:
+        lines.append("by source: " + ", ".join(f"{source} {count}" for source, count in result.by_source.items()))
     print_text("\n".join([*lines, *_refusals(result)]))
     return 0
 

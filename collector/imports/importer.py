@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from binade.collector.imports.logs import Log, interpret
+from binade.collector.imports.log import Log
+from binade.collector.imports.registry import beside, interpret
 from binade.collector.imports.workers import Death, scatter
 from binade.collector.training.config import ConfigError
 from binade.collector.training.memory import available_host_memory
@@ -115,8 +116,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: tensors and files added, files that were known, files added by version, and what was
-    refused."""
+    """What an import did: tensors and files added, files that were known, files added by source (see
+    log.Log.version), and what was refused."""
 
     run_id: str
     directory: Path
@@ -124,7 +125,7 @@ class Imported:
     files: int
     known: int
     bytes: int
-    by_version: dict[str, int]
+    by_source: dict[str, int]
     refused: list[Refusal]
     seconds: float
 
@@ -255,7 +256,8 @@ def _checked(source: Path, root: Path) -> Path:
 
 
 def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
-    """The tensor files under a directory in the order of their names, and the refusals of all other files.
+    """The tensor files under a directory in the order of their names, and the refusals of all other files but
+    those that a tool writes beside its tensors.
 
     Links are not followed: their targets in the directory are found anyway, others lie outside of it. The root of the
     runs is left out.
@@ -285,15 +287,16 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
             elif stat.S_ISDIR(status.st_mode):
                 if path != ours:
                     below.append(entry)
-            elif reason := _refusal(path, status, source):
-                refuse(path, reason)
+            elif (reason := _refusal(path, status, source)) is not None:
+                if reason:
+                    refuse(path, reason)
             else:
                 files.append(File(path, path[prefix:], status.st_size, status.st_mtime_ns))
     return files, refused
 
 
 def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
-    """Why an entry other than a directory is not read; None for a tensor file."""
+    """Why an entry other than a directory is not read, "" if nobody needs to know; None for a tensor file."""
     if stat.S_ISLNK(status.st_mode):
         try:
             target = Path(os.path.realpath(path, strict=True))
@@ -308,6 +311,8 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
     if suffix in (".pkl", ".pickle"):
         return PICKLE
     if suffix not in SUFFIXES:
+        if (reason := beside(Path(path))) is not None:
+            return reason
         return f"not a tensor file: {', '.join(SUFFIXES)} are read"
     return None if status.st_size else "it is empty (0 bytes)"
 
@@ -478,7 +483,7 @@ class _Import:
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
         write_atomic(directory / "refused.jsonl", _lines(self.refused))
         config = json.loads((directory / "run.json").read_bytes())
-        config["files"] = _by_version(self._known_entries())
+        config["files"] = _by_source(self._known_entries())
         config["refused"] = {
             "count": len(self.refused),
             "reasons": dict(Counter(refusal.reason for refusal in self.refused).most_common(20)),
@@ -493,7 +498,7 @@ class _Import:
             files=len(self.added),
             known=self.known,
             bytes=sum(entry.size for entry in self.added),
-            by_version=_by_version(self.added),
+            by_source=_by_source(self.added),
             refused=self.refused,
             seconds=seconds,
         )
@@ -507,7 +512,7 @@ def _cause(death: Death) -> str:
     return causes.get(death.by, f"its reader crashed ({death.by})")
 
 
-def _by_version(entries: list[Entry]) -> dict[str, int]:
+def _by_source(entries: list[Entry]) -> dict[str, int]:
     counts = Counter(entry.version or "other names" for entry in entries)
     return {version: counts[version] for version in sorted(counts, key=lambda name: (len(name) > 3, name))}
 

@@ -71,7 +71,7 @@ def test_a_file_of_each_version(bring, capsys, tmp_path, logs, older):
     assert bring("--scores", ",".join(FORMATS)) == 0
     out, err = capsys.readouterr()
     assert err == "" and "9 tensors of 9 files" in out
-    assert f"by version: {', '.join(f'{version} 1' for version in NAMES)}\n" in out
+    assert f"by source: {', '.join(f'{version} 1' for version in NAMES)}\n" in out
     run = only_run(tmp_path)
     assert run.status.state == DONE and run.status.tensors == 9 and run.config["kind"] == "import"
     assert run.config["source"] == str(logs) and run.config["files"] == dict.fromkeys(NAMES, 1)
@@ -196,7 +196,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "number": 7,
     }.items():
         torch.save(x, logs / f"{name}.pt")
-    torch.save({"weights": bad}, logs / "state_dict.pt")
+    torch.save({"weights": [bad]}, logs / "state_dict.pt")
     torch.save({"tensor": bad, "metadata": Evil(proof)}, logs / "evil.pt")
     torch.save({"tensor": bad, "metadata": Evil(proof)}, logs / "evil_older.pt", _use_new_zipfile_serialization=False)
     for name in ("pickle.pt", "pickle.pkl", "pickle.npy", "pickle.safetensors"):

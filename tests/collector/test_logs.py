@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.collector.imports.logs import Log, interpret
+from binade.collector.imports.log import Log
+from binade.collector.imports.registry import IMPORTERS, interpret
 from binade.quant.formats import FORMATS
 from tests.collector.logs_made import NAMES
 
@@ -238,6 +239,12 @@ LIKE_A_NAME = st.from_regex(
     r"_(forward|backward)(_(pre|post)_(FA|linear|attention))?_[a-z0-9_]{1,20}(_rank[0-9]+)?_[\w<>'\"; ]{0,20}",
     fullmatch=True,
 )
+LIKE_A_DUMP = st.from_regex(
+    r"Module\.layers\.[0-9]{1,12}\.[a-z_.<]{1,20}\.Linear\.(forward\.0\.(input|parameters)\.[a-z0<]{1,9}|parameters_grad\.b)"
+    r"|step=[0-9]{1,12}___rank=[0-9]{0,12}___dump_index=1___name=(grad__)?(param__|non_intrusive__)?[a-z0_.<']{0,20}\.inputs\.0"
+    r"|_?[a-z_<]{0,9}layers_[0-9]{1,30}_[a-z_]{1,20}_(activation|wgrad)",
+    fullmatch=True,
+)
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=40) | st.binary(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
@@ -249,18 +256,28 @@ KEYS = ("layer_type", "operation", "quant_type", "tensor_name", "phase", "compon
 
 @settings(max_examples=400)
 @given(
-    name=LIKE_A_NAME | st.text(max_size=60),
-    parent=st.text(max_size=20) | st.sampled_from(["iter_1", "iter_" + "9" * 40, "mxfp8"]),
-    metadata=ANYTHING | st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=6),
-    key=st.none() | st.text(max_size=20),
+    name=LIKE_A_NAME | LIKE_A_DUMP | st.text(max_size=60),
+    parent=st.text(max_size=20)
+    | st.sampled_from(["iter_1", "iter_" + "9" * 40, "mxfp8", "dump_tensor_data", "iter_000002"]),
+    metadata=ANYTHING
+    | st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=6)
+    | st.fixed_dictionaries({"meta": st.dictionaries(st.sampled_from(("name", "rank", "layer_id")), ANYTHING)}),
+    key=st.none() | st.text(max_size=20) | st.just("high_precision"),
 )
 def test_nothing_raises_and_only_plain_words_come_out(name, parent, metadata, key):
-    log = interpret(PurePath(parent) / f"{name}.pt", metadata, key)
-    assert log.quant_type in (None, *FORMATS) and log.version in (None, *NAMES)
+    log = interpret(PurePath("rank_0", parent) / f"{name}.pt", metadata, key)
+    assert log.quant_type in (None, *FORMATS)
+    assert log.version in (None, *NAMES, *(importer.name for importer in IMPORTERS))
     assert log.layer_type in (None, "attention", "linear") and log.operation in (None, "forward", "backward")
     assert log.phase in (None, "pre", "post") and log.component in (None, "FA", "linear")
     assert log.stage in (None, "before", "after") and log.contracted_axis in (None, -1, -2)
-    for number, least in ((log.layer_index, 1), (log.iteration, 0), (log.micro_batch, 0), (log.rank, 0)):
+    for number, least in (
+        (log.layer_index, 1),
+        (log.iteration, 0),
+        (log.micro_batch, 0),
+        (log.rank, 0),
+        (log.expert, 0),
+    ):
         assert number is None or (type(number) is int and least <= number < 2**31)
     for word in (log.tensor_name, log.module, log.original_quant_type, *log.corrections):
         assert word is None or (word.isascii() and word.isprintable() and len(word) < 700)

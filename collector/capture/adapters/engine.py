@@ -24,10 +24,9 @@ from binade.collector.capture.adapters import megatron
 from binade.collector.capture.adapters.attention import _attention_backward, _probabilities
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Refused, replaces
 from binade.collector.capture.adapters.products import listen_to_result, listened, showing_operands
-from binade.collector.capture.adapters.torch_modules import site
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Group, Quantization, heads_shard, linear_shard
-from binade.collector.models.site import Site
+from binade.collector.models.site import Site, site
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap
 

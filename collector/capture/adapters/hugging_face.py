@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.attention import SdpaMode, WrittenMode
 from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
-from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer, site
+from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer
 from binade.collector.models.parallel import Quantization
+from binade.collector.models.site import site
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 

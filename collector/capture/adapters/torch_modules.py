@@ -34,53 +34,11 @@ from binade.collector.capture.adapters.layer import HEAD, Attach, Detach, Layer,
 from binade.collector.capture.adapters.products import linear
 from binade.collector.capture.adapters.weights import NAMES, OwnProducts
 from binade.collector.models.parallel import Quantization
-from binade.collector.models.site import Site
+from binade.collector.models.site import path_parts, site
 
-# Usual ends of the paths of linear layers, and what collector calls them; a longer end goes first.
-WORDS = {
-    "c_q": "q",
-    "q_lin": "q",
-    "query": "q",
-    "c_k": "k",
-    "k_lin": "k",
-    "key": "k",
-    "c_v": "v",
-    "v_lin": "v",
-    "value": "v",
-    "out_lin": "proj",
-    "attn.c_proj": "proj",
-    "attention.dense": "proj",
-    "self_attention.dense": "proj",
-    "self_attn.dense": "proj",
-    "attention.output.dense": "proj",
-    "intermediate.dense": "fc1",
-    "dense_h_to_4h": "fc1",
-    "lin1": "fc1",
-    "mlp.c_proj": "fc2",
-    "output.dense": "fc2",
-    "dense_4h_to_h": "fc2",
-    "lin2": "fc2",
-    "w1": "gate",
-    "w3": "up",
-    "w2": "fc2",
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "qkv_proj": "qkv",
-    "query_key_value": "qkv",
-    "c_attn": "qkv",
-    "o_proj": "proj",
-    "out_proj": "proj",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "gate_up_proj": "fc1",
-    "c_fc": "fc1",
-    "down_proj": "fc2",
-}
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
 NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = ("lm_head", "embed_out", "unembed", "output_head")
-WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 HIDDEN = (
     (nn.MultiheadAttention, "it computes its products itself: use F.scaled_dot_product_attention and nn.Linear"),
     (nn.RNNBase, "a recurrent network's products are out of sight"),
@@ -105,7 +63,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
         elif isinstance(module, nn.Linear):
             found = linear_layer(name, module)
             parent, _, last = name.rpartition(".")
-            is_head = module.weight in tables or _parts(name)[-1:] in [[head] for head in HEADS]
+            is_head = module.weight in tables or path_parts(name)[-1:] in [[head] for head in HEADS]
             if name and calls(modules[parent], last, "weight", NAMES):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
@@ -217,28 +175,6 @@ def _names(code: CodeType) -> frozenset[str]:
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     operators = {"@"} if any(each.argrepr == "@" for each in dis.get_instructions(code)) else set()
     return frozenset(operators.union(code.co_names, *map(_names, inner)))
-
-
-def _parts(name: str) -> list[str]:
-    return [part for part in name.split(".") if part and part not in WRAPPERS]
-
-
-def site(name: str, module: str | None = None) -> tuple[Site, str]:
-    """The site of a module by its path, and the other word for it: the path without the layer's number."""
-    parts = _parts(name)
-    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-    number = 0 if at is None else int(parts[at]) + 1
-    below = parts if at is None else parts[at + 1 :]
-    expert = re.search(r"(?:^|\.)experts\.(\d+)\.", ".".join(below))
-    last = below[-1] if below else "linear"
-    path = ".".join(part for i, part in enumerate(parts) if i != at) or last
-    if module == "core":
-        path = f"{path}.core"
-    lora = next((i for i, part in enumerate(below) if part.startswith("lora_")), len(below))
-    ends = (".".join(below[start:lora]) for start in range(lora))
-    word = next((WORDS[end] for end in ends if end in WORDS), below[lora - 1] if lora else last)
-    word = ".".join((word, *(part for part in below[lora:] if part != "default")))
-    return Site(number, module or word, int(expert[1]) if expert else None), path
 
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:

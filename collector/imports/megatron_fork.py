@@ -1,6 +1,6 @@
-"""Reads what a tensor log of another tool says about its tensor, from its file name and metadata. No torch.
+"""A widely used fork of Megatron-LM: what its tensor logs say, by their file names and metadata. No torch.
 
-A widely used fork of Megatron-LM writes one file per tensor and has changed its naming scheme seven times:
+The fork writes one file per tensor and has changed its naming scheme seven times:
 
     V0   {time}_{count}_{layer type}_L{layer}_{operation}_{quant type}_{tensor}
     V1   ..._{operation}_{phase}_{component}_{quant type}_{tensor}
@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import PurePath
-from typing import Any, TypeGuard
+from typing import Any
 
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.collector.imports.log import AFTER, BEFORE, CONTRACTED, LONGEST, Importer, Log, integer, is_word
 from binade.quant.formats import FORMATS
-
-BEFORE, AFTER = "before", "after"
 
 # How that tool spells our formats. "mxfp" alone names no element format.
 SPELLINGS = {
@@ -48,9 +46,6 @@ QUANTIZED = "_quantized"
 KNOWN_QUANT_TYPES = sorted([*FORMATS, *FORMATS.aliases, *SPELLINGS, *AMBIGUOUS], key=len, reverse=True)
 
 MISSING = ("", "none", "null", "unknown", "n/a")
-LARGEST = (1 << 31) - 1
-LONGEST = 128
-_WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
 _STAMP = "%Y%m%d_%H%M%S"
 _SAVE_TIME = "%Y-%m-%d %H:%M:%S"
 
@@ -69,48 +64,9 @@ _PLACE = re.compile(r"_(rank|sample|group)(\d+)", re.ASCII)
 _ITERATION = re.compile(r"iter_(?P<iteration>\d+)", re.ASCII)
 _BARE = re.compile(r"(?P<direction>fwd|bwd)_(?P<side>in|out)_.+", re.ASCII)
 
-# The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
-# input_B on whether it was transposed.
-_CONTRACTED: dict[tuple[str | None, ...], int] = {
-    (kind.layer_type, kind.operation, kind.name): -1 for kind in TENSOR_KINDS if kind.contracted_axis == -1
-} | {("linear", "backward", "weight"): -2}  # [out, in]: the forward GEMM contracts in, dgrad contracts out
 
-
-@dataclass(frozen=True)
-class Log:
-    """What a log says about its tensor, in Binade's words. None where it does not say.
-
-    version           how its file is named: V0 to V7, None for any other name
-    layer_index       from 1; iteration, micro_batch, rank, expert from 0
-    quant_type        one of FORMATS; original_quant_type as the log spells it
-    stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
-    captured          the time in the log; its time zone is unknown
-    contracted_axis   of an operand, from the end
-    corrections       a sentence for each thing that is not as the log says, with the reason
-    """
-
-    version: str | None = None
-    quant_type: str | None = None
-    original_quant_type: str | None = None
-    stage: str | None = None
-    layer_type: str | None = None
-    layer_index: int | None = None
-    module: str | None = None
-    component: str | None = None
-    operation: str | None = None
-    phase: str | None = None
-    tensor_name: str | None = None
-    iteration: int | None = None
-    micro_batch: int | None = None
-    rank: int | None = None
-    expert: int | None = None
-    captured: datetime | None = None
-    contracted_axis: int | None = None
-    corrections: tuple[str, ...] = ()
-
-
-def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
-    """Read a log's path, metadata and key (of a file with several tensors). Never raises.
+def read(path: PurePath, metadata: object, key: str | None) -> Log:
+    """Read a log's path, metadata and key (of a file with several tensors).
 
     Only the last two parts of the path are used; metadata other than a dict is left out.
     """
@@ -118,14 +74,14 @@ def interpret(path: PurePath, metadata: object = None, key: str | None = None) -
     version, words = _from_name(path)
     named = {name: value for name, value in words.items() if value is not None}
     described = _from_metadata(metadata, notes)
-    if key is not None and key != "tensor" and _word(key):
+    if key is not None and key != "tensor" and is_word(key):
         described["tensor_name"] = key
     _compare(named, described, notes)
     known = named | described
     directory = path.parent.name
     if "quant_type" not in known and directory.removesuffix(QUANTIZED) in KNOWN_QUANT_TYPES:
         known["quant_type"] = directory
-    if version is None and "tensor_name" not in known and _word(path.stem):
+    if version is None and "tensor_name" not in known and is_word(path.stem):
         known["tensor_name"] = path.stem
     original = known.pop("quant_type", None)
     quant_type, stage = _quant_type(original, notes)
@@ -142,7 +98,7 @@ def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
             "operation": "forward" if forward else "backward",
             "phase": "pre" if entering else "post",
             "tensor_name": "input" if entering else "output",
-            "iteration": _integer(iteration["iteration"], 0),
+            "iteration": integer(iteration["iteration"], 0),
         }
     found = _NAME.fullmatch(stem)
     tail = _tail(found["tail"]) if found else None
@@ -151,13 +107,13 @@ def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
     places = tail.pop("places")
     return _version(found, places), tail | {
         "layer_type": found["layer_type"] or found["second_type"],
-        "layer_index": _integer(found["layer"] or found["first_layer"], 1),
+        "layer_index": integer(found["layer"] or found["first_layer"], 1),
         "operation": found["operation"],
         "phase": found["phase"],
         "component": found["component"],
-        "iteration": _integer(found["iteration"], 0),
-        "rank": _integer(places.get("rank"), 0),
-        "sample": _integer(places.get("sample"), 0),
+        "iteration": integer(found["iteration"], 0),
+        "rank": integer(places.get("rank"), 0),
+        "sample": integer(places.get("sample"), 0),
         "captured": _time(found["stamp"], _STAMP),
     }
 
@@ -186,19 +142,19 @@ def _tail(text: str) -> dict[str, Any] | None:
         elif text[len(known) :].startswith(f"{QUANTIZED}_"):
             known += QUANTIZED
         words = {"quant_type": text[: len(known)], "tensor_name": text[len(known) + 1 :], "places": {}}
-    return words if _word(words["quant_type"]) and _word(words["tensor_name"]) else None
+    return words if is_word(words["quant_type"]) and is_word(words["tensor_name"]) else None
 
 
 def _choice(*allowed: str) -> tuple[Callable[[Any], str | None], str]:
     spelling = {word.lower(): word for word in allowed}
-    return lambda value: spelling.get(value.lower()) if _word(value) else None, f"none of {', '.join(allowed)}"
+    return lambda value: spelling.get(value.lower()) if is_word(value) else None, f"none of {', '.join(allowed)}"
 
 
 def _number(least: int) -> tuple[Callable[[Any], int | None], str]:
-    return lambda value: _integer(value, least), f"not a whole number from {least}"
+    return lambda value: integer(value, least), f"not a whole number from {least}"
 
 
-_PLAIN: tuple[Callable[[Any], str | None], str] = (lambda value: value if _word(value) else None, "not a plain word")
+_PLAIN: tuple[Callable[[Any], str | None], str] = (lambda value: value if is_word(value) else None, "not a plain word")
 
 # What is read of the metadata: by which word of Binade, how (None for what cannot be used), and what such a value is.
 # Of the two words for a micro-batch the later one is used.
@@ -270,7 +226,7 @@ def _corrected(log: Log, notes: list[str]) -> Log:
     """Correct what that tool is known to mislabel, in Binade's words, with the axis that a GEMM contracts."""
     changes, note = _mislabelled(log)
     log = replace(log, **changes, corrections=(*notes, *([note] if note else [])))
-    axis = log.contracted_axis or _CONTRACTED.get((log.layer_type, log.operation, log.tensor_name))
+    axis = log.contracted_axis or CONTRACTED.get((log.layer_type, log.operation, log.tensor_name))
     if log.tensor_name == "weight" and "tensor_name" in changes:
         axis = None  # whether it was transposed is not recorded
     component = "FA" if log.component == "attention" else log.component
@@ -330,20 +286,6 @@ def _absent(value: object) -> bool:
     return value is None or (isinstance(value, str) and len(value) <= LONGEST and value.strip().lower() in MISSING)
 
 
-def _word(value: object) -> TypeGuard[str]:
-    """Whether it is plain ASCII of a reasonable length: no path, markup, quote or line break."""
-    return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
-
-
-def _integer(value: object, least: int) -> int | None:
-    """A whole number from `least` that fits 32 bits, also as text (safetensors keeps texts only), else None."""
-    if isinstance(value, str) and len(value) <= 20 and re.fullmatch(r"\d+", value, re.ASCII):
-        value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
-        return None
-    return value
-
-
 def _time(value: object, layout: str) -> datetime | None:
     if not isinstance(value, str) or len(value) > 40:
         return None
@@ -351,3 +293,6 @@ def _time(value: object, layout: str) -> datetime | None:
         return datetime.strptime(value, layout)
     except ValueError:
         return None
+
+
+IMPORTER = Importer("Megatron fork", read)

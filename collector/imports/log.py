@@ -1,0 +1,123 @@
+"""What an importer makes of a tensor file of another tool, and the checks of what such a file says. No torch.
+
+An importer is one file here and one line in registry.py. Its `read` gets the path of a file that data.foreign has read,
+its metadata, and the tensor's key in it, and returns a Log, or None if the file is not one of its tool. Paths and
+metadata are untrusted: `read` never raises, and `make` leaves out what is not a plain word or number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePath
+from typing import Any, TypeGuard
+
+from binade.collector.models.site import WORDS, path_parts, site
+from binade.data.tensor_kinds import TENSOR_KINDS
+
+BEFORE, AFTER = "before", "after"
+
+LARGEST = (1 << 31) - 1
+LONGEST = 128
+_WORD = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.+-]{{0,{LONGEST - 1}}}")
+LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by their usual names
+
+# The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
+# input_B on whether it was transposed.
+CONTRACTED: dict[tuple[str | None, ...], int] = {
+    (kind.layer_type, kind.operation, kind.name): -1 for kind in TENSOR_KINDS if kind.contracted_axis == -1
+} | {("linear", "backward", "weight"): -2}  # [out, in]: the forward GEMM contracts in, dgrad contracts out
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log says about its tensor, in Binade's words. None where it does not say.
+
+    version           the tool, or V0 to V7 as the Megatron fork has named its files; None for any other file
+    layer_index       from 1; iteration, micro_batch, rank, expert from 0
+    quant_type        one of FORMATS; original_quant_type as the log spells it
+    stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
+    captured          the time in the log; its time zone is unknown
+    contracted_axis   of an operand, from the end
+    corrections       a sentence for each thing that is not as the log says, with the reason
+    """
+
+    version: str | None = None
+    quant_type: str | None = None
+    original_quant_type: str | None = None
+    stage: str | None = None
+    layer_type: str | None = None
+    layer_index: int | None = None
+    module: str | None = None
+    component: str | None = None
+    operation: str | None = None
+    phase: str | None = None
+    tensor_name: str | None = None
+    iteration: int | None = None
+    micro_batch: int | None = None
+    rank: int | None = None
+    expert: int | None = None
+    captured: datetime | None = None
+    contracted_axis: int | None = None
+    corrections: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Importer:
+    """A tool whose files are understood.
+
+    read    what a file of the tool says about a tensor (path, metadata, key); None for another tool's file
+    beside  of a file that holds no tensor: "" if the tool writes it beside the tensors and it is skipped, why it is
+            refused if tensors should have been there, None if it is not the tool's
+    """
+
+    name: str
+    read: Callable[[PurePath, object, str | None], Log | None]
+    beside: Callable[[Path], str | None] = lambda path: None
+
+
+def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
+    """A Log of words as they are found, of which those that are not plain are left out. Its layer_type decides
+    component and, with the operation, the axis that is contracted."""
+    known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
+    for name, least in {"layer_index": 1, "iteration": 0, "rank": 0, "expert": 0}.items():
+        known[name] = integer(words.get(name), least)
+    known["component"] = {"linear": "linear", "attention": "FA"}.get(known.get("layer_type", ""))
+    axis = CONTRACTED.get(tuple(known.get(name) for name in ("layer_type", "operation", "tensor_name")))
+    return Log(version, contracted_axis=axis, corrections=corrections, **known)
+
+
+def place(path: str) -> dict[str, Any]:
+    """The layer, module and expert of a module's path in torch ("decoder.layers.0.self_attention.linear_qkv"), which
+    counts layers from 0. Megatron's names become ours."""
+    parts = path_parts(path) if is_word(path) else []
+    if not parts:
+        return {}
+    if parts[0].isdecimal() and any(part.isdecimal() for part in parts[1:]):  # of a model in a list of models
+        parts = parts[1:]
+    where, _ = site(".".join(parts))
+    module = None if parts[-1].isdecimal() else module_word(path, where.module)
+    return {"layer_index": where.layer_index, "module": module, "expert": where.expert}
+
+
+def module_word(path: str, last: str) -> str:
+    """Our word for a module that Megatron calls `last`."""
+    if last.startswith("linear_"):
+        last = last.removeprefix("linear_").removesuffix("_proj")
+    return f"shared_{last}" if "shared_experts" in path else last
+
+
+def is_word(value: object) -> TypeGuard[str]:
+    """Whether it is plain ASCII of a reasonable length: no path, markup, quote or line break."""
+    return isinstance(value, str) and len(value) <= LONGEST and _WORD.fullmatch(value) is not None
+
+
+def integer(value: object, least: int) -> int | None:
+    """A whole number from `least` that fits 32 bits, also as text (safetensors keeps texts only), else None."""
+    if isinstance(value, str) and len(value) <= 20 and re.fullmatch(r"\d+", value, re.ASCII):
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST:
+        return None
+    return value

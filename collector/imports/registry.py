@@ -1,0 +1,27 @@
+"""The importers. To read another tool's files, write one (see log.Importer) and add it to IMPORTERS. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePath
+
+from binade.collector.imports import megatron_fork, msprobe, sglang, transformer_engine
+from binade.collector.imports.log import Importer, Log
+
+# The first that knows a file reads it. The Megatron fork's comes last: of any other file it takes what the name gives.
+IMPORTERS: tuple[Importer, ...] = (
+    transformer_engine.IMPORTER,
+    msprobe.IMPORTER,
+    sglang.IMPORTER,
+    megatron_fork.IMPORTER,
+)
+
+
+def interpret(path: PurePath, metadata: object = None, key: str | None = None) -> Log:
+    """What a file says about its tensor. Never raises."""
+    logs = (importer.read(path, metadata, key) for importer in IMPORTERS)
+    return next((log for log in logs if log is not None), Log())
+
+
+def beside(path: Path) -> str | None:
+    """See log.Importer."""
+    return next((reason for importer in IMPORTERS if (reason := importer.beside(path)) is not None), None)
