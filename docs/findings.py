@@ -1,0 +1,80 @@
+"""Draws the pictures of docs/findings.md from the root that its commands make: python docs/findings.py [ROOT]
+
+Prints the figures that the text quotes, too.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import altair as alt
+import pandas as pd
+
+from binade import Catalog, Filter
+
+HERE = Path(__file__).parent / "findings"
+INPUTS = Filter(recipe=("bf16",), tensor_name=("input",))
+GRADIENTS = Filter(recipe=("bf16",), tensor_name=("grad_output",))
+PLACE = ("layer_index", "module", "tensor_name")
+
+
+def place(table: pd.DataFrame) -> pd.Series:
+    return "L" + table["layer_index"].astype(int).astype(str) + " " + table["module"]
+
+
+def formats(catalog: Catalog, where: Filter, names: list[str], by: tuple[str, ...] = PLACE[:2]) -> pd.DataFrame:
+    """What each format does to the tensors of a place."""
+    return pd.concat([catalog.errors(name, by, where).assign(format=name) for name in names], ignore_index=True)
+
+
+def dots(table: pd.DataFrame, x: str, title: str, axis: str) -> alt.Chart:
+    order = list(dict.fromkeys(table["place"]))
+    return (
+        alt.Chart(table.replace([float("inf")], float("nan")), title=title)
+        .mark_point(filled=True, size=70)
+        .encode(
+            x=alt.X(f"{x}:Q", title=axis, scale=alt.Scale(zero=False, padding=12)),
+            y=alt.Y("place:N", title=None, sort=order),
+            color=alt.Color("format:N", title=None, legend=alt.Legend(orient="bottom", columns=2, labelLimit=300)),
+            shape=alt.Shape("format:N", title=None),
+        )
+        .properties(width=460, height=18 * len(order))
+    )
+
+
+def main() -> None:
+    HERE.mkdir(exist_ok=True)
+    with Catalog.open(sys.argv[1] if len(sys.argv) > 1 else "data/findings") as catalog:
+        rows = catalog.tensors(INPUTS)
+        rows = rows.groupby(["layer_index", "module"], as_index=False).agg(
+            absmax=("absmax", "max"), rms=("rms", "max"), kurtosis=("kurtosis", "max")
+        )
+        outliers = rows.assign(place=place(rows), format="largest magnitude / rms", ratio=rows["absmax"] / rows["rms"])
+        print(outliers[["place", "absmax", "ratio", "kurtosis"]].to_string())
+        chart = dots(outliers, "ratio", "Inputs of linear layers: largest magnitude over rms", "max |x| / rms")
+        charts = {"outliers": chart}
+        for name, where, specs, title in (
+            ("gradients", GRADIENTS, ["mxfp8", "mxfp8_e5m2", "fp8_e4m3", "fp8_e5m2"], "Gradients of outputs"),
+            ("scales", INPUTS, ["mxfp8", "mxfp8(scale=rceil)", "mxfp4", "mxfp4(scale=rceil)"], "Inputs"),
+            ("rotation", INPUTS, ["mxfp4", "mxfp4(hadamard=32)", "nvfp4", "nvfp4(hadamard=16)"], "Inputs"),
+        ):
+            table = formats(catalog, where, specs)
+            table = table.assign(place=place(table))
+            charts[name] = dots(table, "sqnr_db", f"{title}: SQNR by format", "SQNR (dB)")
+            print(table.pivot(index="place", columns="format", values="sqnr_db").round(1).to_string())
+            pooled = formats(catalog, where, specs, ("tensor_name",))
+            print(pooled[["format", "sqnr_db", "flush_to_zero", "saturated"]].round(5).to_string())
+        results = catalog.results(Filter(recipe=("mxfp4",))).dropna(subset="result_sqnr_db")
+        noise = results.assign(noise=10 ** (-results["result_sqnr_db"] / 10), place=place(results))
+        noise = noise[noise["part"] == "linear"].groupby(["place", "gemm"], as_index=False)["noise"].mean()
+        noise = noise.assign(sqnr_db=-10 * noise["noise"].map(lambda n: math.log10(n)), format=noise["gemm"])
+        charts["gemms"] = dots(noise, "sqnr_db", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
+        print(noise.pivot(index="place", columns="gemm", values="sqnr_db").round(1).to_string())
+    for name, each in charts.items():
+        each.save(HERE / f"{name}.png", scale_factor=1.2)
+
+
+if __name__ == "__main__":
+    main()
