@@ -77,7 +77,12 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
     found = found.assign(field=_fields(found)).dropna(subset="field")
     table, left = _complete(found)
     forward = table[table["gemm"] == FORWARD]
-    if forward.empty or forward["first"].isna().all():
+    if forward.empty:
+        raise AdviceError(
+            "both operands of no forward GEMM were recorded and scored: record inputs and weights, as binade run does "
+            "without --tensors"
+        )
+    if forward["first"].isna().all():
         raise AdviceError(
             "no gradient of a forward operand was recorded, so no change of the loss is predicted: record a run with "
             "a backward pass and --measures loss"
