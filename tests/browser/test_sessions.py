@@ -71,7 +71,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     assert seen["histogram"] and seen["boxes"]
     pin(page, "histogram")
     turn_to(page, "Worst")
-    press(page, "By depth")
+    press(page, "Depth")
     seen["depth"] = drawn(page, "depth")
     pin(page, "depth")
     turn_to(page, "Explore")

@@ -55,7 +55,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 DEPTH = Question(
     text="Does it get worse with depth?",
-    title="By depth",
+    title="Depth",
     icon=":material/layers:",
     help="Any metric by tensor and layer",
     page="worst",

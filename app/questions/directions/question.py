@@ -65,7 +65,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 DIRECTIONS = Question(
     text="Which gradients flush to zero?",
-    title="Forward and backward",
+    title="Directions",
     icon=":material/swap_horiz:",
     help="Forward against backward, side by side",
     page="worst",

@@ -65,23 +65,23 @@ def measured(opened: Catalog, found: Costs, where: Filter) -> tuple[pd.DataFrame
     """(the recipes that trained beside a bf16 run of the same data, one row each; how many are left out, as nothing is
     predicted for them).
 
-    Columns recipe, advised (whether the advisor made it), bits, predicted, seeds, first (the gap of the first
-    iteration, before any step, mean over seeds), gap (mean over iterations and seeds), low, high (its 95 % interval,
-    NaN of one seed).
+    Columns recipe (what was rounded, where its name does not say it), advised (whether the advisor made it), bits,
+    predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
+    iterations and seeds), low, high (its 95 % interval, NaN of one seed).
     """
     model = opened.runs().set_index("run_id").loc[list(found.runs)]
     runs = opened.runs()
     same = (runs[["model", "size", "dataset"]] == model[["model", "size", "dataset"]].iloc[0]).all(axis=1)
     table = runs_with_reference(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
-        ["recipe", "seed", "settings"], keep="last"
+        ["name", "seed", "settings"], keep="last"
     )
     gaps = loss_gaps(table, losses_of(opened, [*table["run_id"], *table["reference"].dropna()]))
     by_run = gaps.sort_values("iteration").groupby("run_id")["gap"].agg(["first", "mean"])
     table = table.merge(by_run, left_on="run_id", right_index=True)
     configs = dict(zip(runs["run_id"], runs["config"], strict=True))
     rows, left = [], 0
-    for (recipe, _), own in table.groupby(["recipe", "settings"], sort=False):
+    for (recipe, _), own in table.groupby(["name", "settings"], sort=False):
         try:
             config = json.loads(configs[own["run_id"].iloc[-1]])
             made = draft_of(config["recipe_toml"], str(recipe)).recipe(str(recipe))

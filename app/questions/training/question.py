@@ -88,7 +88,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 TRAINING = Question(
     text="Does it change in training?",
-    title="In training",
+    title="Training",
     icon=":material/timeline:",
     help="Any metric by iteration and layer",
     page="worst",
