@@ -26,6 +26,11 @@ class AdviceError(ConfigError):
 
     exit_status = 1
 
+    @property
+    def sentence(self) -> str:
+        text = str(self)
+        return f"{text[:1].upper()}{text[1:]}."
+
 
 @dataclass(frozen=True, eq=False)
 class Costs:

@@ -75,7 +75,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     try:
         found = advice_of(selection, values)
     except AdviceError as error:
-        return Drawn(problems=(f"{str(error)[:1].upper()}{str(error)[1:]}.",))
+        return Drawn(problems=(error.sentence,))
     words = f"{source(selection.where, ', '.join(found.costs.runs))}\n{CAPTION}"
     chosen = found.chosen.assign(
         place=layer_names(found.chosen["layer_index"]) + found.chosen["module"] + " " + found.chosen["tensor_name"],

@@ -39,7 +39,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     try:
         found = compute.costs_of(opened, where, compute.state_of(opened))
     except AdviceError as error:
-        return Drawn(problems=(f"{str(error)[:1].upper()}{str(error)[1:]}.",))
+        return Drawn(problems=(error.sentence,))
     table, left = compute.measured(opened, found, where)
     if table.empty:
         return Drawn(problems=(NOTHING,))
