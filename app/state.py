@@ -42,12 +42,6 @@ def catalog() -> Catalog:
         st.stop()
 
 
-def index_state(opened: Catalog) -> Hashable:
-    """The root and how far each of its runs is: what is cached of a catalog is valid while this stays the same."""
-    runs = opened.runs()
-    return str(opened.root), *zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True)
-
-
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
 def _sandbox(_opened: Catalog, state: Hashable) -> Sandbox:
     return Sandbox(_opened)
@@ -56,7 +50,7 @@ def _sandbox(_opened: Catalog, state: Hashable) -> Sandbox:
 def sandbox(opened: Catalog) -> Sandbox:
     """A sandbox over the index as it is now. Raises ReadOnlyError."""
     check_writable("SQL")
-    return _sandbox(opened, index_state(opened))
+    return _sandbox(opened, opened.state())
 
 
 def catalog_page(

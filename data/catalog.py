@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
@@ -240,6 +240,11 @@ class Catalog:
         """Every run, newest first: the columns of the table `run`."""
         runs = self._frame("SELECT * FROM run ORDER BY started DESC, run_id DESC")
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
+
+    def state(self) -> Hashable:
+        """The root and how far each of its runs is: what was read of the catalog holds while this stays the same."""
+        runs = self.runs()
+        return str(self.root), *zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True)
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
         """This catalog as if its root held these runs only: for `runs` and for every method that takes a filter."""

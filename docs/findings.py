@@ -5,7 +5,6 @@ Prints the figures that the text quotes, too.
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 
@@ -13,18 +12,20 @@ import altair as alt
 import pandas as pd
 
 from binade import Catalog, Filter
+from binade.app.questions.results.compute import results
+from binade.app.questions.shared.labels import layer_names
 
 HERE = Path(__file__).parent / "findings"
 INPUTS = Filter(recipe=("bf16",), tensor_name=("input",))
 GRADIENTS = Filter(recipe=("bf16",), tensor_name=("grad_output",))
-PLACE = ("layer_index", "module", "tensor_name")
+PLACE = ("layer_index", "module")
 
 
 def place(table: pd.DataFrame) -> pd.Series:
-    return "L" + table["layer_index"].astype(int).astype(str) + " " + table["module"]
+    return layer_names(table["layer_index"]) + table["module"]
 
 
-def formats(catalog: Catalog, where: Filter, names: list[str], by: tuple[str, ...] = PLACE[:2]) -> pd.DataFrame:
+def formats(catalog: Catalog, where: Filter, names: list[str], by: tuple[str, ...] = PLACE) -> pd.DataFrame:
     """What each format does to the tensors of a place."""
     return pd.concat([catalog.errors(name, by, where).assign(format=name) for name in names], ignore_index=True)
 
@@ -66,12 +67,10 @@ def main() -> None:
             print(table.pivot(index="place", columns="format", values="sqnr_db").round(1).to_string())
             pooled = formats(catalog, where, specs, ("tensor_name",))
             print(pooled[["format", "sqnr_db", "flush_to_zero", "saturated"]].round(5).to_string())
-        results = catalog.results(Filter(recipe=("mxfp4",))).dropna(subset="result_sqnr_db")
-        noise = results.assign(noise=10 ** (-results["result_sqnr_db"] / 10), place=place(results))
-        noise = noise[noise["part"] == "linear"].groupby(["place", "gemm"], as_index=False)["noise"].mean()
-        noise = noise.assign(sqnr_db=-10 * noise["noise"].map(lambda n: math.log10(n)), format=noise["gemm"])
-        charts["gemms"] = dots(noise, "sqnr_db", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
-        print(noise.pivot(index="place", columns="gemm", values="sqnr_db").round(1).to_string())
+        gemms = results(catalog, Filter(recipe=("mxfp4",)), (*PLACE, "part", "gemm"))
+        gemms = gemms[gemms["part"] == "linear"].assign(place=place, format=lambda table: table["gemm"])
+        charts["gemms"] = dots(gemms, "result_db", "Results of GEMMs in mxfp4: SQNR", "SQNR of the result (dB)")
+        print(gemms.pivot(index="place", columns="gemm", values="result_db").round(1).to_string())
     for name, each in charts.items():
         each.save(HERE / f"{name}.png", scale_factor=1.2)
 

@@ -22,7 +22,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
 from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
-from binade.app.state import catalog_page, index_state
+from binade.app.state import catalog_page
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
@@ -274,7 +274,7 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
                 order.insert(index - 1 if up else index + 1, pin)
             draft.change(pins=tuple(order))
             st.rerun()
-        drawn = _drawn(opened, index_state(opened), pin.uncaptioned, draft.runs_of(pin))
+        drawn = _drawn(opened, opened.state(), pin.uncaptioned, draft.runs_of(pin))
         for problem in drawn.problems:
             st.caption(plain(problem))
         for figure in drawn.figures:

@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,14 +16,14 @@ import pandas as pd
 from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import parse_runs
+from binade.collector.jobs import Job, add, arguments_of, parse_runs, start_runner
 from binade.collector.models.site import Site
 from binade.collector.recipes.draft import Draft
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.training.config import RunConfig
+from binade.collector.training.config import RunConfig, check
 from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
@@ -253,8 +254,7 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float] 
     """(bits per forward value, predicted loss change) of a recipe on the operands of `costs`; None if one of its
     forward specs was not scored, if it rounds other parts too, or if it has a schedule. skip: layers that stay in bf16.
     """
-    forward = costs.table[costs.table["gemm"] == FORWARD]
-    operands = forward.drop_duplicates(OPERAND)
+    known, operands = costs.forward
     parts = set(operands["part"])
     if recipe.schedule or any(part.formats.quantized for name, part in recipe.parts().items() if name not in parts):
         return None
@@ -269,7 +269,6 @@ def placed(recipe: Recipe, costs: Costs, skip: str = "") -> tuple[float, float] 
     for site, key in zip(sites, operands[OPERAND].itertuples(index=False, name=None), strict=True):
         part = recipe.linear_of(site.names) if key[0] in ("linear", "router") else getattr(recipe, str(key[0]))
         taken.append((*key, BF16 if site in kept else part.rounded_to(key[4])))
-    known = forward.set_index([*OPERAND, "spec"])[["bits", "change"]]
     if not set(taken) <= set(known.index):
         return None
     own = known.loc[taken]
@@ -293,3 +292,16 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     plain = replace(base, train_iters=iterations, save_tensors=False, collect_micro_batches=0)
     recipes = dict.fromkeys([BF16, *filter(None, [advice.uniform_recipe]), recipe])
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]
+
+
+def queue(root: Path, runs: Sequence[RunConfig], name: str) -> list[Job]:
+    """Queue the runs of `verification`, of the recipe of this name, all checked before the first. Raises ConfigError,
+    JobError, OSError."""
+    for config in runs:
+        check(config)
+    queued = []
+    for config in runs:
+        title = f"advice {name} · {Path(config.recipe).stem} · seed {config.seed}"
+        queued += add(root, arguments_of(config), title=title, tags=[f"advice {name}"])
+    start_runner(root)
+    return queued

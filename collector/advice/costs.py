@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pandas as pd
 from scipy.stats import spearmanr
@@ -49,6 +50,12 @@ class Costs:
     micro_batches: int
     reliability: float
     left: tuple[str, ...]
+
+    @cached_property
+    def forward(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """(bits and change of each forward operand and spec, by OPERAND and spec; a row for each operand)."""
+        rows = self.table[self.table["gemm"] == FORWARD]
+        return rows.set_index([*OPERAND, "spec"])[["bits", "change"]], rows.drop_duplicates(OPERAND)
 
     @property
     def specs(self) -> list[str]:

@@ -66,7 +66,7 @@ def _advise(
     ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
     bf16 runs are used. The choice is among the formats that they were scored in.
     """
-    from binade.collector.advice.advice import Request
+    from binade.collector.advice.advice import Request, queue, verification
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
     from binade.collector.recipes.files import to_toml
@@ -94,22 +94,9 @@ def _advise(
             staged.write(to_toml(found.recipe(output.stem)).encode())
         print_text(f"written to {output}: binade run --recipe {output}")
         if verify is not None:
-            _verify(where, catalog, found, output.resolve(), verify, train_iters)
-
-
-def _verify(root: Path, catalog: Any, found: Advice, recipe: Path, seeds: int, iterations: int) -> None:
-    from binade.collector.advice.advice import verification
-    from binade.collector.jobs import add, arguments_of, start_runner
-    from binade.collector.training.config import check
-
-    runs = verification(catalog, found, str(recipe), seeds, iterations)
-    for config in runs:
-        check(config)
-    for config in runs:
-        title = f"advice {recipe.stem} · {Path(config.recipe).stem} · seed {config.seed}"
-        (job,) = add(root, arguments_of(config), title=title, tags=[f"advice {recipe.stem}"])
-        print_text(f"job {job.id} queued: {job.title}")
-    start_runner(root)
+            runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
+            for job in queue(where, runs, output.stem):
+                print_text(f"job {job.id} queued: {job.title}")
 
 
 def _described(found: Advice) -> str:

@@ -14,11 +14,11 @@ from binade.app.questions.shared.selection import Selection
 from binade.app.questions.view import show_question
 from binade.app.state import view_page
 from binade.collector import jobs
-from binade.collector.advice.advice import verification
+from binade.collector.advice.advice import queue, verification
 from binade.collector.advice.costs import AdviceError
-from binade.collector.recipes.files import label, to_toml
+from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import RecipeError
-from binade.collector.training.config import ConfigError, check
+from binade.collector.training.config import ConfigError
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -63,12 +63,7 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
         path = recipe_table.path_of(root, name)
         runs = verification(selection.opened, found, str(path), int(seeds), int(iterations))
         recipe_table.save(path, found.recipe(name))
-        for run in runs:
-            check(run)
-        for run in runs:
-            title = f"advice {name} · {label(run.recipe)} · seed {run.seed}"
-            jobs.add(root, jobs.arguments_of(run), title=title, tags=[f"advice {name}"])
-        jobs.start_runner(root)
+        queue(root, runs, name)
     except FAILED as error:
         st.error(plain(f"Nothing was queued: {error}."), icon=":material/error:")
         return

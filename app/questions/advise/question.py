@@ -62,7 +62,7 @@ def advice_of(selection: Selection, values: dict[str, Any]) -> Advice:
     """Raises AdviceError."""
     opened, where = selection.opened, selection.where
     parts = ("linear",) if values["parts"] == "linear" else ()
-    costs = compute.costs_of(opened, where, compute.state_of(opened), parts)
+    costs = compute.costs_of(opened, where, opened.state(), parts)
     return _advised(costs, Request(float(values["budget"]), by=values["by"]))
 
 
@@ -100,7 +100,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         missing = ", ".join(found.unplaced)
         items.append(Text(f"Not in the picture, as not all of their formats were scored: {missing}."))
     verdict = found.sentence
-    table, told = came_true(selection.opened, selection, found)
+    table, told = came_true(selection.opened, found)
     if not table.empty:
         columns = {"recipe": MEASURED["recipe"], "bits": BITS} | MEASURED
         items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
@@ -108,9 +108,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     return Drawn(tuple(items), verdict)
 
 
-def came_true(opened: Catalog, selection: Selection, found: Advice) -> tuple[pd.DataFrame, str]:
+def came_true(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
     """(the advised recipes and those of one format that trained, predicted and measured; whether advice held)."""
-    table, _ = compute.measured(opened, found.costs, selection.where)
+    table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
     told = [_held(row, table[plain]) for _, row in table[advised].iterrows()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,14 +28,9 @@ REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or 
 
 
 @lru_cache(8)
-def costs_of(opened: Catalog, where: Filter, state: str, parts: tuple[str, ...] = ()) -> Costs:
-    """As `costs`. state: of the runs, so that what is remembered is theirs."""
+def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, ...] = ()) -> Costs:
+    """As `costs`. state: `Catalog.state`, while which what is remembered holds."""
     return costs(opened, where, parts)
-
-
-def state_of(opened: Catalog) -> str:
-    runs = opened.runs()
-    return runs[["run_id", "tensors", "state"]].to_csv()
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class Correlation:
         return f"ρ = {self.rho:.2f} (95 % interval {self.low:.2f} to {self.high:.2f})"
 
 
-def measured(opened: Catalog, found: Costs, where: Filter) -> tuple[pd.DataFrame, int]:
+def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
     """(the recipes that trained beside a bf16 run of the same data, one row each; how many are left out, as nothing is
     predicted for them).
 
@@ -69,9 +65,9 @@ def measured(opened: Catalog, found: Costs, where: Filter) -> tuple[pd.DataFrame
     predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over
     iterations and seeds), low, high (its 95 % interval, NaN of one seed).
     """
-    model = opened.runs().set_index("run_id").loc[list(found.runs)]
     runs = opened.runs()
-    same = (runs[["model", "size", "dataset"]] == model[["model", "size", "dataset"]].iloc[0]).all(axis=1)
+    data = runs[["model", "size", "dataset"]]
+    same = (data == data[runs["run_id"] == found.runs[0]].iloc[0]).all(axis=1)
     table = runs_with_reference(runs[same], opened.parts())
     table = table[table["quantized"] | (table["recipe"] != "bf16")].drop_duplicates(
         ["name", "seed", "settings"], keep="last"

@@ -37,10 +37,10 @@ COLUMNS = {
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     opened, where = selection.opened, selection.where
     try:
-        found = compute.costs_of(opened, where, compute.state_of(opened))
+        found = compute.costs_of(opened, where, opened.state())
     except AdviceError as error:
         return Drawn(problems=(error.sentence,))
-    table, left = compute.measured(opened, found, where)
+    table, left = compute.measured(opened, found)
     if table.empty:
         return Drawn(problems=(NOTHING,))
     words = f"{source(where, f'{len(table)} recipes, predicted from {len(found.runs)} runs')}\n{CAPTION}"

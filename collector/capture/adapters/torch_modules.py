@@ -25,14 +25,12 @@ from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, core_forward
-from binade.collector.capture.adapters.dtensor import core_shard_of, linear_on_parts, shard_of
+from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
 from binade.collector.capture.adapters.layer import HEAD, Attach, Detach, Layer, Refused, is_a, replaces, whole
-from binade.collector.capture.adapters.products import linear
-from binade.collector.capture.adapters.weights import NAMES, OwnProducts
+from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import path_parts, site
 
@@ -179,10 +177,7 @@ def _names(code: CodeType) -> frozenset[str]:
 
 def linear_layer(name: str, module: nn.Linear) -> Layer:
     def forward(quantization: Quantization) -> Callable[..., Tensor]:
-        def on_parts(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return linear(lambda a, b: F.linear(a, b, bias), input, weight, quantization, bias)
-
-        return lambda input: linear_on_parts(name, on_parts, input, module.weight, module.bias)
+        return lambda input: functional_linear(name, quantization, input, module.weight, module.bias)
 
     where, path = site(name)
     plain = type(module).forward is nn.Linear.forward and "forward" not in vars(module)

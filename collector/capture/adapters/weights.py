@@ -95,6 +95,17 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
     return replace(source, first=source.first + (x.storage_offset() - of.storage_offset()) // of.stride(0))
 
 
+def functional_linear(
+    name: str, how: Quantization, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """F.linear as `how` says, of this rank's parts where the weight is a DTensor."""
+
+    def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(lambda a, b: F.linear(a, b, bias), x, weight, how, bias)
+
+    return linear_on_parts(name, on_parts, input, weight, bias)
+
+
 class OwnProducts:
     """The products that one module computes itself, by weight (a path from the module) and expert."""
 
@@ -183,11 +194,7 @@ class WeightsMode(Interception):
         how = self._how(weight)
         if how is None:
             return F.linear(input, weight, bias)
-
-        def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            return linear(lambda a, b: F.linear(a, b, bias), x, weight, how, bias)
-
-        return linear_on_parts(self.name, on_parts, input, weight, bias)
+        return functional_linear(self.name, how, input, weight, bias)
 
     def _matmul(self, func: Product, a: Tensor, b: Tensor) -> Tensor:
         if how := self._how(b):
