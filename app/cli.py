@@ -43,11 +43,12 @@ def _options(settings: dict[str, Any], prefix: str = "--") -> list[str]:
     return options
 
 
-def _serve(port: int) -> int:
+def _serve(port: int, allow_host: tuple[str, ...]) -> int:
     """Open the app on 127.0.0.1."""
     if in_use(port):
         advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
         return fail(f"port {port} is taken: {advice}")
+    from binade.app.guard import loopback
     from binade.data.runs import RunError
 
     try:
@@ -63,11 +64,11 @@ def _serve(port: int) -> int:
     PagesManager.uses_pages_directory = False
     # The tests validate every chart against Vega-Lite's schema; repeating it here takes longer than drawing.
     disable_debug_mode()
-    page = Path(__file__).with_name("main.py")
+    server = Path(__file__).with_name("server.py")
     print(f"Binade: http://{HOST}:{port}", flush=True)
     try:
         options = ["--server.address", HOST, "--server.port", str(port), *_options(_settings())]
-        cli.main(["run", str(page), *options], standalone_mode=False)
+        cli.main(["run", str(server), *options, "--", *loopback(port), *allow_host], standalone_mode=False)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
@@ -145,6 +146,12 @@ serve = Command(
     "serve",
     params=[
         Option(["--port"], type=click.IntRange(1, 65535), default=8501, metavar="N", help="Port  [default: 8501]"),
+        Option(
+            ["--allow-host"],
+            multiple=True,
+            metavar="HOST[:PORT]",
+            help="Answer under this name too, as a browser shows it: localhost:9000 behind ssh -L 9000:localhost:8501",
+        ),
     ],
     callback=_serve,
     help=_serve.__doc__,

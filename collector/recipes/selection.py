@@ -4,8 +4,9 @@ A list of layers is separated by commas:
 
     first, last        the first or the last layer; first 2, last 8: as many of them
     3, 2-4             a layer by its number, from 1, or several
-    anything else      a Python regular expression, searched anywhere in the names of the sites: layer1.qkv,
-                       layer1.core, layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not.
+    anything else      a regular expression, searched anywhere in the names of the sites: layer1.qkv, layer1.core,
+                       layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not. Its syntax is
+                       RE2's, without lookahead and backreferences: a search takes linear time.
 
 A comma in braces does not separate, as in `expert[0-9]{1,2}`. No name contains one.
 """
@@ -13,13 +14,17 @@ A comma in braces does not separate, as in `expert[0-9]{1,2}`. No name contains 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import re2
 
 from binade.collector.models.site import Site
 
 LAST = -1
+QUIET = re2.Options()
+QUIET.log_errors = False  # they are raised
 SEPARATOR = re.compile(r",(?![^{}]*\})")
 NUMBERS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 ENDS = re.compile(r"(first|last)(?: +([1-9][0-9]{0,8}))?")
@@ -36,7 +41,7 @@ class Term:
 
     text: str
     layers: tuple[int, int] = (1, LAST)
-    pattern: re.Pattern[str] | None = None
+    pattern: Any = None  # re2 has no types
 
     @classmethod
     def parse(cls, text: str) -> Term:
@@ -49,10 +54,13 @@ class Term:
                 raise SelectionError(f"{text} runs backwards: write {high}-{low}")
             return cls(text, (low, high))
         try:
-            with warnings.catch_warnings(action="ignore"):  # about syntax that a future Python may change
-                return cls(text, pattern=re.compile(text))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise SelectionError(f"{text!r} is neither a layer nor a regular expression: {error}") from None
+            return cls(text, pattern=re2.compile(text, QUIET))
+        except re2.error as error:
+            raise SelectionError(
+                f"{text!r} is neither a layer nor a regular expression: {error.args[0].decode()}"
+            ) from None
+        except UnicodeEncodeError:
+            raise SelectionError(f"{text!r} is not text") from None
 
     def of(self, sites: Sequence[Site]) -> set[Site]:
         if self.pattern:
