@@ -180,7 +180,7 @@ def test_install_leaves_torch_as_it_is(wheel, tmp_path, torch, installs):
     for requirement in CORE:
         (bound,) = requirement.specifier
         version = torch if requirement.name == "torch" else bound.version
-        info = packages / f"{requirement.name}-{version}.dist-info"
+        info = packages / f"{requirement.name.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {requirement.name}\nVersion: {version}\n")
     offline = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
