@@ -18,6 +18,7 @@ import pandas as pd
 
 from binade.app.control import Control
 from binade.data.filter import Filter
+from binade.data.text import csv_table
 
 # What Streamlit and vl-convert can draw.
 Chart = (
@@ -91,8 +92,7 @@ class Figure(_Item):
 
     def csv(self, rows: int | None = None) -> str:
         """The table, or its first rows, as CSV; the caption before it as comments."""
-        comments = "".join(f"# {line}\n" for line in self.caption.splitlines())
-        return comments + self.table.head(len(self.table) if rows is None else rows).to_csv(index=False)
+        return csv_table(self.table.head(len(self.table) if rows is None else rows), self.caption)
 
     @property
     def caption_svg(self) -> dict[str, Any]:

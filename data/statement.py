@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -31,6 +32,9 @@ MEMORY_BYTES = 512 * 10**6
 # and what the allocators of its threads hold in reserve.
 ADDRESS_SPACE = 2 * MEMORY_BYTES
 MAX_BYTES = 32 << 20  # of the rows that are handed on
+COLUMNS = 1000  # more make the browser wait
+# Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these go on as DuckDB writes them.
+NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
 VALUE = 64  # bytes that a value takes in Python beside its own
 SHUT = (
     "SET enable_external_access = false",
@@ -58,27 +62,26 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
     statement = _single_select(sql)
     try:
         # The newline ends a comment on the last line.
-        rows = connection.sql(f"FROM ({statement}\n) LIMIT {limit + 1}").to_arrow_table()
+        found = connection.sql(f"FROM ({statement}\n)")
+        if len(found.columns) > COLUMNS:
+            raise RefusedError(f"the result has {len(found.columns):,} columns: ask for at most {COLUMNS:,}")
+        names = [f"c{index}" for index in range(len(found.columns))]
+        shown = ", ".join(
+            name if NUMBER_OR_TEXT.fullmatch(str(kind)) else f"{name}::VARCHAR"
+            for name, kind in zip(names, found.types, strict=True)
+        )
+        rows = connection.sql(
+            f"SELECT {shown} FROM ({statement}\n) AS rows({', '.join(names)}) LIMIT {limit + 1}"
+        ).to_arrow_table()
+        rows = rows.rename_columns(found.columns)
     except (duckdb.OutOfMemoryException, MemoryError, pa.ArrowMemoryError):
         raise RefusedError(TOO_MUCH) from None
     except (duckdb.Error, pa.ArrowException) as error:
         raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
-    held = rows.nbytes + VALUE * sum(_values(chunk) for column in rows.columns for chunk in column.chunks)
+    held = rows.nbytes + VALUE * rows.num_rows * rows.num_columns
     if held > MAX_BYTES:
         raise RefusedError(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
     return rows
-
-
-def _values(array: pa.Array) -> int:
-    """How many values an array holds, with those inside of lists, maps, structs and unions."""
-    kind = array.type
-    if pa.types.is_struct(kind):
-        return len(array) + sum(map(_values, array.flatten()))
-    if pa.types.is_union(kind):
-        return len(array) + sum(_values(array.field(index)) for index in range(kind.num_fields))
-    if pa.types.is_map(kind):
-        return len(array) + _values(array.keys) + _values(array.items)
-    return len(array) + (_values(array.flatten()) if pa.types.is_nested(kind) else 0)
 
 
 def _single_select(sql: str) -> str:

@@ -1,9 +1,16 @@
-"""Messages in one line, names of files, and tables in Markdown."""
+"""Messages in one line, names of files, and tables in Markdown and CSV."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What a spreadsheet takes for a formula: text that begins so, unless it is a number.
+_FORMULA = re.compile(r"[=@\t\r]|[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
 
 
 def one_line(message: object, longest: int = 400) -> str:
@@ -32,3 +39,17 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: i
     not given, the others right."""
     rule = [":--" if left is None or place < left else "--:" for place in range(len(header))]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
+
+
+def csv_cell(value: object) -> object:
+    """A value as a cell of CSV: an apostrophe stands before text that a spreadsheet would take for a formula."""
+    return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
+
+
+def csv_table(frame: pd.DataFrame, comment: str = "") -> str:
+    """A table in CSV, without its index, after the lines of a comment."""
+    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    cells = frame.copy(deep=False)
+    for name in frame.select_dtypes(exclude="number"):
+        cells[name] = frame[name].map(csv_cell)
+    return lines + cells.rename(columns=csv_cell).to_csv(index=False)

@@ -9,6 +9,7 @@ from binade.app.state import catalog_page, explain_empty, sandbox
 from binade.data.access import read_only
 from binade.data.catalog import Catalog
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
+from binade.data.text import csv_table
 
 EXAMPLE = """SELECT layer_index, module, tensor_name, avg(sqnr_db) AS sqnr_db, max(flush_to_zero) AS flushed
 FROM tensor
@@ -59,7 +60,4 @@ def page(opened: Catalog) -> None:
     rows = len(answer.rows)
     st.caption(f"{rows:,} row{'s' * (rows != 1)}{more} · {answer.seconds:.2f} s")
     st.dataframe(answer.rows, hide_index=True, placeholder="")
-    comment = "".join(f"# {line}\n" for line in sql.splitlines())
-    st.download_button(
-        "Save as CSV", lambda: comment + answer.rows.to_csv(index=False), "binade-query.csv", on_click="ignore"
-    )
+    st.download_button("Save as CSV", lambda: csv_table(answer.rows, sql), "binade-query.csv", on_click="ignore")

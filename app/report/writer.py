@@ -45,6 +45,7 @@ from binade.app.theme import FONT, THEMES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import staged_file, staging_directory, write_atomic
+from binade.data.text import csv_table
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
@@ -215,7 +216,7 @@ class Files:
 
     def add_table(self, table: Table) -> None:
         if self.archive:
-            self.add(f"tables/{table.name}.csv", table.frame.to_csv(index=False))
+            self.add(f"tables/{table.name}.csv", csv_table(table.frame))
             self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
 
 

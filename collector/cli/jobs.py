@@ -73,7 +73,10 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
     from binade.collector.jobs import add, start_runner
+    from binade.collector.jobs.command_line import parse
 
+    named = parse(line).root
+    root = resolve_root(named) if named else root
     for job in add(root, line):
         print(f"job {job.id} queued: {job.title}")
     start_runner(root)

@@ -26,7 +26,7 @@ from binade.collector.cli.compare import (
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import SEPARATED, Spread, no_gap, verdict
 from binade.data.runs import DONE
-from binade.data.text import markdown_table
+from binade.data.text import csv_cell, markdown_table
 from binade.terminal import one_line
 
 WIDTH = 120
@@ -316,5 +316,6 @@ def _csv(comparison: Comparison) -> str:
         for row in section.rows:
             own = {name: getattr(row, name) for name in ROW_COLUMNS}
             own["seeds"] = " ".join(map(str, row.seeds))
-            writer.writerow(asdict(section.settings) | own | dict(row.figures))
+            cells = asdict(section.settings) | own | dict(row.figures)
+            writer.writerow({name: csv_cell(value) for name, value in cells.items()})
     return written.getvalue()

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import click
 
-from binade.collector.cli.options import read
+from binade.collector.cli.options import Request, read
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
@@ -22,7 +22,12 @@ COMMANDS = ("run", "batch", "quick")
 
 
 def parse_runs(line: Sequence[str]) -> list[RunConfig]:
-    """The runs of a command line of run, batch or quick, checked.
+    """The runs of a command line of run, batch or quick, checked. Raises ConfigError, as `parse` does."""
+    return parse(line).runs
+
+
+def parse(line: Sequence[str]) -> Request:
+    """The runs, and the root that is named there.
 
     Raises ConfigError for what cannot be run or queued: another command, --dry-run, --launcher slurm.
     """
@@ -36,7 +41,7 @@ def parse_runs(line: Sequence[str]) -> list[RunConfig]:
         raise ConfigError("--dry-run runs nothing: leave it out, or call binade with it directly")
     if request.start.launcher != Launcher.LOCAL:
         raise ConfigError(f"--launcher {request.start.launcher} has a queue of its own: call binade directly")
-    return request.runs
+    return request
 
 
 def arguments_of(config: RunConfig) -> list[str]:

@@ -223,7 +223,8 @@ class TestQueue:
 
     def test_one_at_a_time_in_order_after_the_app_is_gone(self, root):
         """Queued by a process that ends at once; nobody else touches the queue."""
-        added = run_collector("jobs", "add", "--", "batch", "--quantization", "mxfp8,bf16", *SMALL, root=root)
+        line = ("batch", "--quantization", "mxfp8,bf16", *SMALL, "--tensor-save-dir", str(root))  # the line's own wins
+        added = run_collector("jobs", "add", "--", *line, root=root.with_name("another"))
         assert added.returncode == 0, added.stderr
         assert [line.split(":")[0] for line in added.stdout.splitlines()] == ["job 1 queued", "job 2 queued"]
         most = 0

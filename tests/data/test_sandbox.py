@@ -61,6 +61,20 @@ def test_rows_are_limited_and_it_is_said(sandbox):
     assert not sandbox.select("FROM run", limit=4).more
 
 
+def test_values_that_python_cannot_hold_are_text(sandbox):
+    """As DuckDB writes them; columns of one name keep apart."""
+    sql = """SELECT DATE '1000000-01-01' AS d, 'infinity'::TIMESTAMP AS t, TIME '24:00:00' AS t,
+                    123456789012345678901234567890123456789012345678901234567890::BIGNUM AS b, {'a': [1, NULL]} AS s"""
+    rows = sandbox.select(sql).rows
+    number = "123456789012345678901234567890123456789012345678901234567890"
+    assert rows.iloc[0].tolist() == ["1000000-01-01", "infinity", "24:00:00", number, "{'a': [1, NULL]}"]
+    assert rows.columns[0] == "d" and len(set(rows.columns)) == 5
+    assert sandbox.select("FROM test_all_types()").rows.shape[0] == 3
+    assert sandbox.select("SELECT 1::UTINYINT AS u, 0.5 AS n, true AS b").rows.iloc[0].tolist() == [1, 0.5, True]
+    with pytest.raises(QueryError, match="1,001 columns: ask for at most 1,000"):
+        sandbox.select(f"SELECT {', '.join(map(str, range(1001)))}")
+
+
 @pytest.mark.parametrize(
     "sql",
     [
@@ -129,7 +143,6 @@ def test_is_stopped_after_a_time_and_goes_on(sandbox):
     [
         ("SELECT list(range) FROM range(1000000000)", "more than 512 MB"),
         ("SELECT repeat('x', 100000000) AS x", "fewer columns or shorter"),
-        ("SELECT [{'a': 1::TINYINT} FOR x IN range(1000000)] AS x", "fewer columns or shorter"),
         # One value, which DuckDB neither counts nor lets be interrupted.
         ("SELECT list_sum(range(100000000))", "more than 512 MB"),
         ("SELECT repeat('x', 1000000000)", "more than 512 MB"),

@@ -14,6 +14,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from binade.data.store import (
     staged_directory,
     write_atomic,
 )
-from binade.data.text import describe, one_line
+from binade.data.text import csv_cell, csv_table, describe, one_line
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -257,3 +258,14 @@ def test_messages_are_one_line():
         "KeyError",
         "a",
     ]
+
+
+def test_csv_has_no_formulas():
+    """Text that begins as one does gets an apostrophe; numbers stay, and pandas reads all else back."""
+    formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-", "+1e5x"]
+    assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
+    kept = ["mxfp4", "", "1-2", "'=1", "-1.5", "+.5e-3", "-inf", -3.5, None, True]
+    assert [csv_cell(value) for value in kept] == kept
+    frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
+    assert csv_table(frame, "one\ntwo") == "# one\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
+    assert frame["=a"][0] == "=1"  # the table itself is left as it is
