@@ -52,9 +52,11 @@ def _serve(port: int, allow_host: tuple[str, ...]) -> int:
     from binade.data.runs import RunError
 
     try:
-        resolve_root(None)
+        root = resolve_root(None)
     except RunError as error:
         return fail(str(error), BAD_USAGE)
+    if root.is_file():
+        return fail(f"{root} is a file: the root of the runs must be a directory", BAD_USAGE)
     from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli

@@ -166,6 +166,8 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
             raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise TensorFileError("its entries are compressed, which torch never does")
+        if any(entry.header_offset + entry.file_size > size for entry in entries):
+            raise TensorFileError("it was cut short or damaged: its zip directory names more bytes than it has")
         stand_ins = _stand_ins(path)
         with safe_globals(stand_ins) if stand_ins else nullcontext():  # torch keeps them for the whole process
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -7,6 +7,7 @@ not allow. torch is imported only where a tensor is read or written, so that que
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import secrets
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
+
+import psutil
 
 from binade.data.text import describe
 
@@ -45,8 +48,10 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """An empty directory in the same folder as `path`, from where files can be renamed to it. At the end it is deleted,
-    and so are the folders above it that were made for it, unless they hold something by then. Raises OSError."""
+    and so are the folders above it that were made for it, unless they hold something by then; those of killed processes
+    are deleted too. Raises OSError."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    sweep(path.parent, f".{glob.escape(path.name)}.*.part")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
         part.mkdir(parents=True)
@@ -71,6 +76,14 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         os.rename(part, path)
     if replace:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """Delete the directories of this pattern, NAME.PID.part, whose processes have ended."""
+    for left in folder.glob(pattern):
+        pid = left.name.split(".")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_directory(path: Path) -> None:

@@ -7,6 +7,7 @@ from streamlit import config
 from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
+from binade.cli import main
 
 
 def test_streamlit_takes_every_setting(tmp_path, monkeypatch):
@@ -23,3 +24,12 @@ def test_streamlit_takes_every_setting(tmp_path, monkeypatch):
     assert set(names) <= set(config._config_options_template) and set(names) <= set(chosen)
     assert chosen["server.headless"] is True and chosen["browser.gatherUsageStats"] is False
     assert chosen["theme.dark.primaryColor"] == "#7073f3" and chosen["client.toolbarMode"] == "minimal"
+
+
+def test_a_root_that_is_a_file(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs").touch()
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
+    assert main(["serve", "--port", "8999"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"binade: {tmp_path / 'runs'} is a file: the root of the runs must be a directory"
+    ]

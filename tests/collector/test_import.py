@@ -220,6 +220,11 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         for name in given.namelist():
             bomb.writestr(name, given.read(name))
         bomb.writestr("archive/data/9", bytes(1 << 24))
+    claims = bytearray((logs / "ok.pt").read_bytes())
+    at = claims.rindex(b"data/0", 0, claims.rindex(b"PK\x05\x06"))  # in the directory; sizes stand before the name
+    at = claims.rindex(b"PK\x01\x02", 0, at)
+    claims[at + 20 : at + 28] = b"\xf0\xff\xff\xff" * 2
+    (logs / "claims.pt").write_bytes(claims)
     (logs / "zeros.pt").write_bytes(bytes(4096))
     (logs / "nothing.pt").touch()
     (logs / "readme.txt").write_text("hello")
@@ -256,6 +261,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "cut.pt": "cut short",
         "cut_older.pt": "",
         "deflated.pt": "compressed",
+        "claims.pt": "names more bytes than it has",
         "zeros.pt": "neither of torch's formats",
         "nothing.pt": "0 bytes",
         "readme.txt": "not a tensor file",

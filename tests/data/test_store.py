@@ -25,6 +25,7 @@ from binade.data.store import (
     remove_directory,
     save,
     staged_directory,
+    staging_directory,
     write_atomic,
 )
 from binade.data.text import csv_cell, csv_table, describe, one_line
@@ -54,6 +55,17 @@ def saved(content: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
+
+
+def test_what_killed_processes_left_aside_is_deleted(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = [tmp_path / f".draw.{pid}.part" for pid in (ended.pid, os.getppid(), "x")]
+    other = tmp_path / f".other.{ended.pid}.part"
+    for folder in (*left, other):
+        folder.mkdir()
+    with staging_directory(tmp_path / "draw"):
+        assert [folder.exists() for folder in (*left, other)] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
