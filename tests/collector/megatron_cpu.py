@@ -27,7 +27,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -94,7 +96,8 @@ def pretrain_on_cpu(checkout: str, script: str) -> None:
     from megatron.core.datasets import utils
     from megatron.legacy import fused_kernels
 
-    stream = SimpleNamespace(wait_stream=lambda _: None)
+    event = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: event)
     device = SimpleNamespace(major=9, minor=0)
     cuda = {
         **dict.fromkeys(("set_device", "synchronize", "empty_cache"), None),
@@ -115,7 +118,17 @@ def pretrain_on_cpu(checkout: str, script: str) -> None:
         patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
         patch.setattr(utils, "compile_helpers", lambda: None)
         patch.setattr(fused_kernels, "load", lambda _: None)
+        patch.setattr(WrappedTorchNorm, "__new__", partial(_norm, WrappedTorchNorm.__new__))
         runpy.run_path(script, run_name="__main__")
+
+
+def _norm(original: Callable[..., Any], kind: type, config: TransformerConfig, *args: Any, **kwargs: Any) -> nn.Module:
+    """torch's norm, which Megatron refuses with sequence parallelism, with the mark by which Megatron sums its
+    gradients over the ranks."""
+    norm: nn.Module = original(kind, replace(config, sequence_parallel=False), *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
 class LatentCore(DotProductAttention):

@@ -32,6 +32,15 @@ from binade.quant.gemm import Observed, Tap
 
 KERNELS = "is watched only, as Transformer Engine multiplies in its own kernels: use the recipe bf16, and TE's own"
 AXES = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of attention's layouts, as [b, h, s, d]
+COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the module or its caller sets
+    "qkv_format": tuple(AXES),
+    "attn_mask_type": ("causal", "no_mask"),
+    "window_size": ((-1, 0), (-1, -1)),
+    "core_attention_bias_type": ("no_bias",),
+    "softmax_type": ("vanilla",),
+    "return_max_logit": (False,),
+    **dict.fromkeys(("inference_params", "attention_bias", "packed_seq_params"), ()),
+}
 # What TE exchanges lies within the module: a summed result is whole. With sequence parallelism its tokens are divided.
 SHARDS = {
     "column": {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns"},
@@ -182,15 +191,25 @@ def _core(modules: dict[str, nn.Module], name: str) -> Layer:
 
 def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk: Tap, pv: Tap) -> Tensor:
     def option(word: str) -> Any:
-        value = bound.arguments.get(word) or getattr(module, word)
+        value = bound.arguments.get(word)
+        value = getattr(module, word, None) if value is None else value
         return getattr(value, "name", value)  # Megatron's enum of masks
 
-    layout, mask = option("qkv_format"), option("attn_mask_type")
-    if layout not in AXES or mask not in ("causal", "no_mask"):
+    options = {word: option(word) for word in COMPUTED_AGAIN}
+    other = [
+        f"{word}={value!r}" if COMPUTED_AGAIN[word] else word
+        for word, value in options.items()
+        if value is not None and value not in COMPUTED_AGAIN[word]
+    ]
+    context = getattr(module, "cp_group", None)
+    if isinstance(context, list) or Group(context).size > 1:
+        other.append("context parallelism")
+    if other:
         raise InstrumentError(
-            f"{name} attends with {layout} and the mask {mask}, which are not computed again: sbhd or bshd, and "
-            f"causal or no_mask, were expected. Leave it out with exclude=[{name!r}]"
+            f"{name or 'the model'} attends with {', '.join(other)}, which is not computed again: sbhd or bshd, causal "
+            f"or no_mask, and a plain softmax over whole sequences were expected. Leave it out with exclude=[{name!r}]"
         )
+    layout, mask = options["qkv_format"], options["attn_mask_type"]
     axes = AXES[layout]
     back = [axes.index(i) for i in range(4)]
     names = list(bound.arguments)[:3]

@@ -33,9 +33,8 @@ from binade.collector.capture.adapters.layer import (
     Refused,
     replaces,
     set_on,
-    whole,
 )
-from binade.collector.capture.adapters.products import UNQUANTIZED, linear
+from binade.collector.capture.adapters.products import UNQUANTIZED, computing, linear
 from binade.collector.models.parallel import (
     ColumnParallelLinear,
     Group,
@@ -49,6 +48,8 @@ from binade.collector.models.site import Site
 from binade.data.segment import Shard
 from binade.quant.gemm import Tap
 
+# Of a router under sequence parallelism, which multiplies a rank's tokens by a whole weight.
+TOKENS = {"a": "rows", "y": "rows", "grad": "rows", "grad_a": "rows", "grad_b": "partial"}
 ENGINE = ("transformer_engine", "megatron.core.extensions")
 
 
@@ -185,7 +186,8 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
         def gated(x: Tensor) -> Any:
             tap = quantization.tap()
             if quantization.formats == UNQUANTIZED and tap is None:
-                return gating(x)
+                with computing:
+                    return gating(x)
             dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(module.config.moe_router_dtype, x.dtype)
             bias, weight = getattr(module, "bias", None), module.weight.to(dtype)
             megatrons = sys.modules["megatron.core.transformer.moe.router"].router_gating_linear
@@ -194,18 +196,25 @@ def _router(modules: dict[str, nn.Module], name: str) -> Layer:
 
         return gated
 
+    def shard(tensor: str) -> Shard:
+        divided = TOKENS if module.config.sequence_parallel else {}
+        return linear_shard(divided, tensor, _tensor_parallel(module), 1)
+
     where = site(modules, name, "router")
-    return Layer(name, module, where, whole, replaces(module, "gating", method), path(name))
+    return Layer(name, module, where, shard, replaces(module, "gating", method), path(name))
+
+
+def _tensor_parallel(module: Any) -> Group:
+    state = sys.modules["megatron.core.parallel_state"]
+    return Group(getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group())  # 0.15 keeps none
 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
-    module: Any = modules[name]
-    state = sys.modules["megatron.core.parallel_state"]
-    group = getattr(module, "tp_group", None) or state.get_tensor_model_parallel_group()  # 0.15 keeps none
-
+    module = modules[name]
+    group = _tensor_parallel(module)
     attach = replaces(module, "forward", core_forward(name, module, MegatronCore))
     where = site(modules, name, "core")
-    return Layer(name, module, where, lambda _: heads_shard(Group(group)), attach, f"{path(name)}.core")
+    return Layer(name, module, where, lambda _: heads_shard(group), attach, f"{path(name)}.core")
 
 
 class MegatronCore(CoreMode):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -35,6 +35,7 @@ from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import path_parts, site
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
+Shapes = dict[nn.Module, dict[str, torch.Size]]  # by the weight's name
 NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = ("lm_head", "embed_out", "unembed", "output_head")
 HIDDEN = (
@@ -51,6 +52,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
     inside = ""
     modules = dict(model.named_modules())
     tables = {module.weight for module in modules.values() if isinstance(module, nn.Embedding)}
+    shapes = own_shapes(modules.values())
     owners: dict[str, OwnProducts] = {}  # by the module's name
     for name, module in modules.items():
         if inside and name.startswith(inside):  # of a module that was refused
@@ -65,38 +67,50 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             if name and calls(modules[parent], last, "weight", NAMES):
                 owner = owners.setdefault(parent, OwnProducts(parent, modules[parent]))
                 found = replace(found, attach=_both(found.attach, partial(owner.attach, f"{last}.weight", 0)))
-            if is_router(modules, name, module.out_features):
+            if is_router(modules, shapes, name, module.out_features):
                 found = replace(found, site=replace(found.site, module="router"))
             yield replace(found, site=HEAD, is_head=True) if is_head else found
             continue
         if calls(module, ATTENTION):
             yield core_layer(name, module, SdpaMode)
         if not isinstance(module, NOT_PRODUCTS) and calls(module, NAMES):
-            yield from _own(modules, name, owners.setdefault(name, OwnProducts(name, module)))
+            yield from _own(modules, shapes, name, owners.setdefault(name, OwnProducts(name, module)))
 
 
-def _own(modules: dict[str, nn.Module], name: str, owner: OwnProducts) -> Iterator[Layer]:
+def own_shapes(modules: Iterable[nn.Module]) -> Shapes:
+    """The whole shapes of the weights that each module holds itself. Between passes FSDP1 leaves the module a rank's
+    part of them, flat, or nothing: its flat parameter knows the shapes."""
+    found = {module: {name: p.shape for name, p in module.named_parameters(recurse=False)} for module in modules}
+    for module in list(found):
+        handle: Any = getattr(module, "_handle", None)
+        if handle and is_a("torch.distributed.fsdp", "FullyShardedDataParallel", module):
+            for info, shape in zip(handle.flat_param._param_infos, handle.flat_param._shapes, strict=True):
+                found[info.module][info.param_name] = shape
+    return found
+
+
+def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnProducts) -> Iterator[Layer]:
     """The layers of the weights that a module holds itself: `weight` of two axes, and all of three."""
     module = owner.module
-    for own, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() == 2 and own == "weight":
-            where, path = site(name, "router" if is_router(modules, name, len(parameter)) else None)
+    for own, shape in shapes[module].items():
+        if len(shape) == 2 and own == "weight":
+            where, path = site(name, "router" if is_router(modules, shapes, name, shape[0]) else None)
             yield Layer(name, module, where, whole, partial(owner.attach, own, 0), path)
-        elif parameter.dim() == 3 and len(parameter) > 1:
+        elif len(shape) == 3 and shape[0] > 1:
             where, path = site(f"{name}.{own}")
-            for expert in range(len(parameter)):
+            for expert in range(shape[0]):
                 attach, at = partial(owner.attach, own, expert), replace(where, expert=expert)
                 yield Layer(name, module, at, whole, attach, path, part=f"{own}.{expert}")
 
 
-def is_router(modules: dict[str, nn.Module], name: str, outputs: int) -> bool:
+def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
     """Whether this layer chooses among experts: it, or the `router` that it is in, stands beside `experts`, of which
     there are as many as outputs."""
     parent, _, last = re.sub(r"(?<=router)\..+", "", name).rpartition(".")
     experts = modules.get(f"{parent}.experts" if parent else "experts")
     if experts is None or last == "experts":
         return False
-    stacked = [len(p) for p in experts.parameters(recurse=False) if p.dim() == 3]
+    stacked = [shape[0] for shape in shapes[experts].values() if len(shape) == 3]
     return outputs == (stacked[0] if stacked else len(list(experts.children())))
 
 

@@ -37,7 +37,7 @@ from binade.data.catalog import Catalog
 from tests.collector.instrumented import CORE, LINEAR, Recorder, linear_products, names, same, score_products
 
 pytestmark = pytest.mark.slow
-HIDDEN, HEAD, LENGTH, LAYERS, MICRO_BATCHES = 64, 16, 8, 2, 2
+HIDDEN, HEAD, LENGTH, LAYERS, MICRO_BATCHES, EXPERTS = 64, 16, 8, 2, 2, 4
 
 
 class Attention(nn.Module):
@@ -73,6 +73,25 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x @ self.embed.weight.t()
+
+
+class Sparse(nn.Module):
+    """transformers' Mixtral, whose routers and experts multiply by weights of their own."""
+
+    def __init__(self) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        super().__init__()
+        sizes = {"vocab_size": 50, "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS}
+        heads = {"num_attention_heads": HIDDEN // HEAD, "num_key_value_heads": HIDDEN // HEAD}
+        self.model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=EXPERTS))
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.model.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
 
 
 Wrap = Callable[[nn.Module, DeviceMesh], nn.Module]
@@ -117,6 +136,7 @@ class Case:
     only."""
 
     wrap: Wrap
+    model: type[nn.Module] = Decoder
     tp: bool = False
     before: bool = False
     mesh: tuple[int, int] = (2, 1)
@@ -138,6 +158,10 @@ CASES = {
     "FSDP2": Case(fsdp2),
     "FSDP2, before": Case(fsdp2, before=True),
     "FSDP2, bfloat16": Case(partial(fsdp2, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), exact=False),
+    "DDP, experts": Case(ddp, Sparse),
+    "FSDP1, experts": Case(fsdp1, Sparse),
+    "FSDP1, use_orig_params, experts, before": Case(partial(fsdp1, orig=True), Sparse, before=True),
+    "FSDP2, experts": Case(fsdp2, Sparse),
     "FSDP2, checkpoint": Case(lambda model, mesh: fsdp2(checkpointed(model), mesh)),
     "TP": Case(tensor_parallel, **TP),
     "TP, before": Case(tensor_parallel, before=True, **TP),
@@ -176,7 +200,7 @@ def trained(name: str, directory: Path, recipe: str | None, rank: int) -> tuple[
     """Of bf16, values are kept of what is divided; of mxfp8, layer 2 is recorded."""
     case = CASES[name]
     torch.manual_seed(0)
-    model: nn.Module = Decoder()
+    model = case.model()
     mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=("dp", "tp"))
     with ExitStack() as contexts:
         options = {"config": {"model": name}, "raw": recipe == "mxfp8" or case.tp, "iterations": 1, "micro_batches": 1}
@@ -248,7 +272,7 @@ def _rank(rank: int, directory: Path) -> None:
         }
     flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence)]
-    said["own weight"] = [with_own_weight(wrap) for wrap in (lambda model: model, fully_shard)]
+    said["own weight"] = [with_own_weight(wrap) for wrap in (lambda model: model, flat, fully_shard)]
     torch.save(said, directory / f"said{rank}.pt")
     dist.destroy_process_group()
 
@@ -266,14 +290,15 @@ def said(ranks) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def single() -> list[list[Tensor]]:
+def single() -> dict[type[nn.Module], list[list[Tensor]]]:
     """The losses of one process, in mxfp8, on each rank's first two micro-batches."""
     alone = Case(lambda model, mesh: model)
-    losses = []
-    for rank in range(2):
-        torch.manual_seed(0)
-        with instrument(model := Decoder(), "mxfp8", backend="torch"):
-            losses.append(train(alone, model, rank))
+    losses: dict[type[nn.Module], list[list[Tensor]]] = {}
+    for kind in (Decoder, Sparse):
+        for rank in range(2):
+            torch.manual_seed(0)
+            with instrument(model := kind(), "mxfp8", backend="torch"):
+                losses.setdefault(kind, []).append(train(alone, model, rank))
     return losses
 
 
@@ -297,18 +322,24 @@ def test_trained_recorded_and_quantized(catalog, tensors, said, single, name):
         assert seen["same"] and seen["restored"]
         if case.exact:  # before the first update
             given = torch.stack(seen["losses"][:MICRO_BATCHES])
-            expected = torch.stack(single[0 if case.tp else rank][:MICRO_BATCHES])
+            expected = torch.stack(single[case.model][0 if case.tp else rank][:MICRO_BATCHES])
             assert torch.allclose(given, expected, rtol=1e-6) if case.tp else torch.equal(given, expected)
         of_rank = found[found["rank"] == rank]
-        expected = {(2, word): LINEAR for word in ("q", "k", "v", "proj", "up", "fc2")} | {(2, "core"): CORE}
-        assert names(of_rank) == {site: dict.fromkeys(of_site, 1) for site, of_site in expected.items()}
+        of_experts = of_rank[of_rank["expert"].notna()]
+        words = ("q", "k", "v", "proj", *(("up", "fc2") if case.model is Decoder else ("router",)))
+        expected = {(2, word): LINEAR for word in words} | {(2, "core"): CORE}
+        assert names(of_rank.drop(of_experts.index)) == {each: dict.fromkeys(of, 1) for each, of in expected.items()}
         assert set(of_rank["recomputed"]) == {"checkpoint" in name}
         if case.exact:
-            of_rank = of_rank[of_rank["module"].isin(("proj", "core"))]
+            of_rank = of_rank[of_rank["module"].isin(("proj", "core")) | of_rank["expert"].notna()]
             of_rank = of_rank.assign(tensor=[catalog.load(each) for each in of_rank["tensor_id"]])
+            assert of_experts.empty == (case.model is Decoder)
+            for expert in set(of_experts["expert"]):
+                for module in ("fc1", "fc2"):
+                    linear_products(of_rank, 2, module, expert=expert)
             linear_products(of_rank, 2, "proj")
             score_products(of_rank, 2, HEAD**-0.5)
-    peers = "TP" if case.tp else "DDP"
+    peers = "TP" if case.tp else "DDP" if case.model is Decoder else "DDP, experts"
     if case.exact:  # the update too
         losses = [torch.stack(said[0][each]["losses"]) for each in (name, peers)]
         assert torch.allclose(*losses, rtol=1e-5)
@@ -336,8 +367,8 @@ def test_what_cannot_be_intercepted_is_refused(said):
     assert split.startswith("the model attends to DTensors placed as")
 
 
-def test_a_weight_of_a_modules_own_is_intercepted_where_fsdp2_replaces_it(said):
+def test_a_weight_of_a_modules_own_is_intercepted_where_fsdp_replaces_it(said):
     for rank in range(2):
-        plain, wrapped = said[rank]["own weight"]
-        assert torch.equal(plain, wrapped)
+        plain, *wrapped = said[rank]["own weight"]
+        assert all(torch.equal(plain, each) for each in wrapped)
         assert not torch.allclose(plain, Hidden("weight")(torch.linspace(-1, 1, 8).reshape(1, 8)), rtol=1e-3)

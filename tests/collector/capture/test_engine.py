@@ -1,10 +1,19 @@
 """Transformer Engine's modules are watched. Without a GPU a stand-in with its interfaces (v2.9) is: its signatures,
-attributes and parameter names are TE's, its products those of operands rounded to MXFP8 in functions of their own."""
+attributes and parameter names are TE's, its products those of operands rounded to MXFP8 in functions of their own.
+
+BINADE_TRANSFORMER_ENGINE is the directory of a checkout, whose source the stand-in's interfaces are compared with:
+git clone -b v2.9 https://github.com/NVIDIA/TransformerEngine
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,11 +44,13 @@ class _Product(torch.autograd.Function):
 
 
 class _Base(nn.Module):
-    tp_size, tp_group, sequence_parallel, parallel_mode, fuse_wgrad_accumulation = 1, None, False, None, False
+    tp_size, tp_group, sequence_parallel = 1, None, False
 
 
 class Linear(_Base):
-    def __init__(self, in_features: int, out_features: int, bias: bool = True, return_bias: bool = False) -> None:
+    parallel_mode, fuse_wgrad_accumulation = None, False
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, return_bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(out_features, in_features) / 8)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -54,8 +65,8 @@ class Linear(_Base):
 class LayerNormLinear(Linear):
     normalization, zero_centered_gamma, eps = "LayerNorm", False, 1e-5
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
-        super().__init__(in_features, out_features, bias)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias=bias)
         self.layer_norm_weight = nn.Parameter(torch.rand(in_features))
         self.layer_norm_bias = nn.Parameter(torch.rand(in_features))
 
@@ -64,8 +75,20 @@ class LayerNormLinear(Linear):
         return super().forward(F.layer_norm(inp, shape, self.layer_norm_weight, self.layer_norm_bias, self.eps))
 
 
+class LayerNormMLP(_Base):
+    def __init__(self, hidden_size: int, ffn_hidden_size: int) -> None:
+        super().__init__()
+        self.fc1_weight = nn.Parameter(torch.zeros(ffn_hidden_size, hidden_size))
+        self.fc2_weight = nn.Parameter(torch.zeros(hidden_size, ffn_hidden_size))
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return inp
+
+
 class GroupedLinear(_Base):
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, bias: bool = True) -> None:
+    parallel_mode, fuse_wgrad_accumulation = None, False
+
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True) -> None:
         super().__init__()
         self.num_gemms = num_gemms
         for i in range(num_gemms):
@@ -79,21 +102,27 @@ class GroupedLinear(_Base):
 class UnfusedDotProductAttention(nn.Module):
     softmax_scale = 0.25
 
+    def __init__(self, softmax_scale: float) -> None:
+        super().__init__()
+
 
 class DotProductAttention(_Base):
-    attention_dropout = 0.0
+    cp_group, softmax_type, return_max_logit = None, "vanilla", False
 
     def __init__(
         self,
         num_attention_heads: int,
         kv_channels: int,
-        attn_mask_type: str = "causal",
+        *,
+        attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
-        **_: Any,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
-        self.attn_mask_type, self.qkv_format = attn_mask_type, qkv_format
-        self.unfused_attention = UnfusedDotProductAttention()
+        self.attention_dropout, self.attn_mask_type, self.qkv_format = attention_dropout, attn_mask_type, qkv_format
+        self.window_size = window_size or (-1, 0)
+        self.unfused_attention = UnfusedDotProductAttention(0.25)
 
     def forward(
         self,
@@ -102,11 +131,55 @@ class DotProductAttention(_Base):
         value_layer: Tensor,
         attention_mask: Tensor | None = None,
         qkv_format: str | None = None,
+        *,
         attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        inference_params: Any = None,
     ) -> Tensor:
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25)
         return y.permute(2, 0, 1, 3).flatten(2)
+
+
+KINDS = (Linear, LayerNormLinear, LayerNormMLP, GroupedLinear, DotProductAttention)
+
+
+@pytest.fixture(scope="module")
+def checkout() -> list[ast.Module]:
+    """The source of the package, of its modules and of its attention."""
+    directory = os.environ.get("BINADE_TRANSFORMER_ENGINE")
+    if not directory:
+        pytest.skip("BINADE_TRANSFORMER_ENGINE names no checkout of Transformer Engine")
+    package = Path(directory, "transformer_engine", "pytorch")
+    files = [package / "__init__.py", *package.glob("module/**/*.py"), *package.glob("attention/**/*.py")]
+    return [ast.parse(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, UnfusedDotProductAttention])
+def test_the_stand_in_has_the_interfaces_of_transformer_engine(checkout, kind):
+    classes = {each.name: each for tree in checkout for each in tree.body if isinstance(each, ast.ClassDef)}
+    exported = {each.name for node in checkout[0].body if isinstance(node, ast.ImportFrom) for each in node.names}
+    assert kind not in KINDS or kind.__name__ in exported
+    real = classes[kind.__name__]
+    methods = {each.name: each.args for each in real.body if isinstance(each, ast.FunctionDef)}
+    for name in vars(kind).keys() & {"__init__", "forward"}:
+        theirs = [each.arg for each in methods[name].args]
+        defaults = dict(zip(theirs[::-1], map(ast.unparse, methods[name].defaults[::-1]), strict=False))
+        ours = inspect.signature(getattr(kind, name)).parameters.values()
+        positional = [each.name for each in ours if each.kind is not each.KEYWORD_ONLY]
+        assert positional == theirs[: len(positional)]
+        given = {each.name: repr(each.default) for each in ours if each.default is not each.empty}
+        assert given.items() <= defaults.items()
+    required = [each for each in inspect.signature(kind).parameters.values() if each.default is each.empty]
+    instance = kind(*(4 for _ in required))
+    bases = [real, *(classes[name] for base in real.bases if (name := ast.unparse(base)) in classes)]
+    nodes = [node for base in bases for node in ast.walk(base)]
+    stored = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    texts |= {ast.unparse(node)[2:-1] for node in nodes if isinstance(node, ast.JoinedStr)}
+    assert {re.sub(r"\d+$", "{i}", name) for name in instance._parameters} <= texts
+    assert {*dir(instance)} - {*dir(nn.Module()), *instance._parameters} <= stored
 
 
 @pytest.fixture(params=["stand-in", "transformer_engine"])
@@ -119,9 +192,8 @@ def te(request, monkeypatch) -> Iterator[Any]:
             yield real
         return
     package = ModuleType("transformer_engine.pytorch")
-    for kind in (Linear, LayerNormLinear, GroupedLinear, DotProductAttention):
+    for kind in KINDS:
         setattr(package, kind.__name__, kind)
-    for kind in (Linear, LayerNormLinear, GroupedLinear, DotProductAttention, UnfusedDotProductAttention):
         monkeypatch.setattr(kind, "__module__", "transformer_engine.pytorch")
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package)
     yield package
@@ -244,3 +316,13 @@ def test_recipes_that_would_replace_its_kernels_are_refused(te):
     assert state(model) == before
     assert {row.format for row in coverage(model, "mxfp8") if "watched only" in row.reason} == {""}
     assert {row.recorded for row in coverage(model)} == {"layer*.qkv", "layer*.core", "layer*.proj", "layer*.fc1"}
+
+
+def test_what_cannot_be_computed_again_is_refused(te, tmp_path):
+    with pytest.raises(InstrumentError, match=r"^the model \(LayerNormMLP\) cannot be intercepted: .*out of sight"):
+        instrument(te.LayerNormMLP(WIDTH, WIDTH)).__enter__()
+    model = te.DotProductAttention(HEADS, WIDTH // HEADS, window_size=(4, 0))
+    x = torch.randn(LENGTH, 2, HEADS, WIDTH // HEADS)
+    with Recorder(tmp_path) as recorder, instrument(model, None, recorder):
+        with pytest.raises(InstrumentError, match=r"attn_mask_type='padding', window_size=\(4, 0\), which"):
+            model(x, x, x, attn_mask_type="padding")

@@ -24,10 +24,12 @@ import torch
 import torch.multiprocessing
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -338,9 +340,10 @@ def test_iterations_are_megatrons(tmp_path, micro_batches):
 
 
 class FeedForward(nn.Module):
-    """A layer with sequence parallelism, which the local spec's norms do not take: its feed-forward part alone."""
+    """A layer with sequence parallelism, which the local spec's norms do not take: its feed-forward part alone, or
+    `experts` of them, which Megatron divides among ranks with sequence parallelism only."""
 
-    def __init__(self, sequence_parallel: bool) -> None:
+    def __init__(self, sequence_parallel: bool, experts: int | None = None) -> None:
         super().__init__()
         self.layer_number = 1
         config = TransformerConfig(
@@ -356,9 +359,14 @@ class FeedForward(nn.Module):
             gated_linear_unit=True,
             bias_activation_fusion=False,
             add_bias_linear=False,
+            num_moe_experts=experts,
+            moe_token_dispatcher_type="allgather",
         )
         torch.manual_seed(0)
-        self.mlp = MLP(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+        if experts:
+            self.mlp = MoELayer(config, get_moe_module_spec(use_te=False, num_experts=experts).submodules)
+        else:
+            self.mlp = MLP(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
         self.sequence_parallel = sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -378,6 +386,7 @@ def _rank(rank: int, directory: Path) -> None:
         "gpt": (model_of, loss),
         "tensor": (lambda: FeedForward(False), feed_forward_loss),
         "sequence": (lambda: FeedForward(True), feed_forward_loss),
+        "experts": (lambda: FeedForward(True, experts=2), feed_forward_loss),
     }
     with megatron_on_cpu(directory / "store", rank, 2):
         said = {}
@@ -386,7 +395,7 @@ def _rank(rank: int, directory: Path) -> None:
             for recipe in ("bf16", "mxfp8"):
                 model = make()
                 before = state(model)
-                only_first = {} if rank == 0 else {"capture": "layer1[.]fc2"}  # ranks need not record the same
+                only_first = {} if rank == 0 else {"capture": "layer1[.].*fc2"}  # ranks need not record the same
                 with Recorder(directory / name / recipe, tensors=()) as recorder:
                     with instrument(model, recipe, recorder, backend="torch", **only_first):
                         trained = train(model, loss_of, after=recorder.step)
@@ -411,10 +420,11 @@ def test_two_tensor_parallel_ranks_train_as_without(two_ranks):
         assert said and all(said.values()), {name for name, is_so in said.items() if not is_so}
 
 
-@pytest.mark.parametrize("case", ["gpt", "tensor", "sequence"])
+@pytest.mark.parametrize("case", ["gpt", "tensor", "sequence", "experts"])
 def test_two_ranks_record_their_shards(two_ranks, case):
     found = rows(two_ranks / case / "mxfp8", iteration=0)
     assert set(found["rank"]) == {0, 1} == set(found["tp_rank"])
+    found = found[(found["expert"] == 0).fillna(case != "experts")]
     for rank in range(2):
         linear_products(found, 1, "fc2", rank=rank)
     linear_products(found, 1, "fc1", rank=0)
@@ -433,12 +443,20 @@ def test_two_ranks_record_their_shards(two_ranks, case):
     assert set(fc1["shard_stride"]) == {1, 2}  # gate and up
     with Catalog.open(two_ranks / case / "bf16") as catalog:
         whole = {}
-        for row in catalog.tensors().query("module == 'fc2' and iteration == 0 and layer_index == 1").itertuples():
+        of_fc2 = catalog.tensors().query("module == 'fc2' and iteration == 0 and layer_index == 1")
+        for row in of_fc2[(of_fc2["expert"] == 0).fillna(case != "experts")].itertuples():
             whole[row.tensor_name] = catalog.unsharded(row.tensor_id)
     x, w = whole["input"].float(), whole["weight"].float()
     assert x.shape[-1] == w.shape[-1] == (LLAMA.ffn if case == "gpt" else 64)
     error = (whole["output"].float() - x @ w.t()).norm() / whole["output"].float().norm()
     assert error < (1e-6 if case == "gpt" else 2**-7)
+
+
+def test_a_router_has_a_part_of_the_sequence(two_ranks):
+    router = rows(two_ranks / "experts" / "mxfp8", values=False, iteration=0, module="router")
+    divided = {row.tensor_name: (row.shard, row.shard_axis) for row in router.fillna({"shard_axis": -9}).itertuples()}
+    tokens = dict.fromkeys(("input", "output", "grad_output", "grad_input"), ("slice", 0))
+    assert divided == {**tokens, "weight": ("whole", -9), "grad_weight": ("partial", -9)}
 
 
 def test_a_head_is_quantized_only_when_asked_for(tmp_path):

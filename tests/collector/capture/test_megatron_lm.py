@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from binade.data.catalog import Catalog
 from tests.collector.instrumented import LINEAR, linear_products, names, rows
@@ -33,6 +34,8 @@ ARGUMENTS = """
 """
 CASES = {
     "TP 2": "--tensor-model-parallel-size 2",
+    "TP 2, MoE": "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 2 --moe-router-topk 2"
+    " --moe-token-dispatcher-type alltoall",
     "PP 2": "--pipeline-model-parallel-size 2",
     "PP 2, MoE, recompute": "--pipeline-model-parallel-size 2 --num-experts 2 --moe-router-topk 2"
     " --moe-token-dispatcher-type allgather"
@@ -80,5 +83,10 @@ def test_the_example_stands_for_pretrain_gpt(tmp_path, name):
     assert {module for _, module in names(found)} == {*modules, "core"}
     assert all(set(of_site) == LINEAR for site, of_site in names(found).items() if "core" not in site)
     with Catalog.open(tmp_path / "mxfp8") as catalog:
+        if name == "TP 2, MoE":
+            chosen = found[(found["module"] == "router") & (found["rank"] == 0) & (found["layer_index"] == 1)]
+            of = {row.tensor_name: catalog.unsharded(row.tensor_id).flatten(0, -2) for row in chosen.itertuples()}
+            assert torch.allclose(of["output"], of["input"] @ of["weight"].t(), atol=1e-6)
+            assert torch.allclose(of["grad_weight"], of["grad_output"].t() @ of["input"], atol=1e-6)
         weight = found[(found["module"] == "qkv") & (found["tensor_name"] == "weight")].iloc[0]
         assert catalog.unsharded(weight["tensor_id"]).shape == (3 * 64, 64)
