@@ -115,6 +115,9 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("attention_probs", PV, "a", FORWARD, POST, "forward_a", -1, "scores", "#8b6fd6", "probabilities"),
     TensorKind("output", PV, "y", FORWARD, POST, "forward_a", None, "output", "#0d9488", "output"),
     TensorKind("grad_output", PV, "grad", BACKWARD, PRE, "dgrad_grad", -1, "output", "#db2777", "gradient of output"),
+    TensorKind(
+        "grad_scores", QK, "grad", BACKWARD, PRE, "dgrad_grad", -1, "scores", "#e06008", "gradient of unscaled scores"
+    ),
     TensorKind("grad_query", QK, "grad_a", BACKWARD, POST, "dgrad_grad", None, "query", "#3b8ea5", "gradient of query"),
     TensorKind("grad_key", QK, "grad_b", BACKWARD, POST, "wgrad_grad", None, "key", "#2f9e6e", "gradient of key"),
     TensorKind("grad_value", PV, "grad_b", BACKWARD, POST, "wgrad_grad", None, "value", "#b0578d", "gradient of value"),

@@ -210,6 +210,6 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
     pv(Observed("b", value.detach(), dim=-2))
     pv(Observed("y", by_head(output.detach())))
     dropout = module.training and module.attention_dropout > 0
-    show = _attention_backward(qk, pv, query, key, value, probs, dropout)
+    show = _attention_backward(qk, pv, query, key, value, probs, scale, dropout)
     listen_to_result(output, lambda seen: show(Observed(seen.name, by_head(seen.tensor))))
     return output

@@ -181,7 +181,7 @@ class TestRealRuns:
         rows = operands(copy / row["run_id"])
         values = sum(math.prod(r["shape"]) for r in rows)
         bits = sum(math.prod(r["shape"]) * BITS[r["format"]] for r in rows)
-        assert (int(row["operands"]), int(row["operand_values"])) == (len(rows), values) and len(rows) == 68
+        assert (int(row["operands"]), int(row["operand_values"])) == (len(rows), values) and len(rows) == 72
         assert float(row["operand_bits_per_value"]) == pytest.approx(bits / values, rel=1e-12)
         assert float(row["operand_bits_per_value"]) == BITS[{"bf16": None}.get(recipe, recipe)]
         assert float(row["operand_bytes"]) == bits / 8 and float(row["operand_bytes_in_bf16"]) == 2 * values
