@@ -43,6 +43,8 @@ from binade.collector.capture.adapters.layer import (
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
 
+EXCLUDED, HEAD_LEFT = "excluded", "LM head, unless head=True"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -88,7 +90,7 @@ def survey(
                 raise InstrumentError(
                     f"{option}={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
                 )
-    left = {module: "excluded" for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
     written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
     layers: dict[tuple[nn.Module, str], Layer] = {}
@@ -103,7 +105,7 @@ def survey(
             elif module not in left:
                 refused[each.name] = each.reason
         elif each.is_head and not head:
-            left.setdefault(each.module, "LM head, unless head=True")
+            left.setdefault(each.module, HEAD_LEFT)
         elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
         elif each.module not in left:
