@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
 from binade.collector.capture.tried import Tried, try_formats
@@ -393,7 +394,7 @@ class Recorder:
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product, if `tensors` names it."""
-        if not moment.recording or kind.name not in self.tensors:
+        if not moment.recording or kind.name not in self.tensors or is_dtensor(x):
             return
         x = x.detach() if x.is_floating_point() else x.detach().float()
         if x.dtype not in DTYPES:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from binade.collector.capture.adapters import EXCLUDED, HEAD_LEFT, Found
+from binade.collector.capture.adapters import EXCLUDED, Found
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.layer import Detach, Layer, distinct, is_a, set_on, whole
 from binade.collector.capture.adapters.passes import running_backward
@@ -42,16 +42,13 @@ def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple
     if not places:
         return []
     modules = dict(model.named_modules())
-    heads = {each for each, reason in found.left.items() if reason == HEAD_LEFT}
-    heads |= {layer.module for layer in found.layers if layer.is_head}
-    listed: list[tuple[Other, Layer]] = []
+    heads = [layer for layer in (*found.heads, *found.layers) if layer.is_head]
+    listed: list[tuple[Other, Layer]] = [(Other.HEAD, replace(layer, site=HEAD)) for layer in heads]
     for name, module in modules.items():
         if found.left.get(module) == EXCLUDED:
             continue
         if isinstance(module, Point):
             listed.append((module.product, Layer(name, module, module.site, whole, _nothing)))
-        elif module in heads:
-            listed.append((Other.HEAD, Layer(name, module, HEAD, whole, _nothing)))
         elif NORM.search(type(module).__name__):
             listed.append((Other.NORM, Layer(name, module, *_named(modules, name))))
     listed += [(Other.PARAMETER, layer) for layer in _parameters(model, modules, found)]
