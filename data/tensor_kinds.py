@@ -1,11 +1,13 @@
 """The tensors that a collection records, as one table: capture, `--tensors`, estimates, the index and the app read it.
 
-To record another tensor of a product, add an entry to TENSOR_KINDS; nothing else changes. What is not in the table can
-be recorded by any name with `Recorder.record`, and is shown under that name in NEUTRAL.
+To record another tensor of a product, add an entry to TENSOR_KINDS; nothing else changes. Tensors of products are
+recorded by default, those of the rest of a step if they are named. What is not in the table can be recorded by any name
+with `Recorder.record`, and is shown under that name in NEUTRAL.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,6 +20,15 @@ class Product(StrEnum):
     LINEAR = "linear"  # a linear layer: input · weightᵀ
     QK = "qk"  # attention: query · keyᵀ
     PV = "pv"  # attention: probabilities · value
+
+
+class Other(StrEnum):
+    """What else of a step capture observes, for the tensors that are named."""
+
+    NORM = "norm"  # a LayerNorm or RMSNorm
+    EXPERTS = "experts"  # a mixture of experts
+    HEAD = "head"  # the LM head
+    PARAMETER = "parameter"  # a parameter of the model, in the step of its optimizer
 
 
 class Gemm(StrEnum):
@@ -55,19 +66,21 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class TensorKind:
-    """A tensor of a product.
+    """A tensor of a product, or of what else a step computes.
 
     name             tensor_name in the index
     observed         its name in the product, see quant.gemm.Observed; "scores" are the scaled scores of attention
-    operand          the field of GemmFormats that holds its format; for a result, that of its GEMM's first operand
-    contracted_axis  the axis that this GEMM contracts, from the end; None for a result
+    operand          the field of GemmFormats that holds its format; for a result, that of its GEMM's first operand; ""
+                     outside of products
+    contracted_axis  the axis that this GEMM contracts, from the end; None for a result. Outside of products, the axis
+                     of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
-                     value, scores or output of attention
+                     value, scores or output of attention; outside of products, see collector.models.shape.OtherSpec
     color, label     how charts draw it and texts call it; a name that occurs in two products has the same in both
     """
 
     name: str
-    product: Product
+    product: Product | Other
     observed: str
     operation: Operation
     phase: Phase
@@ -83,15 +96,21 @@ class TensorKind:
         return Gemm(self.operand.partition("_")[0])
 
     @property
-    def layer_type(self) -> str:
-        return "linear" if self.product is Product.LINEAR else "attention"
+    def place(self) -> str:
+        """What has the tensor: "linear" or "attention", or one of Other."""
+        return "attention" if self.product in (Product.QK, Product.PV) else self.product.value
 
     @property
-    def component(self) -> str:
-        return "linear" if self.product is Product.LINEAR else "FA"
+    def layer_type(self) -> str | None:
+        return None if isinstance(self.product, Other) else self.place
+
+    @property
+    def component(self) -> str | None:
+        return {"linear": "linear", "attention": "FA"}.get(self.place)
 
 
 LINEAR, QK, PV = Product
+NORM, EXPERTS, HEAD, PARAMETER = Other
 FORWARD, BACKWARD, OPTIMIZER, EVALUATION = Operation
 PRE, POST = Phase
 TENSOR_KINDS: list[TensorKind] = [
@@ -115,9 +134,22 @@ TENSOR_KINDS: list[TensorKind] = [
     TensorKind("attention_probs", PV, "a", FORWARD, POST, "forward_a", -1, "scores", "#8b6fd6", "probabilities"),
     TensorKind("output", PV, "y", FORWARD, POST, "forward_a", None, "output", "#0d9488", "output"),
     TensorKind("grad_output", PV, "grad", BACKWARD, PRE, "dgrad_grad", -1, "output", "#db2777", "gradient of output"),
+    TensorKind(
+        "grad_scores", QK, "grad", BACKWARD, PRE, "dgrad_grad", -1, "scores", "#e06008", "gradient of unscaled scores"
+    ),
     TensorKind("grad_query", QK, "grad_a", BACKWARD, POST, "dgrad_grad", None, "query", "#3b8ea5", "gradient of query"),
     TensorKind("grad_key", QK, "grad_b", BACKWARD, POST, "wgrad_grad", None, "key", "#2f9e6e", "gradient of key"),
     TensorKind("grad_value", PV, "grad_b", BACKWARD, POST, "wgrad_grad", None, "value", "#b0578d", "gradient of value"),
+    TensorKind("norm_input", NORM, "a", FORWARD, PRE, "", -1, "input", "#686840", "input of norm"),
+    TensorKind("norm_gain", NORM, "b", FORWARD, PRE, "", -1, "weight", "#00a800", "gain of norm"),
+    TensorKind("grad_norm_gain", NORM, "grad_b", BACKWARD, POST, "", None, "weight", "#b08080", "gradient of gain"),
+    TensorKind("router_load", EXPERTS, "load", FORWARD, POST, "", None, "output", "#f800d0", "tokens of each expert"),
+    TensorKind("logits", HEAD, "y", FORWARD, POST, "", None, "output", "#a800f8", "logits"),
+    TensorKind("master_weight", PARAMETER, "weight", OPTIMIZER, POST, "", -1, "weight", "#8f6200", "updated weight"),
+    TensorKind("exp_avg", PARAMETER, "exp_avg", OPTIMIZER, POST, "", -1, "weight", "#0888f8", "first moment"),
+    TensorKind("exp_avg_sq", PARAMETER, "exp_avg_sq", OPTIMIZER, POST, "", -1, "weight", "#b80890", "second moment"),
+    TensorKind("update", PARAMETER, "update", OPTIMIZER, POST, "", -1, "weight", "#f83838", "update of weight"),
+    TensorKind("update_ratio", PARAMETER, "ratio", OPTIMIZER, POST, "", None, "rows", "#d050f8", "update ÷ weight"),
 ]
 
 
@@ -129,12 +161,17 @@ LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 MAPS = frozenset(kind.name for kind in TENSOR_KINDS if kind.size == "scores")
 
 
-def tensor_names(layer_type: str | None = None) -> tuple[str, ...]:
-    """The names of all kinds, or of those of "linear" or "attention" layers, in the order of the table."""
-    return tuple(dict.fromkeys(kind.name for kind in TENSOR_KINDS if layer_type in (None, kind.layer_type)))
+def tensor_names(place: str | None = None) -> tuple[str, ...]:
+    """The names of all kinds, or of those of a place (see TensorKind), in the order of the table."""
+    return tuple(dict.fromkeys(kind.name for kind in TENSOR_KINDS if place in (None, kind.place)))
 
 
-def kind_of(product: Product, observed: str) -> TensorKind | None:
+def named_places(names: Collection[str]) -> frozenset[str]:
+    """The places of the tensors to record: where none is named, those of products."""
+    return frozenset(k.place for k in TENSOR_KINDS if (k.name in names if names else isinstance(k.product, Product)))
+
+
+def kind_of(product: Product | Other, observed: str) -> TensorKind | None:
     """The kind of what a product shows by that name; None if it is not recorded."""
     return next((kind for kind in TENSOR_KINDS if (kind.product, kind.observed) == (product, observed)), None)
 

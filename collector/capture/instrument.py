@@ -24,6 +24,7 @@ from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.delayed_scales import DelayedScales
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.step import others, recording
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
 from binade.collector.models.site import Site
@@ -86,7 +87,11 @@ def instrument(
     layers = [layer for each in found for layer in each.layers]
     sites = [layer.site for layer in layers]
     skipped = _unquantized(recipe, skip, sites)
-    recorded = _chosen(capture, sites) if capture else frozenset(sites)
+    named = recorder.tensors if recorder else ()
+    rest = [others(each, seen, named) for each, seen in zip(models, found, strict=True)]
+    recordable = [*sites, *(layer.site for each in rest for _, layer in each)]
+    recorded = _chosen(capture, recordable) if capture else frozenset(recordable)
+    rest = [[(product, layer) for product, layer in each if layer.site in recorded] for each in rest]
     try:
         recipe.check_modules(sites)
     except RecipeError as error:
@@ -149,8 +154,10 @@ def instrument(
                 attached.enter_context(without_compiling())
             for layer, how in zip(layers, quantized, strict=True):
                 attached.callback(layer.attach(how))
-            for each, clock, watch in zip(models, clocks, watches, strict=True):
+            for each, clock, watch, besides in zip(models, clocks, watches, rest, strict=True):
                 attached.enter_context(around_forward(each, clock, watch))
+                if recorder and besides:
+                    attached.enter_context(recording(each, recorder, besides))
 
         follow()
         if recorder:

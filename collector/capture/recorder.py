@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
 from binade.collector.capture.tried import Tried, try_formats
@@ -45,6 +46,7 @@ from binade.data.tensor_kinds import (
     Product,
     TensorKind,
     kind_of,
+    named_places,
     tensor_names,
 )
 from binade.data.text import describe, plain_name
@@ -88,7 +90,7 @@ class Recorder:
     root        where runs are kept; default: TENSOR_SAVE_DIR, else data/runs
     label       part of the run's id
     config      kept as run.json; its model, size, dataset and recipe describe each tensor
-    tensors     the names of data.tensor_kinds to record of an instrumented model; default: all
+    tensors     the names of data.tensor_kinds to record of an instrumented model; default: all those of its products
     scores      formats or specs that every operand is tried in; default: those of `binade run`; () for none
     measures    what else is measured of each GEMM, see data.tensor_kinds.Measure; default: all
     loss_scale  what the loss is multiplied by before its backward pass, as 1 / accumulated micro-batches, or a function
@@ -143,6 +145,7 @@ class Recorder:
         self.tensors = frozenset(_names("tensors", tensors))
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
+        self.places = named_places(self.tensors)
         self.scores = _formats(scores)
         self.measures = frozenset(_names("measures", measures))
         for name in self.measures.difference(Measure):
@@ -172,6 +175,7 @@ class Recorder:
         self.iteration = 0
         self.micro_batch = 0
         self._first: int | None = None
+        self._recorded: int | None = None  # the latest iteration of which a micro-batch was
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
         self._recomputed: set[Pass] = set()
@@ -254,6 +258,7 @@ class Recorder:
         activation checkpoints, run the backward pass before the next micro-batch begins."""
         self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
         self.positioned = True
+        self._recorded = iteration if record and self.enabled else self._recorded
         self._tell_followers()
         try:
             yield
@@ -325,7 +330,13 @@ class Recorder:
         if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
             recording = not self._is_over() and (self.micro_batches is None or self.micro_batch < self.micro_batches)
+        if recording:
+            self._recorded = self.iteration
         return Moment(self.iteration, self.micro_batch, recording, self.evaluating)
+
+    def moment_of_step(self) -> Moment:
+        """The current iteration, and whether a step of the optimizer is recorded now."""
+        return Moment(self.iteration, self.micro_batch, self.enabled and self._recorded == self.iteration)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
         """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
@@ -352,7 +363,7 @@ class Recorder:
         tensor     float32, bfloat16 or float16, with at least one axis; its values are copied
         layer      from 1; 0 for a tensor that belongs to no layer
         module     the part of the layer: "norm", "fc1", "core"
-        operation  "forward", "backward" or "optimizer"
+        operation  "forward", "backward" or "optimizer", which has no micro-batch
         phase      "pre" for an input of the operation, "post" for an output
         expert     the index of a routed expert, from 0
         dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along it, else
@@ -370,7 +381,9 @@ class Recorder:
         moment = self.moment()
         if not moment.recording or (operation == Operation.FORWARD and running_backward()):
             return
-        known = {(kind.layer_type, kind.component) for kind in TENSOR_KINDS if kind.name == name}
+        known: set[tuple[str | None, str | None]] = {
+            (kind.layer_type, kind.component) for kind in TENSOR_KINDS if kind.name == name
+        }
         if len(known) > 1:
             known = {words for words in known if (words[0] == "attention") == (module == "core")}
         layer_type, component = next(iter(known), (None, None))
@@ -379,10 +392,28 @@ class Recorder:
         seen = Observed(name, tensor.detach(), dim=axis)
         self._record(seen, identity, moment, formats, None, None if dim is None else axis, Shard())
 
+    def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
+        """Record a tensor of a kind that belongs to no product, if `tensors` names it."""
+        if not moment.recording or kind.name not in self.tensors or is_dtensor(x):
+            return
+        x = x.detach() if x.is_floating_point() else x.detach().float()
+        if x.dtype not in DTYPES:
+            raise InstrumentError(f"{layer.name} has {kind.name} in {_dtype(x)}, which is not recorded: leave it out")
+        words = {"layer_type": None, "component": None, "tensor_name": kind.name, "quant_type": BF16}
+        identity = self._identity(layer.site, moment, operation=kind.operation.value, phase=kind.phase.value, **words)
+        seen = Observed(kind.observed, x)
+        scores = () if kind.contracted_axis is None else self.scores
+        self._record(seen, identity, moment, scores, None, None, layer.shard(kind.observed))
+
+    def publish_step(self) -> None:
+        """Queue what was captured of the optimizer's step, where `at` does not publish it."""
+        if self.positioned:
+            self._publish()
+
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
         product is a second one of the same, of which only the gradients are recorded."""
-        if not moment.recording:
+        if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
             return None
         key = layer.site, product, moment
         rows = self._measured.get(key, {}) if again else {}
@@ -398,7 +429,7 @@ class Recorder:
             layer_index=site.layer_index,
             module=site.module,
             iteration=moment.iteration,
-            micro_batch=moment.micro_batch,
+            micro_batch=None if words["operation"] == Operation.OPTIMIZER else moment.micro_batch,
             rank=self.rank,
             expert=site.expert,
         )
@@ -470,7 +501,7 @@ class Recorder:
         name = (
             f"{stamp:%Y%m%d_%H%M%S}_{self._count + 1:04d}_iter{i.iteration:03d}_{i.layer_type or 'other'}"
             f"_L{i.layer_index}_{i.operation}_{i.phase}_{i.component or 'other'}_{quant_type}_rank{i.rank:02d}"
-            f"_sample{i.micro_batch:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
+            f"_sample{i.micro_batch or 0:03d}_group{i.expert or 0:03d}_{i.tensor_name}.pt"
         )
         metadata = {
             "layer_type": i.layer_type,

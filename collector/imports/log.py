@@ -27,7 +27,9 @@ LINEAR = frozenset(WORDS.values())  # the modules that are linear layers by thei
 # The axis that a GEMM contracts, where the name alone decides it. Of the value it depends on the layout, of
 # input_B on whether it was transposed.
 CONTRACTED: dict[tuple[str | None, ...], int] = {
-    (kind.layer_type, kind.operation, kind.name): -1 for kind in TENSOR_KINDS if kind.contracted_axis == -1
+    (kind.layer_type, kind.operation, kind.name): -1
+    for kind in TENSOR_KINDS
+    if kind.layer_type and kind.contracted_axis == -1
 } | {("linear", "backward", "weight"): -2}  # [out, in]: the forward GEMM contracts in, dgrad contracts out
 
 

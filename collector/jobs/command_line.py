@@ -69,8 +69,8 @@ def command_line(runs: Sequence[RunConfig]) -> str:
 
 
 def modules_of(config: RunConfig) -> tuple[str, ...]:
-    """The modules of the model, in their order."""
-    return tuple(dict.fromkeys(site.module for site in config.shape().sites()))
+    """The modules of the model that can be recorded, in their order."""
+    return tuple(dict.fromkeys(spec.site.module for spec in config.shape().recordable(config.tensors)))
 
 
 def recipes() -> tuple[str, ...]:

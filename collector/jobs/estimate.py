@@ -1,7 +1,7 @@
 """Estimates what a run will take: seconds, bytes of memory, bytes on disk. No torch.
 
-Disk   from the sizes of the recorded tensors: two bytes a value, within the byte budget, plus the index's rows. Assumes
-       that tokens are spread evenly over routed experts.
+Disk   from the sizes of the recorded tensors: two bytes a value, four outside of products, within the byte budget, plus
+       the index's rows. Assumes that tokens are spread evenly over routed experts.
 Memory as the collector checks it before it starts (collector.training.memory).
 Time   from the iterations of earlier runs of the same model, size, device and backend under the same root: those of the
        same recipe if there are any, else those that quantize about as many operands. Warm-up, recorded and unrecorded
@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from binade.collector.models.shape import Spec
+from binade.collector.models.shape import OtherSpec, Spec
 from binade.collector.training.config import ConfigError, Device, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
 from binade.data.runs import DONE, list_runs, sound_losses
-from binade.data.tensor_kinds import TENSOR_KINDS
+from binade.data.tensor_kinds import TENSOR_KINDS, Other
 
 # The rule of thumb: FLOP per second of a training step, seconds per quantized element by device and backend, seconds
 # per recorded value and scored format. Orders of magnitude, not measurements; the first run replaces them.
@@ -133,22 +133,27 @@ def memory_free(device: str) -> int | None:
 def planned(config: RunConfig) -> Plan:
     """What a run records, computed from the layers of its model."""
     shape = config.shape()
-    chosen = config.capture().of(shape.sites()) if config.save_tensors else ()
-    elements = [n for spec in shape.specs() if spec.site in chosen for n in elements_of(config, spec, config.tensors)]
-    tensors, values = len(elements), sum(elements)
-    times = len(config.recorded_iterations) * config.recorded_micro_batches
-    recording = len(config.recording_ranks) / config.tp  # in replicas
-    tensors, values = round(tensors * times * recording * config.tp), round(values * times * recording)
-    wanted = (2 * values + FILE * tensors) if config.raw else 0
+    specs = shape.recordable(config.tensors)
+    chosen = config.capture().of([spec.site for spec in specs]) if config.save_tensors else ()
+    iterations, replicas = len(config.recorded_iterations), len(config.recording_ranks) / config.tp
+    total = values = nbytes = 0.0
+    for spec in (each for each in specs if each.site in chosen):
+        elements = elements_of(config, spec, config.tensors)
+        a_step = spec.layer_type == Other.PARAMETER  # recorded once for all micro-batches
+        times = iterations * (1 if a_step else config.recorded_micro_batches) * replicas
+        total, values = total + len(elements) * times * config.tp, values + sum(elements) * times
+        nbytes += (4 if isinstance(spec, OtherSpec) else 2) * sum(elements) * times
+    tensors, values = round(total), round(values)
+    wanted = (round(nbytes) + FILE * tensors) if config.raw else 0
     files = min(wanted, config.max_bytes)
     return Plan(tensors, values, files, files + ROW * tensors, wanted <= config.max_bytes)
 
 
-def elements_of(config: RunConfig, spec: Spec, names: Sequence[str] = ()) -> list[int]:
+def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] = ()) -> list[int]:
     """The elements of the tensors with these names (all, if there are none) at one site, of one micro-batch on the
     ranks of one replica."""
     sizes = spec.elements(config.micro_batch_size, config.sequence_length, config.tp)
-    kinds = [kind for kind in TENSOR_KINDS if kind.layer_type == spec.layer_type]
+    kinds = [kind for kind in TENSOR_KINDS if kind.place == spec.layer_type]
     return [sizes[kind.size] for kind in kinds if not names or kind.name in names]
 
 

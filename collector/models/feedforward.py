@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from binade.collector.models.norm import Point
 from binade.collector.models.parallel import Group, build_linear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.shape import LinearSpec
+from binade.data.tensor_kinds import Other
 
 if TYPE_CHECKING:
     from binade.collector.models.deepseek import DeepseekShape
@@ -55,6 +57,7 @@ class MixtureOfExperts(nn.Module):
         group = replace(group, sequence_parallel=False)
         router, *experts, shared_fc1, shared_fc2 = shape.feed_forward(layer)
         self.router = build_linear(router, group)
+        self.load = Point(router.site, Other.EXPERTS)
         self.experts = nn.ModuleList(
             MLP(fc1, fc2, swiglu, group) for fc1, fc2 in zip(experts[::2], experts[1::2], strict=True)
         )
@@ -73,8 +76,8 @@ class MixtureOfExperts(nn.Module):
         weights, chosen = probs.topk(k, -1)  # [s, b, k]
         # Each token once for each of its experts, grouped by expert.
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.shape.routed_experts).tolist()
-        grouped = torch.split(x.flatten(0, 1)[order // k], counts)
+        counts = self.load(chosen.flatten().bincount(minlength=self.shape.routed_experts))
+        grouped = torch.split(x.flatten(0, 1)[order // k], counts.tolist())
         outputs = torch.cat([expert(tokens) for expert, tokens in zip(self.experts, grouped, strict=True)])
         outputs = outputs[order.argsort()].view(*chosen.shape, -1)  # [s, b, k, hidden]
         routed = (outputs.float() * (weights * self.shape.routed_scale).unsqueeze(-1)).sum(-2)

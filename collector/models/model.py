@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.models.norm import RMSNorm
+from binade.collector.models.norm import Point, RMSNorm
 from binade.collector.models.parallel import SINGLE, Group, ParallelLinear, gather_whole_sequence, scatter_sequence
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
+from binade.collector.models.site import HEAD
+from binade.data.tensor_kinds import Other
 
 
 class TransformerLayer(nn.Module):
@@ -51,6 +53,7 @@ class GPTModel(nn.Module):
         self.layers = nn.ModuleList(TransformerLayer(i + 1, shape, group) for i in range(shape.layers))
         self.final_layernorm = RMSNorm(shape.hidden, shape.norm_eps, sequence_parallel=group.sequence_parallel)
         self.output_layer = self.embedding if shape.tied_embedding else nn.Embedding(shape.vocab, shape.hidden)
+        self.logits = Point(HEAD, Other.HEAD)
 
     @torch.no_grad()
     def set_weights(self, whole: Callable[[str, torch.Size], Tensor]) -> None:
@@ -99,7 +102,7 @@ class GPTModel(nn.Module):
         if self.group.sequence_parallel:
             x = gather_whole_sequence(x, self.group)
         logits = F.linear(x, self.output_layer.weight.to(x.dtype)).float().transpose(0, 1)
-        return logits, torch.stack(balance).sum() if balance else None
+        return self.logits(logits), torch.stack(balance).sum() if balance else None
 
 
 def initialized(shape: Shape, seed: int, group: Group = SINGLE) -> GPTModel:

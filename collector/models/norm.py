@@ -1,9 +1,20 @@
-"""RMSNorm, the only normalization that the models use."""
+"""RMSNorm, the only normalization that the models use, and points at which `instrument` sees what no module returns."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from binade.collector.models.site import Site
+from binade.data.tensor_kinds import Other
+
+
+class Point(nn.Identity):
+    """Passes a tensor on. site and product are the place at which `instrument` records it."""
+
+    def __init__(self, site: Site, product: Other) -> None:
+        super().__init__()
+        self.site, self.product = site, product
 
 
 class RMSNorm(nn.Module):

@@ -11,7 +11,7 @@ whole blocks of 32 where the published ones are, has fewer experts, and a vocabu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -19,7 +19,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from binade.collector.models.rope_scaling import RopeScaling, read_scaling, rope_settings
-from binade.collector.models.site import Site
+from binade.collector.models.site import HEAD, Site
+from binade.data.tensor_kinds import Other, named_places
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,6 +104,30 @@ class NormSpec:
     path: str
     width: int
     tensor: str
+
+
+@dataclass(frozen=True)
+class OtherSpec:
+    """What is recorded besides products, where it is named. layer_type is its place, see data.tensor_kinds.TensorKind.
+
+    width    of a norm; of experts, how many they are; of the LM head, the vocabulary; of a parameter, its last axis
+    rows     of a parameter: its values are rows · width
+    divided  whether the tensor-parallel ranks divide it
+    """
+
+    site: Site
+    layer_type: str
+    width: int
+    rows: int = 1
+    divided: bool = False
+
+    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
+        """As for LinearSpec."""
+        tokens = 1 if self.layer_type == Other.EXPERTS else batch * length
+        copies = 1 if self.divided else ranks
+        weight = self.rows * self.width * copies
+        whole = tokens * self.width * copies
+        return {"input": whole, "output": whole, "weight": weight, "rows": self.rows * copies}
 
 
 Spec = LinearSpec | CoreSpec
@@ -235,6 +260,15 @@ class Shape(ABC):
     def sites(self) -> tuple[Site, ...]:
         return tuple(spec.site for spec in self.specs())
 
+    def others(self) -> tuple[OtherSpec, ...]:
+        """What can be recorded besides."""
+        return _others(self)
+
+    def recordable(self, tensors: Collection[str] = ()) -> tuple[Spec | OtherSpec, ...]:
+        """What can be recorded, and selected by layer and module, if these tensors are named."""
+        named = named_places(tensors)
+        return (*self.specs(), *(spec for spec in self.others() if spec.layer_type in named))
+
     @property
     def parameters(self) -> int:
         """Number of weights."""
@@ -242,6 +276,29 @@ class Shape(ABC):
         linears = sum(spec.inputs * spec.outputs for spec in self.specs() if isinstance(spec, LinearSpec))
         norms = sum(norm.width for layer in layers for norm in self.norms(layer))
         return linears + norms + self.hidden + self.vocab * self.hidden * (1 if self.tied_embedding else 2)
+
+
+@lru_cache(maxsize=32)
+def _others(shape: Shape) -> tuple[OtherSpec, ...]:
+    linears = [spec for spec in shape.specs() if isinstance(spec, LinearSpec)]
+    norms = [
+        (Site(layer, norm.path.rpartition(".")[2]), norm.width)
+        for layer in range(1, shape.layers + 1)
+        for norm in shape.norms(layer)
+    ]
+    norms.append((Site(0, "final_layernorm"), shape.hidden))
+    tables = ["embedding"] if shape.tied_embedding else ["embedding", "output_layer"]
+    return (
+        *(OtherSpec(site, Other.NORM, width) for site, width in norms),
+        *(OtherSpec(spec.site, Other.EXPERTS, spec.outputs) for spec in linears if spec.site.module == "router"),
+        OtherSpec(HEAD, Other.HEAD, shape.vocab),
+        *(
+            OtherSpec(spec.site, Other.PARAMETER, spec.inputs, spec.outputs, spec.split != Split.REPLICATED)
+            for spec in linears
+        ),
+        *(OtherSpec(site, Other.PARAMETER, width) for site, width in norms),
+        *(OtherSpec(Site(0, table), Other.PARAMETER, shape.hidden, shape.vocab) for table in tables),
+    )
 
 
 @lru_cache(maxsize=32)

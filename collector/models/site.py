@@ -71,6 +71,9 @@ class Site:
         return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", self.module)))
 
 
+HEAD = Site(0, "head")
+
+
 def path_parts(name: str) -> list[str]:
     return [part for part in name.split(".") if part and part not in WRAPPERS]
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from binade.collector.errors import ConfigError
-from binade.collector.models.shape import CoreSpec, LinearSpec, Shape, Spec, Split
+from binade.collector.models.shape import CoreSpec, LinearSpec, OtherSpec, Shape, Spec, Split
+from binade.data.tensor_kinds import Other, tensor_names
 from binade.data.text import one_line
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersShape(Shape):
-    """The dimensions of a model of transformers. found are its layers as `instrument` finds them."""
+    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, besides what else is
+    recorded where it is named."""
 
     family = "transformers"
     model_type = ""
@@ -39,10 +41,14 @@ class TransformersShape(Shape):
     kv_heads: int
     head_dim: int
     found: tuple[Spec, ...]
+    besides: tuple[OtherSpec, ...]
     weights: int
 
     def specs(self) -> tuple[Spec, ...]:
         return self.found
+
+    def others(self) -> tuple[OtherSpec, ...]:
+        return self.besides
 
     @property
     def parameters(self) -> int:
@@ -95,6 +101,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
     from transformers import AutoConfig
 
     from binade.collector.capture.adapters import find
+    from binade.collector.capture.step import others
     from binade.collector.models.causal_lm import CausalLM
 
     auto: Any = import_module("transformers").AutoModelForCausalLM  # its types are incomplete
@@ -110,6 +117,8 @@ def _shape(path: Path, modified: int) -> TransformersShape:
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         core = heads, kv_heads, head_dim, head_dim
+        found = find(model)
+        names = [name for place in (Other.NORM, Other.HEAD, Other.PARAMETER) for name in tensor_names(place)]
         return TransformersShape(
             kind=config.model_type,
             layers=text.num_hidden_layers,
@@ -124,8 +133,9 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             kv_heads=kv_heads,
             head_dim=head_dim,
             found=tuple(
-                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in find(model).layers
+                CoreSpec(layer.site, *core) if layer.is_core else _linear(layer, text) for layer in found.layers
             ),
+            besides=tuple(_other(model, text, *each) for each in others(model, found, names)),
             weights=sum(weight.numel() for weight in model.parameters()),
         )
 
@@ -141,6 +151,14 @@ def _linear(layer: Any, config: Any) -> LinearSpec:
     else:
         outputs, inputs = (module.weight.t() if hasattr(module, "nf") else module.weight).shape
     return LinearSpec(layer.site, inputs, outputs, Split.REPLICATED, layer.name, {}, share=share)
+
+
+def _other(model: Any, config: Any, product: Other, layer: Any) -> OtherSpec:
+    if product is Other.PARAMETER:
+        *_, width = shape = model.get_parameter(layer.name).shape
+        return OtherSpec(layer.site, product, width, shape.numel() // width)
+    width = config.vocab_size if product is Other.HEAD else layer.module.weight.numel()
+    return OtherSpec(layer.site, product, width)
 
 
 def explained(path: Path, action: Callable[[], T]) -> T:

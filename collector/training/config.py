@@ -134,8 +134,10 @@ class RunConfig:
     sequence_length: int = option(256, group=LENGTH, metavar="N", minimum=1, label="Sequence length",
         help="Tokens per sequence", default_help="256; fast: 128")
     save_tensors: bool = option(True, group=RECORD, help="Record nothing: train, and keep the losses")
-    tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, default_help="all",
-        help="Record only these tensors", label="Tensors", form_help="", placeholder="all")
+    tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, label="Tensors",
+        default_help="all of attention and linear layers", placeholder="all of attention and linear layers",
+        help="Record only these tensors; those from norm_input on are not recorded unless they are named",
+        form_help="Those from norm_input on are not recorded unless they are named")
     modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
         help="Record only these modules, such as qkv, core, fc1; see `binade list`", form_help="", placeholder="all")
     capture_layers: str = option("", group=RECORD, metavar="LAYERS", help="Record only these layers",
@@ -338,7 +340,8 @@ def _check_iterations(config: RunConfig) -> None:
 
 def _check_sites(config: RunConfig) -> None:
     """Layers, modules and tensors, against what the model has."""
-    model = config.shape().sites()
+    shape = config.shape()
+    model = shape.sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):
         raise ConfigError(
             f"the router is given a format, but {config.model_title} of {config.shape().layers} layers has none"
@@ -356,13 +359,14 @@ def _check_sites(config: RunConfig) -> None:
         if skip := config.skip():
             skip.of(model)
         option = "--capture-layers and --modules"
-        modules = {site.module for site in config.capture().of(model)}
+        recordable = shape.recordable(config.tensors)
+        chosen = config.capture().of([spec.site for spec in recordable])
     except SelectionError as error:
         raise ConfigError(f"{option}: {error}") from None
-    types = ["attention"] * ("core" in modules) + ["linear"] * bool(modules - {"core"})
-    recordable = tuple(dict.fromkeys(name for each in types for name in tensor_names(each)))
-    if config.tensors and not set(config.tensors) & set(recordable):
+    places = dict.fromkeys(spec.layer_type for spec in recordable if spec.site in chosen)
+    names = tuple(dict.fromkeys(name for place in places for name in tensor_names(place)))
+    if config.tensors and not set(config.tensors) & set(names):
         raise ConfigError(
-            f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted(modules))}: "
-            f"those have {', '.join(recordable)}"
+            f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted({s.module for s in chosen}))}: "
+            f"those have {', '.join(names)}"
         )

@@ -19,7 +19,7 @@ Recorder = partial(collector.Recorder, scores=())  # these tests look at values:
 LINEAR = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
 CORE = {
     *("query", "key", "value", "attention_scores", "attention_probs", "output"),
-    *("grad_output", "grad_query", "grad_key", "grad_value"),
+    *("grad_output", "grad_scores", "grad_query", "grad_key", "grad_value"),
 }
 FORWARD_LINEAR = {"input", "weight", "output"}
 

@@ -17,7 +17,7 @@ from tests.conftest import start_python, until
 
 pytestmark = pytest.mark.slow
 
-# One layer and 64 tokens, without end: 34 tensors an iteration.
+# One layer and 64 tokens, without end: 35 tensors an iteration.
 ENDLESS = (
     "run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "",
     "--quantization", "mxfp8", "--control-iter", "1000000",
@@ -113,7 +113,7 @@ def test_a_killed_run_has_crashed_and_keeps_its_rows(tmp_path):
     """All that its status had counted is there; what was on its way is not, nor half of it."""
     process = start(tmp_path)
     after_iteration(process, 2)
-    until(lambda: only_run(tmp_path).status.tensors >= 3 * 34, "three iterations to be counted")
+    until(lambda: only_run(tmp_path).status.tensors >= 3 * 35, "three iterations to be counted")
     counted = only_run(tmp_path).status.tensors
     process.kill()
     process.communicate()
@@ -134,7 +134,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
     run = only_run(tmp_path)
     assert run.status.state == "cancelled" and run.status.finished and run.status.reason is None
     rows = check_rows(tmp_path)
-    assert rows == run.status.tensors >= 2 * 34
+    assert rows == run.status.tensors >= 2 * 35
     assert sum(path.stat().st_size for path in tmp_path.rglob("*.pt")) == run.status.bytes
 
 
@@ -149,9 +149,9 @@ with Catalog.open(sys.argv[1]) as catalog:
         assert catalog.refused == [], catalog.refused
         rows = catalog.tensors()
         states.append(catalog.runs()["state"].tolist())
-        assert len(rows) % 34 == 0 and (not seen or len(rows) >= seen[-1])
+        assert len(rows) % 35 == 0 and (not seen or len(rows) >= seen[-1])
         if len(rows) != (seen[-1] if seen else 0):
-            for tensor_id in rows["tensor_id"][-34:]:
+            for tensor_id in rows["tensor_id"][-35:]:
                 catalog.load(tensor_id).double().sum()
         assert catalog.distribution()["count"].sum() == rows["numel"].sum()
         seen.append(len(rows))
@@ -169,6 +169,6 @@ def test_a_collector_writes_while_a_catalog_reads(tmp_path):
     answer, error = watcher.communicate(timeout=120)
     assert watcher.returncode == 0, error
     answer = json.loads(answer)
-    assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 12 * 34
+    assert answer["last"] == ["done"] and answer["running"] and answer["seen"][-1] == 12 * 35
     assert len(set(answer["seen"])) > 2  # it really read in between
-    assert check_rows(tmp_path) == 12 * 34
+    assert check_rows(tmp_path) == 12 * 35

@@ -315,7 +315,7 @@ class TestEnds:
         view = ended(root, job)
         assert view.state == "cancelled" and view.run.status.state == "cancelled" and view.reason is None
         assert processes.marked(job.token) == set() and not first_process(root, job).alive
-        assert check_rows(root) == view.run.status.tensors >= 2 * 34
+        assert check_rows(root) == view.run.status.tensors >= 2 * 35
 
     def test_cancel_of_two_ranks_leaves_no_process(self, root):
         job = launch(root, TWO_RANKS)

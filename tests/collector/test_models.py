@@ -376,7 +376,7 @@ def test_the_router_multiplies_in_float32(dtype, tmp_path):
 LINEAR = {"input", "weight", "output", "grad_output", "grad_input", "grad_weight"}
 CORE = {
     "query", "key", "value", "attention_scores", "attention_probs", "output",
-    "grad_query", "grad_key", "grad_value", "grad_output",
+    "grad_scores", "grad_query", "grad_key", "grad_value", "grad_output",
 }  # fmt: skip
 
 

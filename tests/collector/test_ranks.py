@@ -17,6 +17,7 @@ import torch
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.runs import RankStatus, list_runs, process_start, rank_statuses, read_losses
+from binade.data.tensor_kinds import tensor_names
 from tests.collector.ranks_worker import CASES, Case
 from tests.conftest import run_python, start_python, until
 
@@ -77,6 +78,7 @@ OPTIONS = (
     "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64",
     "--backend", "torch", "--scores", "mxfp4", "--control-iter", "2",
 )  # fmt: skip
+EVERY = ("--tensors", ",".join(name for name in tensor_names() if name != "router_load"))
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "binade")
     for command in (("-m", "binade"), ("-m", "binade", "--tp", "2", "--sequence-parallel"), (*torchrun, "--dp", "2")):
         program, ranks = command[: command.index("binade") + 1], command[command.index("binade") + 1 :]
-        done = run_python(*program, "run", *OPTIONS, *ranks, "--tensor-save-dir", root)
+        done = run_python(*program, "run", *OPTIONS, *EVERY, *ranks, "--tensor-save-dir", root)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("iteration 1 ") == 1  # rank 0 speaks for all
     return root
@@ -134,11 +136,16 @@ def test_the_unsharded_tensor_is_the_one_ranks(runs: Path, catalog: Catalog):
     assert sorted(whole.index) == sorted(parts.index) and set(parts["shard"]) == {"whole", "slice", "partial"}
     for key, row in parts.iterrows():
         expected, got = catalog.load(whole[key]), catalog.unsharded(row["tensor_id"])
+        if key[-1] == "update_ratio":  # of the part of each row that the rank has
+            continue
         assert got.shape == expected.shape and got.dtype == expected.dtype, key
-        if (key[0] == "qkv" and key[1] == "forward") or key[-1] == "weight":
+        if key[-1] == "update":  # of the first step: about the learning rate times the sign of the gradient
+            continue
+        if (key[0] == "qkv" and key[1] == "forward") or key[-1] in ("weight", "norm_gain"):
             assert torch.equal(got, expected), key
         else:  # behind a sum of two partial results in bfloat16, whose ulp is up to 2^-7
-            assert (got.float() - expected.float()).norm() <= 2**-7 * expected.float().norm(), key
+            ulps = 2 if key[-1] == "exp_avg_sq" else 1
+            assert (got.float() - expected.float()).norm() <= ulps * 2**-7 * expected.float().norm(), key
 
 
 def test_a_rank_that_does_not_record(command, tmp_path: Path):

@@ -28,7 +28,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory):
 class TestQuick:
     def test_every_file_loads_as_anyone_would(self, quick):
         files = list(quick[0].glob("*/tensors/mxfp8/*.pt"))
-        assert len(files) == 68 == len(list(quick[0].rglob("*.pt")))
+        assert len(files) == 70 == len(list(quick[0].rglob("*.pt")))
         for file in files:
             content = torch.load(file, weights_only=True, mmap=True)
             assert set(content) == {"tensor", "tensor_info", "metadata"}
@@ -39,7 +39,7 @@ class TestQuick:
     def test_the_catalog_returns_its_rows(self, quick):
         with Catalog.open(quick[0]) as catalog:
             rows = catalog.tensors(Filter(quant_type=["mxfp8"]))
-            assert len(rows) == 68 and set(rows["recipe"]) == {"mxfp8"}
+            assert len(rows) == 70 and set(rows["recipe"]) == {"mxfp8"}
             assert catalog.tensors(Filter(quant_type=["bf16"])).empty
 
     def test_the_log_says_that_the_kernels_ran(self, quick):
@@ -56,7 +56,7 @@ class TestQuick:
     def test_a_summary_is_printed(self, quick):
         ((run,), _) = list_runs(quick[0])
         last = quick[1].stdout.splitlines()[-1]
-        assert last.startswith(f"{run.run_id}: loss ") and "68 tensors" in last
+        assert last.startswith(f"{run.run_id}: loss ") and "70 tensors" in last
         assert quick[1].stderr == ""
 
 
@@ -116,5 +116,5 @@ def test_the_collected_root_is_whole(collected):
     first = {read_losses(run.directory)[0]["loss"] for run in runs}
     assert len(first) == 1  # the same weights, the same data
     for run in runs:
-        assert run.status.state == "done" and run.status.tensors == 136 and run.status.iteration == 1
-        assert len(list(run.directory.rglob("*.pt"))) == 136
+        assert run.status.state == "done" and run.status.tensors == 140 and run.status.iteration == 1
+        assert len(list(run.directory.rglob("*.pt"))) == 140

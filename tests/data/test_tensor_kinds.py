@@ -17,11 +17,12 @@ from binade.collector.jobs.estimate import planned
 from binade.collector.training.config import ConfigError, RunConfig, check
 from binade.data.catalog import Catalog
 from binade.data.tensor_kinds import (
-    BACKWARD,
+    FORWARD,
     NEUTRAL,
-    PRE,
+    POST,
     QK,
     TENSOR_KINDS,
+    Product,
     TensorKind,
     color_of,
     label_of,
@@ -31,8 +32,8 @@ from binade.quant.specs import OPERAND_FIELDS
 from tests.app.test_charts import luminance
 from tests.conftest import PROJECT
 
-# The gradient of the scaled scores: the product shows it, and no entry of the table asks for it.
-NEW = TensorKind("grad_scores", QK, "grad", BACKWARD, PRE, "dgrad_grad", -1, "scores", "#be185d", "gradient of scores")
+# QKᵀ before it is scaled: the product shows it, and no entry of the table asks for it.
+NEW = TensorKind("raw_scores", QK, "y", FORWARD, POST, "forward_a", None, "scores", "#f80000", "unscaled scores")
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_a_name_has_one_colour_and_one_label() -> None:
 
 
 def test_every_operand_is_a_field_of_gemm_formats() -> None:
-    assert {kind.operand for kind in TENSOR_KINDS} <= set(OPERAND_FIELDS)
+    assert {kind.operand for kind in TENSOR_KINDS if isinstance(kind.product, Product)} <= set(OPERAND_FIELDS)
     assert len({(kind.product, kind.observed) for kind in TENSOR_KINDS}) == len(TENSOR_KINDS)
 
 
@@ -81,25 +82,25 @@ class TestAdded:
         code = f"import pickle, sys; from binade.data.tensor_kinds import TENSOR_KINDS; {add}; "
         code += f"from binade.cli import main; sys.exit(main({line}))"
         done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=True)
-        assert "grad_scores" in done.stdout
+        assert "raw_scores" in done.stdout
 
     def test_a_run_is_checked_and_estimated(self) -> None:
-        config = RunConfig(tensors=("grad_scores",), scores=())
+        config = RunConfig(tensors=("raw_scores",), scores=())
         check(config)
         with pytest.raises(ConfigError, match="records nothing of fc1"):
             check(replace(config, modules=("fc1",)))
         assert planned(config) == planned(replace(config, tensors=("attention_scores",)))
 
     def test_it_is_recorded(self, tmp_path: Path) -> None:
-        line = f"run --tensor-save-dir {tmp_path} --quantization FA_mxfp4 --sequence-length 32 --tensors grad_scores"
+        line = f"run --tensor-save-dir {tmp_path} --quantization FA_mxfp4 --sequence-length 32 --tensors raw_scores"
         assert main(line.split()) == 0
         with Catalog.open(tmp_path) as catalog:
             rows = catalog.tensors()
         shape = RunConfig().shape()
-        assert len(rows) == shape.layers and set(rows["tensor_name"]) == {"grad_scores"}
+        assert len(rows) == shape.layers and set(rows["tensor_name"]) == {"raw_scores"}
         assert {tuple(each) for each in rows["shape"]} == {(2, shape.heads, 32, 32)}
-        assert set(rows["operation"]) == {"backward"} and set(rows["contracted_axis"]) == {-1}
+        assert set(rows["operation"]) == {"forward"} and rows["contracted_axis"].isna().all()
 
     def test_the_app_draws_it_in_its_colour(self) -> None:
-        assert style.colors(["input", "grad_scores"], "tensor") == [color_of("input"), "#be185d"]
-        assert label_of("grad_scores") == "gradient of scores"
+        assert style.colors(["input", "raw_scores"], "tensor") == [color_of("input"), "#f80000"]
+        assert label_of("raw_scores") == "unscaled scores"

@@ -43,6 +43,8 @@ from binade.collector.capture.adapters.layer import (
 from binade.collector.capture.adapters.passes import Clock, running_backward
 from binade.collector.capture.adapters.watch import Watch
 
+EXCLUDED = "excluded"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -52,6 +54,7 @@ class Found:
     left      the modules that stay as they are on purpose, with the reason
     refused   the names of those that cannot be intercepted, with the reason
     unseen    the modules whose attention cannot be intercepted and is not quantized, with the reason
+    heads     the LM heads among those that are left
     watched   whether the first forward pass is watched for products that no adapter intercepts
     """
 
@@ -59,6 +62,7 @@ class Found:
     left: dict[nn.Module, str]
     refused: dict[str, str]
     unseen: dict[nn.Module, str]
+    heads: tuple[Layer, ...]
     watched: bool
 
 
@@ -88,12 +92,13 @@ def survey(
                 raise InstrumentError(
                     f"{option}={pattern!r} matches no module of {type(model).__name__}: give a path, * for any part"
                 )
-    left = {module: "excluded" for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
+    left = {module: EXCLUDED for name, module in modules.items() if any(fnmatchcase(name, each) for each in exclude)}
     named = [name for name in modules if any(fnmatchcase(name, each) for each in cores)]
     written = (torch_modules.core_layer(name, modules[name], WrittenMode) for name in named)
     layers: dict[tuple[nn.Module, str], Layer] = {}
     refused: dict[str, str] = {}
     unseen: dict[nn.Module, str] = {}
+    heads: dict[nn.Module, Layer] = {}
     adapters = (megatron, engine, hugging_face, torch_modules)
     for each in chain(ours, written, *(adapter.find(model) for adapter in adapters)):
         if isinstance(each, Refused):
@@ -103,12 +108,13 @@ def survey(
             elif module not in left:
                 refused[each.name] = each.reason
         elif each.is_head and not head:
-            left.setdefault(each.module, "LM head, unless head=True")
+            if left.setdefault(each.module, "LM head, unless head=True") != EXCLUDED:
+                heads.setdefault(each.module, each)
         elif is_instrumented(each.module):
             raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
         elif each.module not in left:
             layers.setdefault((each.module, each.part), each)
-    return Found(distinct(list(layers.values())), left, refused, unseen, watched=not ours)
+    return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)
 
 
 def find(model: nn.Module, **options: Any) -> Found:

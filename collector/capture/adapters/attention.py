@@ -133,7 +133,13 @@ def product(
             return y if scale == 1.0 else y * scale
         if tap is None:
             return original(a, b)
-        return observed_product(original, a, b, tap, -1 if transpose_b else -2)
+        return observed_product(original, a, b, _unscaled(tap, scale), -1 if transpose_b else -2)
+
+
+def _unscaled(tap: Tap, scale: float) -> Tap:
+    """A tap that sees the gradient of scale · a · b as that of a · b, which is what the quantized product takes."""
+    gradients = ("grad", "wgrad_grad")
+    return lambda seen: tap(replace(seen, tensor=seen.tensor * scale) if seen.name in gradients else seen)
 
 
 def context(
@@ -329,7 +335,7 @@ def attend(
         pv(Observed("a", probs))
         pv(Observed("b", value.detach(), dim=-2))
         pv(Observed("y", output.detach()))
-        listen_to_result(output, _attention_backward(qk, pv, query, key, value, probs, dropout_p > 0))
+        listen_to_result(output, _attention_backward(qk, pv, query, key, value, probs, factor, dropout_p > 0))
         return output
     query, key, value = (x.to(product_dtype(x)) for x in (query, key, value))
     _, probs = _probabilities(quantization.qk, qk, query, key, factor, attn_mask, is_causal, enable_gqa)
@@ -341,10 +347,10 @@ def attend(
 
 
 def _attention_backward(
-    qk: Tap, pv: Tap, query: Tensor, key: Tensor, value: Tensor, probs: Tensor, dropout: bool
+    qk: Tap, pv: Tap, query: Tensor, key: Tensor, value: Tensor, probs: Tensor, scale: float, dropout: bool
 ) -> Tap:
     """A tap of the output that with its gradient shows the operands of the backward GEMMs, and without dropout the
-    gradient of the probabilities, which torch's own call never holds."""
+    gradients of the probabilities and of the unscaled scores, which torch's own call never holds."""
     query, key, value = query.detach(), key.detach(), value.detach()
 
     def show(seen: Observed) -> None:
@@ -357,7 +363,12 @@ def _attention_backward(
         if not dropout:
             per_group = probs.shape[-3] // value.shape[-3] if value.dim() > 2 else 1
             each = value.repeat_interleave(per_group, -3) if per_group > 1 else value
-            pv(Observed("grad_a", seen.tensor.to(value.dtype) @ each.transpose(-1, -2)))
+            grad_probs = seen.tensor.to(value.dtype) @ each.transpose(-1, -2)
+            pv(Observed("grad_a", grad_probs))
+            weighted = probs.float() * grad_probs.float()
+            grad_scores = (weighted - probs.float() * weighted.sum(-1, keepdim=True)) * scale
+            qk(Observed("grad", grad_scores.to(query.dtype)))
+            qk(Observed("wgrad_grad", grad_scores.to(query.dtype), dim=-2))
 
     return show
 

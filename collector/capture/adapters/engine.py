@@ -69,7 +69,7 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.dim() > 1]
 
 
-def _place(modules: dict[str, nn.Module], name: str, word: str | None = None) -> tuple[Site, str]:
+def place(modules: dict[str, nn.Module], name: str, word: str | None = None) -> tuple[Site, str]:
     if megatron.layer_number(modules, name) is None:
         found, path = site(name, word)
     else:
@@ -79,7 +79,7 @@ def _place(modules: dict[str, nn.Module], name: str, word: str | None = None) ->
 
 def _linear(modules: dict[str, nn.Module], name: str, normalizes: bool, grouped: bool) -> Layer:
     module: Any = modules[name]
-    where, path = _place(modules, name)
+    where, path = place(modules, name)
     gated = where.module.endswith("fc1") and getattr(getattr(module, "config", None), "gated_linear_unit", False)
 
     def method(quantization: Quantization) -> Callable[..., Any]:
@@ -169,7 +169,7 @@ def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> 
 
 def _core(modules: dict[str, nn.Module], name: str) -> Layer:
     module: Any = modules[name]
-    where, path = _place(modules, name, "core")
+    where, path = place(modules, name, "core")
 
     def method(quantization: CoreQuantization) -> Callable[..., Any]:
         forward = module.forward
@@ -229,6 +229,6 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
     pv(Observed("b", value.detach(), dim=-2))
     pv(Observed("y", by_head(output.detach())))
     dropout = module.training and module.attention_dropout > 0
-    show = _attention_backward(qk, pv, query, key, value, probs, dropout)
+    show = _attention_backward(qk, pv, query, key, value, probs, scale, dropout)
     listen_to_result(output, lambda seen: show(Observed(seen.name, by_head(seen.tensor))))
     return output

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import SdpaMode, WrittenMode
-from binade.collector.capture.adapters.layer import HEAD, Layer, Refused, replaces, whole
+from binade.collector.capture.adapters.layer import Layer, Refused, replaces, whole
 from binade.collector.capture.adapters.products import linear
 from binade.collector.capture.adapters.torch_modules import calls, core_layer, linear_layer
 from binade.collector.models.parallel import Quantization
-from binade.collector.models.site import site
+from binade.collector.models.site import HEAD, site
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 

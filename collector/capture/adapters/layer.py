@@ -17,8 +17,6 @@ from torch import nn
 from binade.collector.models.site import Site
 from binade.data.segment import Shard
 
-HEAD = Site(0, "head")
-
 
 @dataclass(frozen=True)
 class Moment:

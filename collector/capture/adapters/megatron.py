@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, context, core_forward, product, show_scores
 from binade.collector.capture.adapters.layer import (
-    HEAD,
     Detach,
     InstrumentError,
     Layer,
@@ -44,7 +43,7 @@ from binade.collector.models.parallel import (
     linear_shard,
     reshaped,
 )
-from binade.collector.models.site import Site
+from binade.collector.models.site import HEAD, Site
 from binade.data.segment import Shard
 from binade.quant.gemm import Tap
 

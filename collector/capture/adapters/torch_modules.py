@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.attention import CoreMode, SdpaMode, core_forward
 from binade.collector.capture.adapters.dtensor import core_shard_of, shard_of
-from binade.collector.capture.adapters.layer import HEAD, Attach, Detach, Layer, Refused, is_a, replaces, whole
+from binade.collector.capture.adapters.layer import Attach, Detach, Layer, Refused, is_a, replaces, whole
 from binade.collector.capture.adapters.weights import NAMES, OwnProducts, functional_linear
 from binade.collector.models.parallel import Quantization
-from binade.collector.models.site import path_parts, site
+from binade.collector.models.site import HEAD, path_parts, site
 
 ATTENTION = frozenset(("scaled_dot_product_attention", "flex_attention"))
 Shapes = dict[nn.Module, dict[str, torch.Size]]  # by the weight's name

@@ -104,7 +104,8 @@ def test_attention_is_found_and_its_products_are_those_of_its_operands(tmp_path,
         assert (run(model)[0] - quantized[0]).norm() < 1e-2 * quantized[0].norm()
     other = run_recorded(tmp_path / "other", by_sdpa)  # what torch's own attention takes and gives
     recorded = rows(tmp_path / "bf16")
-    for name in ("query", "key", "value", "attention_probs", "output", "grad_query", "grad_key", "grad_value"):
+    gradients = ("grad_scores", "grad_query", "grad_key", "grad_value")
+    for name in ("query", "key", "value", "attention_probs", "output", *gradients):
         ours, theirs = value(recorded, 1, "core", name), value(other, 1, "core", name)
         assert (ours.flatten() - theirs.flatten()).norm() < 1e-5 * theirs.norm(), name
 

@@ -49,6 +49,7 @@ class TestMixed:
             ("FA", "value"): ("nvfp4", "nvfp4"),
             ("FA", "output"): ("mxfp8", None),
             ("FA", "grad_output"): ("mxfp8", "mxfp8_e5m2"),
+            ("FA", "grad_scores"): ("hifp8", None),
             ("FA", "grad_query"): ("hifp8", None),
             ("FA", "grad_key"): ("hifp8", None),
             ("FA", "grad_value"): ("mxfp8", None),
@@ -61,13 +62,13 @@ class TestMixed:
         rows = self.rows(tmp_path, parse_recipe("mxfp4"), skip=r"first,layer2\.core")
         skipped = (rows["layer_index"] == 1) | (rows["module"] == "core")
         assert set(rows["quant_type"][skipped]) == {"bf16"} and rows["format"][skipped].isna().all()
-        assert set(rows["quant_type"][~skipped]) == {"mxfp4"} and skipped.sum() == 34 + 10
-        assert len(rows) == 68 and rows["format"].notna().sum() == 4 * 3
+        assert set(rows["quant_type"][~skipped]) == {"mxfp4"} and skipped.sum() == 35 + 11
+        assert len(rows) == 70 and rows["format"].notna().sum() == 4 * 3
 
     def test_only_the_captured_layers_are_recorded(self, tmp_path):
         rows = self.rows(tmp_path, parse_recipe("mxfp4"), capture=r"layer2\.qkv,core")
         assert Counter(zip(rows["layer_index"], rows["module"], strict=True)) == {
-            (1, "core"): 10, (2, "core"): 10, (2, "qkv"): 6
+            (1, "core"): 11, (2, "core"): 11, (2, "qkv"): 6
         }  # fmt: skip
 
 

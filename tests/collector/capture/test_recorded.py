@@ -37,6 +37,7 @@ CORE_NAMES = {
     ("attention_probs", "forward", "post"),
     ("output", "forward", "post"),
     ("grad_output", "backward", "pre"),
+    ("grad_scores", "backward", "pre"),
     ("grad_query", "backward", "post"),
     ("grad_key", "backward", "post"),
     ("grad_value", "backward", "post"),
@@ -76,7 +77,7 @@ def part_formats(recipe: str) -> dict[str, str]:
 def kind_of(row) -> str:
     if row.module != "core":
         return "linear"
-    qk = ("query", "key", "attention_scores", "grad_query", "grad_key")
+    qk = ("query", "key", "attention_scores", "grad_scores", "grad_query", "grad_key")
     return "qk" if row.tensor_name in qk else "pv"
 
 
@@ -92,7 +93,7 @@ class TestRecorded:
             for names in all_names
         )
         assert Counter(tuple(key) for key in found.elements()) == expected
-        assert len(frame) == 2 * 34
+        assert len(frame) == 2 * 35
         core = frame["module"] == "core"
         assert (frame["layer_type"] == np.where(core, "attention", "linear")).all()
         assert (frame["component"] == np.where(core, "FA", "linear")).all()
@@ -112,7 +113,7 @@ class TestRecorded:
         frame = catalog.tensors()
         compared = 0
         for row in frame.itertuples():
-            if row.tensor_name in ("attention_scores", "attention_probs"):
+            if row.tensor_name in ("attention_scores", "attention_probs", "grad_scores"):
                 continue
             x = catalog.load(row.tensor_id)
             seen = hooks.seen[row.layer_index, row.module, row.tensor_name]
@@ -139,6 +140,23 @@ class TestRecorded:
                 (row,) = catalog.tensors(Filter(layer_index=[layer], tensor_name=[name])).itertuples()
                 assert torch.equal(catalog.load(row.tensor_id), expected), name
 
+    def test_the_gradients_of_query_and_key_follow_from_that_of_the_scores(self, recorded):
+        recipe, catalog, hooks = recorded
+        fmt = "bf16" if recipe.startswith("FA") else {"mxfp8": "mxfp8_e5m2"}.get(recipe, recipe)
+        for layer in (1, 2):
+            q, k = (hooks.seen[layer, "core", name] for name in ("query", "key"))
+            stacked = (SHAPE.kv_heads, SHAPE.heads // SHAPE.kv_heads * q.shape[2])
+            (row,) = catalog.tensors(Filter(layer_index=[layer], tensor_name=["grad_scores"])).itertuples()
+            grad, q = (x.reshape(len(x), *stacked, -1) for x in (catalog.load(row.tensor_id), q))
+
+            def rounded(x, dim, to=recipe, fmt=fmt):
+                return x if fmt == "bf16" else quant.fake_quantize(x, to, dim=dim)
+
+            dq = rounded(grad, -1, fmt) @ rounded(k, -2)
+            assert torch.equal(dq.view_as(hooks.seen[layer, "core", "query"]), hooks.seen[layer, "core", "grad_query"])
+            dk = rounded(grad, -2, fmt).mT @ rounded(q, -2)
+            assert torch.equal(dk, hooks.seen[layer, "core", "grad_key"])
+
     def test_summary_is_the_files(self, recorded):
         _, catalog, _ = recorded
         for row in catalog.tensors().itertuples():
@@ -155,7 +173,7 @@ class TestRecorded:
 
     def test_errors_are_recomputed_from_the_file(self, recorded):
         recipe, catalog, _ = recorded
-        operands = {"input", "weight", "query", "key", "value", "attention_probs", "grad_output"}
+        operands = {"input", "weight", "query", "key", "value", "attention_probs", "grad_output", "grad_scores"}
         checked = 0
         for row in catalog.tensors().itertuples():
             kind = kind_of(row)
@@ -166,13 +184,13 @@ class TestRecorded:
             if not quantized:
                 assert pd.isna(row.format) and pd.isna(row.sqnr_db), f"{row.module} {row.tensor_name}"
                 continue
-            expected_format = "mxfp8_e5m2" if fmt == "mxfp8" and row.tensor_name == "grad_output" else fmt
+            expected_format = "mxfp8_e5m2" if fmt == "mxfp8" and row.tensor_name.startswith("grad_") else fmt
             assert row.format == expected_format
             axis = -2 if row.tensor_name == "value" else -1
             assert row.contracted_axis == axis
             check_errors(catalog.load(row.tensor_id), row.format, axis, row._asdict())
             checked += 1
-        by_layer = 0 if recipe == "bf16" else 3 * len(LINEARS) + (2 if recipe.startswith("FA") else 5)
+        by_layer = 0 if recipe == "bf16" else 3 * len(LINEARS) + (2 if recipe.startswith("FA") else 6)
         assert checked == 2 * by_layer
 
     def test_scores_are_recomputed_from_the_file(self, recorded):
@@ -181,7 +199,7 @@ class TestRecorded:
         frame = catalog.tensors().set_index("tensor_id")
         operands = frame[frame["contracted_axis"].notna()]
         assert set(operands["tensor_name"]) == {
-            "input", "weight", "query", "key", "value", "attention_probs", "grad_output"
+            "input", "weight", "query", "key", "value", "attention_probs", "grad_output", "grad_scores"
         }  # fmt: skip
         assert set(catalog.scores()["tensor_id"]) == set(operands.index)
         found = catalog.table("score").to_pandas()
@@ -190,14 +208,14 @@ class TestRecorded:
             row = frame.loc[tensor_id]
             fmt = part_formats(recipe)[kind_of(row)]
             quantized = fmt != "bf16" and not (kind_of(row) == "qk" and recipe.startswith("FA") and gemm != "forward")
-            in_gradients = row.tensor_name == "grad_output" and fmt == "mxfp8"
+            in_gradients = row.tensor_name.startswith("grad_") and fmt == "mxfp8"
             used = {"mxfp8_e5m2" if in_gradients else fmt} if quantized else set()
             assert set(rows["format"]) == {*SCORES, *used}
             assert set(rows[rows["used"]]["format"]) == used
             x, axis = catalog.load(tensor_id), int(row.contracted_axis)
             if gemm != row.gemm:
                 x, axis = (x.flatten(0, -2) if row.module != "core" else x), -3 - axis
-            if row.tensor_name in ("query", "attention_probs", "grad_output") and row.module == "core":
+            if row.tensor_name in ("query", "attention_probs", "grad_output", "grad_scores") and row.module == "core":
                 continue  # heads of a group are one axis in the product: test_group_of_heads
             for one in rows.itertuples():
                 check_errors(x, one.format, axis, one._asdict())

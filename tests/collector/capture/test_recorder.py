@@ -35,9 +35,9 @@ class TestRecorder:
                 if error:
                     raise error("bad\nthing")
         status = read_run(recorder.writer.directory).status
-        assert (status.state, status.reason, status.tensors) == (state, reason, 68)
+        assert (status.state, status.reason, status.tensors) == (state, reason, 70)
         with Catalog.open(tmp_path) as catalog:  # what was captured is kept
-            assert catalog.totals().tensors == catalog.totals().with_values == 68
+            assert catalog.totals().tensors == catalog.totals().with_values == 70
 
     def test_counts_iterations_for_loops_of_ones_own(self, tmp_path):
         model = build()
@@ -145,7 +145,7 @@ class TestRecorder:
                 step(model)
             with pytest.raises(RecorderError, match="has no run to write to"):
                 step(model)
-        assert read_run(recorder.writer.directory).status.tensors == 68
+        assert read_run(recorder.writer.directory).status.tensors == 70
 
     def test_float64_is_refused_by_the_layers_name(self, tmp_path):
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())

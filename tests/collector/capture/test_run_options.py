@@ -53,19 +53,19 @@ class TestOptions:
         arguments = ("--control-iter", "2", "--quantization", "mxfp4")
         run, recorded = collect(*arguments, "--no-save-tensors"), collect(*arguments, "--save-tensors")
         assert run.status.tensors == 0 and run.segments == [] and run.status.state == DONE
-        assert list(run.directory.rglob("*.pt")) == [] and recorded.status.tensors == 68
+        assert list(run.directory.rglob("*.pt")) == [] and recorded.status.tensors == 70
         losses = [[record["loss"] for record in read_losses(each.directory)] for each in (run, recorded)]
         assert losses[0] == losses[1] and len(losses[0]) == 2
 
     def test_layers_and_modules(self, collect):
         rows = self.rows(collect("--layers", "2", "--capture-layers", "last,qkv", "--modules", "qkv,core"))
         found = Counter(zip(rows["layer_index"], rows["module"], strict=True))
-        assert found == {(1, "qkv"): 6, (2, "qkv"): 6, (2, "core"): 10}
+        assert found == {(1, "qkv"): 6, (2, "qkv"): 6, (2, "core"): 11}
 
     def test_no_raw_keeps_rows_only(self, collect):
         run = collect("--no-raw")
         rows = self.rows(run)
-        assert len(rows) == run.status.tensors == run.status.tensors_without_raw == 34
+        assert len(rows) == run.status.tensors == run.status.tensors_without_raw == 35
         assert rows["path"].isna().all() and run.status.bytes == 0 and rows["kurtosis"].notna().all()
         assert list(run.directory.rglob("*.pt")) == []
 
@@ -75,8 +75,8 @@ class TestOptions:
         files = list(run.directory.rglob("*.pt"))
         rows = self.rows(run)
         assert sum(os.path.getsize(file) for file in files) == run.status.bytes <= budget
-        assert len(rows) == 34 and rows["path"].notna().sum() == len(files)
-        assert run.status.tensors_without_raw == 34 - len(files)
+        assert len(rows) == 35 and rows["path"].notna().sum() == len(files)
+        assert run.status.tensors_without_raw == 35 - len(files)
         assert (len(files) > 0) == (budget > 0)
 
     def test_scores_can_be_chosen(self, collect, tmp_path):

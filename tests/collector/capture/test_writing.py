@@ -173,12 +173,12 @@ def test_a_recorded_step_waits_for_nothing(tmp_path, device):
                 torch.cuda.set_sync_debug_mode("error")
             step()
             recorder.step()
-            assert read_status(recorder.writer.directory).tensors == 68
+            assert read_status(recorder.writer.directory).tensors == 70
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
             stopped.set()
-    assert read_status(recorder.writer.directory).tensors == 136
+    assert read_status(recorder.writer.directory).tensors == 140
 
 
 def test_an_interrupt_at_any_step_stops_nobody_else(run):

@@ -1,0 +1,57 @@
+"""The app over a run that recorded what a step computes besides its products, and none of those."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from binade.app.pages import tensor, worst
+from binade.cli import main
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from binade.data.tensor_kinds import Other, tensor_names
+from tests.app.test_pages import Visit, charts, words
+
+pytestmark = pytest.mark.slow
+NAMES = [name for place in Other for name in tensor_names(place)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("rest")
+    size = "--model deepseek2_lite --sequence-length 16 --control-iter 2 --scores mxfp8,nvfp4 --backend torch"
+    chosen = f"--tensors {','.join(NAMES)} --modules input_layernorm,head,router,q,final_layernorm"
+    assert main(f"run {size} {chosen} --tensor-save-dir {root}".split()) == 0
+    return root
+
+
+def test_all_of_them_can_be_chosen_and_ranked(root: Path):
+    with Catalog.open(root) as catalog:
+        assert set(catalog.facets()["tensor_name"]) == set(NAMES)
+        assert set(catalog.facets()["operation"]) == {"forward", "backward", "optimizer"}
+        for metric in ("absmax", "kurtosis"):
+            assert set(catalog.extremes(metric, ("tensor_name",))["tensor_name"]) == set(NAMES)
+        assert "exp_avg_sq" in set(catalog.errors("mxfp8", ("tensor_name",))["tensor_name"])
+
+
+@pytest.mark.parametrize("page", ["overview", "explore", "recipes", "runs"])
+def test_pages(visit: Visit, root: Path, page: str):
+    assert not visit(root, page).error
+
+
+@pytest.mark.parametrize("view", worst.VIEWS)
+def test_worst(visit: Visit, root: Path, view: str):
+    for metric in ("absmax", "sqnr_db"):
+        at = visit(root, "worst", view=view, metric=metric, operation="optimizer")
+        assert not at.error and (charts(at) or at.info)
+        assert view != "board" or "suffers most" in words(at)
+
+
+@pytest.mark.parametrize("view", tensor.VIEWS)
+@pytest.mark.parametrize("name", ["exp_avg_sq", "router_load"])
+def test_tensor(visit: Visit, root: Path, view: str, name: str):
+    with Catalog.open(root) as catalog:
+        chosen = catalog.tensors(Filter(tensor_name=(name,)))["tensor_id"].iloc[0]
+    at = visit(root, "tensor", view=view, tensor=chosen)
+    assert not at.error and (charts(at) or at.info)
