@@ -10,7 +10,8 @@ of other packages.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, refusal
 from binade.collector.capture.adapters.products import Interception, tensors_in
-from binade.collector.capture.adapters.weights import GROUPED, Weights
+from binade.collector.capture.adapters.weights import GROUPED, Source, Weights
 
 PRODUCTS = frozenset(
     (
@@ -114,7 +115,7 @@ class Watch(Interception):
 
 class CurrentWeights(Weights):
     """The weights that the model has now, but for those of the modules `left`: FSDP replaces them in a pass, by
-    parameters or by views of a flat one."""
+    parameters or by views of a flat one; and of a DTensor, the part that `to_local` gives as a view."""
 
     def __init__(self, model: nn.Module, left: list[nn.Module]) -> None:
         super().__init__(())
@@ -130,6 +131,14 @@ class CurrentWeights(Weights):
         if any(each is x or (is_flat and each.data_ptr() == x.data_ptr()) for each in left):
             return None
         return f"a weight {list(x.shape)}" if is_flat else given
+
+    def follow(self, func: Callable[..., Any], operands: Sequence[Tensor], result: Any) -> None:
+        parameters = self.model.parameters() if func is Tensor.view_as else ()
+        whole = next((p for p in parameters if getattr(p, "_local_tensor", None) is operands[0]), None)
+        if whole is not None and (name := self.name_of(whole)):
+            self.made[id(result)] = weakref.ref(result), Source(name, None)
+        else:
+            super().follow(func, operands, result)
 
 
 def _activations(operands: list[Tensor]) -> bool:

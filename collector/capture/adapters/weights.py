@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from binade.collector.capture.adapters.dtensor import linear_on_parts
+from binade.collector.capture.adapters.dtensor import is_dtensor, linear_on_parts
 from binade.collector.capture.adapters.layer import Detach, InstrumentError, set_on
 from binade.collector.capture.adapters.products import (
     UNQUANTIZED,
@@ -128,8 +128,13 @@ class OwnProducts:
 
     def _intercepted(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def intercepted(*args: Any, **kwargs: Any) -> Any:
-            names = {name for name, _ in self.how}
-            with WeightsMode(self.name, {name: attrgetter(name)(self.module) for name in names}, self.how) as mode:
+            weights = {name: attrgetter(name)(self.module) for name in {name for name, _ in self.how}}
+            if divided := [name for name, weight in weights.items() if weight.dim() == 3 and is_dtensor(weight)]:
+                raise InstrumentError(
+                    f"{self.name or 'the model'} has a DTensor of three axes as its {divided[0]}, whose products on a "
+                    f"rank's part are not intercepted: leave it out with exclude=[{self.name!r}]"
+                )
+            with WeightsMode(self.name, weights, self.how) as mode:
                 result = forward(*args, **kwargs)
             if isinstance(self.module, nn.Linear) and not mode.products:
                 raise InstrumentError(

@@ -245,6 +245,18 @@ class SplitSequence(nn.Module):
         return F.scaled_dot_product_attention(q, q, q)
 
 
+class Apart(nn.Module):
+    """Multiplies by its part of a DTensor."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, ...] = (8, 8)) -> None:
+        super().__init__()
+        self.known = model.known
+        self.own = nn.Parameter(distribute_tensor(torch.ones(shape), init_device_mesh("cpu", (2,)), [Shard(0)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.known(x) @ self.own.to_local().mT
+
+
 def refused(wrap: Callable[[nn.Module], nn.Module]) -> str:
     model = wrap(Hidden())
     with pytest.raises(InstrumentError) as caught, instrument(model, "mxfp8", backend="torch"):
@@ -271,7 +283,8 @@ def _rank(rank: int, directory: Path) -> None:
             "losses": quantized[: 2 * MICRO_BATCHES],
         }
     flat = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
-    said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence)]
+    of_experts = partial(Apart, shape=(4, 8, 8))
+    said["refused"] = [refused(wrap) for wrap in (flat, fully_shard, placed, SplitSequence, Apart, of_experts)]
     said["own weight"] = [with_own_weight(wrap) for wrap in (lambda model: model, flat, fully_shard)]
     torch.save(said, directory / f"said{rank}.pt")
     dist.destroy_process_group()
@@ -360,11 +373,13 @@ def test_parts_make_the_whole(catalog, tensors, name):
 
 
 def test_what_cannot_be_intercepted_is_refused(said):
-    flat, sharded, placed, split = said[0]["refused"]
+    flat, sharded, placed, split, apart, of_experts = said[0]["refused"]
     assert "computes a product with a weight [8, 8] by linear" in flat
     assert "computes a product with hidden by linear" in sharded
     assert placed == "known has a DTensor as its weight, and was called with a plain tensor"
     assert split.startswith("the model attends to DTensors placed as")
+    assert "computes a product with own by matmul" in apart
+    assert of_experts.startswith("the model has a DTensor of three axes as its own")
 
 
 def test_a_weight_of_a_modules_own_is_intercepted_where_fsdp_replaces_it(said):

@@ -152,6 +152,19 @@ def test_quantized_losses_are_the_same_recorded_recomputed_or_not(tmp_path):
     assert not same(runs[0], train(build(), loss))
 
 
+def test_passes_of_a_model_that_is_one_layer_are_counted(tmp_path):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Recorder(tmp_path) as recorder, instrument(model, "bf16", recorder):
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+    found = rows(tmp_path, values=False, tensor_name="output")
+    assert list(found["iteration"]) == [0, 1] and set(found["operation"]) == {"forward"}
+
+
 def test_an_evaluation_is_recorded_on_request(tmp_path):
     model = build(True).eval()
     with Recorder(tmp_path, evaluation=True) as recorder, torch.no_grad():
