@@ -55,8 +55,8 @@ def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple
     for each in sorted(places - {product for product, _ in listed}):
         lacking = ", ".join(name for name in tensor_names(each) if name in names)
         warnings.warn(f"{type(model).__name__} has nothing to record as {lacking}", stacklevel=4)
-    unique = {each: distinct([layer for product, layer in listed if product is each]) for each in places}
-    return [(each, layer) for each, layers in unique.items() for layer in layers]
+    unique = {each: distinct([layer for product, layer in listed if product is each]) for each in Other}
+    return [(each, layer) for each, layers in unique.items() if each in places for layer in layers]
 
 
 def _nothing(_: Any) -> Detach:

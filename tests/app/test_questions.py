@@ -429,7 +429,7 @@ class TestBoards:
     def test_directions(self, catalog):
         table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
         assert set(table["operation"]) == {"forward", "backward"}
-        assert set(table.loc[table["operation"] == "backward", "tensor_name"]) == {"grad_output"}
+        assert set(table.loc[table["operation"] == "backward", "tensor_name"]) == {"grad_output", "grad_scores"}
         total = directions_compute.direction_totals(catalog, Filter(), "mxfp4", "flush_to_zero").set_index("operation")[
             "value"
         ]
@@ -477,8 +477,14 @@ class TestBoards:
         assert row["results"] == 2
         assert row["result_db"] == pytest.approx(-10 * np.log10(np.mean(10 ** (-np.array(exact) / 10))), abs=1e-3)
         assert row["operands_db"] == pytest.approx(-10 * np.log10(np.mean(predicted)), abs=1e-3)
-        backward = table.loc[(1, "core", "QK", "dgrad")]
-        assert math.isnan(backward["operands_db"]) and backward["result_db"] > 0  # the scores' gradient is not recorded
+        backward, predicted = table.loc[(1, "core", "QK", "dgrad")], []
+        for iteration in (0, 1):
+            at = {"quant_type": ["mxfp4"], "layer_index": [1], "module": ["core"], "iteration": [iteration]}
+            for name, axis in (("grad_scores", -1), ("key", -2)):
+                x = catalog.load(first(catalog, tensor_name=[name], **at))
+                predicted.append(10 ** (-errors(x, quant.fake_quantize(x, "mxfp4", axis)).sqnr_db / 10))
+        assert backward["operands_db"] == pytest.approx(-10 * np.log10(np.sum(predicted) / 2), abs=1e-3)
+        assert backward["result_db"] > 0
         assert results_compute.results(catalog, Filter(quant_type=["bf16"])).empty
 
     def test_block_history_is_that_of_the_blocks_in_the_files(self, catalog):

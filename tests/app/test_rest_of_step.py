@@ -8,26 +8,32 @@ import pytest
 
 from binade.app.pages import tensor, worst
 from binade.cli import main
+from binade.collector.jobs.estimate import planned
+from binade.collector.training.config import RunConfig
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.tensor_kinds import Other, tensor_names
 from tests.app.test_pages import Visit, charts, words
 
 pytestmark = pytest.mark.slow
-NAMES = [name for place in Other for name in tensor_names(place)]
+NAMES = tuple(name for place in Other for name in tensor_names(place))
+MODULES = ("input_layernorm", "head", "router", "q", "final_layernorm")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("rest")
     size = "--model deepseek2_lite --sequence-length 16 --control-iter 2 --scores mxfp8,nvfp4 --backend torch"
-    chosen = f"--tensors {','.join(NAMES)} --modules input_layernorm,head,router,q,final_layernorm"
+    chosen = f"--tensors {','.join(NAMES)} --modules {','.join(MODULES)}"
     assert main(f"run {size} {chosen} --tensor-save-dir {root}".split()) == 0
     return root
 
 
-def test_all_of_them_can_be_chosen_and_ranked(root: Path):
+def test_all_of_them_are_estimated_chosen_and_ranked(root: Path):
+    config = RunConfig(model="deepseek2_lite", sequence_length=16, control_iter=2, tensors=NAMES, modules=MODULES)
     with Catalog.open(root) as catalog:
+        found = catalog.totals()
+        assert (planned(config).tensors, planned(config).values) == (found.tensors, found.elements)
         assert set(catalog.facets()["tensor_name"]) == set(NAMES)
         assert set(catalog.facets()["operation"]) == {"forward", "backward", "optimizer"}
         for metric in ("absmax", "kurtosis"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from binade.collector.training.config import DEFAULT_SCORES
@@ -86,8 +85,7 @@ def test_parts_are_what_was_rounded(catalog):
     found = catalog.parts().assign(recipe=lambda table: table["run_id"].map(runs)).set_index(["recipe", "part"])
     assert set(found.index) == {(name, part) for name in ("hifp8", "mxfp8", "mxfp4") for part in ("QK", "PV", "linear")}
     assert found.loc[("mxfp8", "linear"), "format"] == "mxfp8"
-    assert found.loc[("mxfp8", "linear"), "gradient_format"] == "mxfp8_e5m2"
-    assert pd.isna(found.loc[("mxfp8", "QK"), "gradient_format"])
+    assert set(found.loc["mxfp8", "gradient_format"]) == {"mxfp8_e5m2"}
 
 
 def test_rows_of_keeps_the_order(catalog):

@@ -71,6 +71,13 @@ def test_charts_by_tensor_name_have_the_colours_of_the_table() -> None:
     assert set(style.colors(groups, "module")) <= set(style.PALETTE)
 
 
+def test_what_a_model_does_not_have_is_refused() -> None:
+    check(RunConfig(model="deepseek2_lite", tensors=("router_load",)))
+    for wrong in ({"tensors": ("router_load",)}, {"tensors": ("exp_avg",), "modules": ("core",)}):
+        with pytest.raises(ConfigError, match=f"--tensors {wrong['tensors'][0]} records nothing of "):
+            check(RunConfig(**wrong))
+
+
 @pytest.mark.usefixtures("added")
 class TestAdded:
     """One more entry, and nothing else."""

@@ -185,7 +185,7 @@ def test_the_example_of_a_nanogpt_like_loop(tmp_path, monkeypatch):
     runpy.run_path(str(Path(__file__).parents[3] / "examples" / "nanogpt_loop.py"), run_name="__main__")
     with Catalog.open(tmp_path) as catalog:
         rows = catalog.tensors()
-    linear, core = 4 * 6, 10  # tensors of a layer
+    linear, core = 4 * 6, 11  # tensors of a layer
     assert rows.groupby(["iteration", "micro_batch"]).size().to_dict() == {(i, 0): 2 * (linear + core) for i in (0, 1)}
     assert set(rows["operation"]) == {"forward", "backward"}
     assert set(rows["module"]) == {"qkv", "proj", "fc1", "fc2", "core"}
