@@ -46,6 +46,20 @@ WORDS = {
     "gate_up_proj": "fc1",
     "c_fc": "fc1",
     "down_proj": "fc2",
+    # Meta's and Mistral's Llama, ModernBERT, T5
+    "wq": "q",
+    "wk": "k",
+    "wv": "v",
+    "attention.wo": "proj",
+    "Wqkv": "qkv",
+    "attn.Wo": "proj",
+    "Wi": "fc1",
+    "mlp.Wo": "fc2",
+    "SelfAttention.o": "proj",
+    "wi": "fc1",
+    "wi_0": "gate",
+    "wi_1": "up",
+    "DenseReluDense.wo": "fc2",
 }
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "base_layer")
 
