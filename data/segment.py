@@ -260,8 +260,7 @@ def tensor_record(row: TensorRow) -> dict[str, Any]:
 
 
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
-    """Write rows as the segment directory/name, with `files` as its files.jsonl. If it raises OSError, no part of the
-    segment is left."""
+    """Write rows as the segment directory/name; see `write_tables`."""
     sketch = pa.table(
         {
             "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
@@ -301,7 +300,13 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         "block": block,
         "trace": pa.Table.from_pylist(traces, schema=TRACE_SCHEMA),
     }
-    with staged_directory(directory / name) as part:
+    write_tables(directory / name, tables, files)
+
+
+def write_tables(segment: Path, tables: Mapping[str, pa.Table], files: bytes | None = None) -> None:
+    """Write a segment's TABLES, with `files` as its files.jsonl. If it raises OSError, no part of the segment is
+    left."""
+    with staged_directory(segment) as part:
         _fill(part, tables, files)
 
 
@@ -318,7 +323,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
         _fill(part, tables, files)
 
 
-def _fill(part: Path, tables: dict[str, pa.Table], files: bytes | None) -> None:
+def _fill(part: Path, tables: Mapping[str, pa.Table], files: bytes | None) -> None:
     for stem, table in tables.items():
         with staged_file(part / f"{stem}.parquet") as file:
             pq.write_table(table, file)
