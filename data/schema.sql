@@ -24,6 +24,7 @@ CREATE TABLE run (
 );
 
 CREATE TABLE tensor (
+    key           INTEGER,              -- numbers the tensors in the order of intake; only the index knows it
     tensor_id     VARCHAR PRIMARY KEY,
     run_id        VARCHAR,
     model         VARCHAR,
@@ -90,16 +91,16 @@ CREATE TABLE tensor (
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
 
--- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only.
+-- The binade sketch, in the order of key: bin is the top 12 bits of the value as IEEE binary32; finite values only.
 CREATE TABLE sketch (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     bin           SMALLINT,
     count         BIGINT
 );
 
 -- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.
 CREATE TABLE score (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM took the tensor rounded so
@@ -118,7 +119,7 @@ CREATE TABLE score (
 
 -- How the blocks of an operand differ in a format: see quant.block_histograms for what a bin is.
 CREATE TABLE block (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     format        VARCHAR,
     measure       VARCHAR,              -- scale_exponent, sqnr_db, crest_db
     bin           SMALLINT,
@@ -127,7 +128,7 @@ CREATE TABLE block (
 
 -- What a tensor is followed by over iterations: see quant.traces.
 CREATE TABLE trace (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first
     hot_ratio     DOUBLE,               -- the largest absmax of a channel over the median channel's
     sampled       FLOAT[],              -- of a rounded weight: values in fixed places

@@ -236,6 +236,33 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
 
+def read_tables(segment: Path) -> dict[str, pa.Table]:
+    """A segment's TABLES, null in the columns that one of an earlier version lacks. In the others, `row` takes the
+    place of tensor_id: the tensor's row in "tensor". Raises OSError, and pa.ArrowException or ValueError for a damaged
+    segment."""
+    tables: dict[str, pa.Table] = {}
+    known = pa.array([], _TEXT)
+    for name, file in table_files(segment).items():
+        table = pq.read_table(file, partitioning=None, read_dictionary=["tensor_id"])
+        schema = TABLES[name]
+        for column in schema:
+            if column.name not in table.column_names and column.name in ADDED_LATER:
+                table = table.append_column(column, pa.nulls(len(table), column.type))
+        if missing := set(schema.names) - set(table.column_names):
+            raise ValueError(f"{file.name} has no column {min(missing)!r}")
+        if name != "tensor":
+            ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()
+            rows = pc.index_in(ids.dictionary, known).take(ids.indices)
+            if rows.null_count:
+                raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
+            schema = pa.schema([("row", _INT), *list(schema)[1:]])
+            table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
+        tables[name] = table.select(schema.names).cast(schema)
+        if name == "tensor":
+            known = tables[name]["tensor_id"].combine_chunks()
+    return tables
+
+
 def tensor_record(row: TensorRow) -> dict[str, Any]:
     record = {
         "tensor_id": row.tensor_id,

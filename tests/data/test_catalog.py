@@ -70,7 +70,7 @@ def on_disk(root: Path, table: str) -> pd.DataFrame:
 
 
 def in_index(catalog: Catalog, table: str) -> pd.DataFrame:
-    return catalog._frame(f"FROM {table}").sort_values(KEYS[table], ignore_index=True)
+    return catalog.table(table).to_pandas().sort_values(KEYS[table], ignore_index=True)
 
 
 def agree(catalog: Catalog, root: Path) -> None:
@@ -316,8 +316,9 @@ class TestIndexFile:
         with duckdb.connect() as connection:
             connection.execute(SCHEMA.read_text())
             for table, schema in TABLES.items():
-                described = connection.execute(f"DESCRIBE {table}").fetchall()
-                assert [(name, kind) for name, kind, *_ in described] == [(f.name, types[str(f.type)]) for f in schema]
+                described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
+                fields = schema if table == "tensor" else list(schema)[1:]
+                assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 
     def test_threads_share_a_catalog(self, root):
         with Catalog.open(root) as catalog, ThreadPoolExecutor(8) as pool:
