@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.intake import Intake
+from binade.data.intake import CUBES, Intake, transaction
 from binade.data.runs import IMPORT, RunError, resolve_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
@@ -236,16 +236,21 @@ class Catalog:
         """For each field the values that occur among the tensors that match every *other* field of the filter, so that
         each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
-        found = {}
-        for name in FIELDS:
-            condition, parameters = self._selection(where.without(name))
-            rows = self._rows(
-                f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}",
-                parameters,
-            )
-            if rows:
-                found[name] = [value for (value,) in rows]
-        return found
+        queries: dict[tuple[Any, ...], list[str]] = {}
+        found: dict[str, list[Any]] = {}
+        with self._cursor() as cursor, transaction(cursor):
+            cubes = _cubes(cursor)
+            for name in FIELDS:
+                others = self.narrowed(where.without(name))
+                queries.setdefault((others, *_smallest(cubes, others, (name,))), []).append(name)
+            for (others, cube, upto), names in queries.items():
+                condition, parameters = others.sql()
+                sources = (f"{cube} AS tensor WHERE {condition}", f"tensor WHERE {condition} AND key >= {upto}")
+                lists = ", ".join(f"list(DISTINCT {name}) FILTER ({name} IS NOT NULL)" for name in names)
+                rows = _union(f"SELECT {', '.join(names)} FROM", sources[not cube :])
+                (values,) = cursor.execute(f"SELECT {lists} FROM ({rows})", parameters * (2 if cube else 1)).fetchall()
+                found |= dict(zip(names, values, strict=True))
+        return {name: sorted(found[name]) for name in FIELDS if found[name]}
 
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
@@ -255,25 +260,33 @@ class Catalog:
         by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all".
         tensor_ids restricts further. Raises CatalogError for another column.
         """
-        condition, parameters = self._selection(where, tensor_ids)
         group = "'all'" if by is None else f"tensor.{self._column(by)}"
-        frame = self._frame(
-            f'SELECT {group} AS "group", bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (key)'
-            f" WHERE {condition} GROUP BY ALL",
-            parameters,
-        )
+        frame = self._merged(f'{group} AS "group"', () if by is None else (by,), where, tensor_ids)
         frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
     def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
         """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
-        condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
-        return self._frame(
-            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (key)"
-            f" WHERE {condition} GROUP BY ALL",
-            parameters,
-        )
+        return self._merged(", ".join(f"tensor.{self._column(name)}" for name in by), by, where)
+
+    def _merged(
+        self, columns: str, fields: Sequence[str], where: Filter | None, tensor_ids: list[str] | None = None
+    ) -> pd.DataFrame:
+        """The selection's merged sketch by some columns, which take these fields: from a cube if there is one, and from
+        the sketches of the tensors that it has not summed up yet."""
+        condition, parameters = self._selection(where, tensor_ids)
+        with self._cursor() as cursor, transaction(cursor):
+            needed = fields if tensor_ids is None else ("tensor_id",)
+            cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
+            sources = (
+                f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}",
+                f"sketch JOIN tensor USING (key) WHERE {condition} AND sketch.key >= {upto} AND tensor.key >= {upto}",
+            )
+            rows = _union(f"SELECT {columns}, bin, count FROM", sources[not cube :])
+            return cursor.execute(
+                f"SELECT * REPLACE (sum(count)::BIGINT AS count) FROM ({rows}) GROUP BY ALL",
+                parameters * (2 if cube else 1),
+            ).df()
 
     def moments(
         self,
@@ -689,6 +702,21 @@ class Catalog:
         if name not in GROUPABLE:
             raise CatalogError(f"values cannot be grouped by {name!r}: {', '.join(GROUPABLE)}")
         return name
+
+
+def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
+    """Those of CUBES that are filled, smallest first, each with the key of the first tensor that is not in it."""
+    return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY merged").fetchall()
+
+
+def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:
+    """The first that keeps the filter's fields and these apart; None and 0 if none does."""
+    needed = {*fields, *(name for name, _ in where.items())}
+    return next((cube for cube in cubes if needed <= set(CUBES[cube[0]])), (None, 0))
+
+
+def _union(select: str, sources: Sequence[str]) -> str:
+    return " UNION ALL ".join(f"{select} {source}" for source in sources)
 
 
 def _in_memory() -> duckdb.DuckDBPyConnection:

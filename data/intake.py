@@ -22,12 +22,22 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from binade.data.filter import FIELDS
 from binade.data.runs import CANCELLED, DONE, FAILED, RunError, RunInfo, read_run, run_directories
 from binade.data.segment import TABLES, read_tables, segment_names
 from binade.data.text import describe
 
 T = TypeVar("T")
-BATCH = 1 << 22  # sketch rows that are held in memory and added in one transaction
+BATCH = 1 << 20  # sketch rows that are held in memory and added in one transaction
+TAIL = 1 << 14  # tensors that are added before they are summed up
+# The tables of summed sketches, with the fields that their rows keep apart.
+CUBES = {
+    name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
+    for name, left_out in {
+        "place": {"iteration", "micro_batch", "rank"},
+        "course": {"layer_index", "module", "expert", "micro_batch", "rank"},
+    }.items()
+}
 RECENT = 2.0  # seconds: what changed so shortly ago may change again without a new time of modification
 # What DuckDB says of rows that it does not take. Other errors are of the index.
 DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
@@ -88,6 +98,8 @@ class Intake:
         for batch in self._read(new, incomplete):
             taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, incomplete))
             added += len(taken_in)
+            for cube in CUBES:
+                _sum_up(cursor, cube)
         self._settled = unchanged | {
             run_id: found for run_id, found in changed.items() if found.settled and run_id not in incomplete
         }
@@ -137,6 +149,7 @@ class Intake:
     def _read(self, new: Iterable[tuple[str, str, int]], incomplete: set[str]) -> Iterator[list[_Segment]]:
         """Read segments, of a run's id, a name and a modification time, in batches."""
         batch: list[_Segment] = []
+        size = 0
         for run_id, name, mtime in new:
             segment = _Segment(run_id, name, mtime, {})
             directory = self.root / run_id / "segments" / name
@@ -147,9 +160,10 @@ class Intake:
                     self._refuse(segment, error, incomplete)
                 continue
             batch.append(segment)
-            if sum(len(each.tables["sketch"]) for each in batch) >= BATCH:
+            size += len(segment.tables["sketch"])
+            if size >= BATCH:
                 yield batch
-                batch = []
+                batch, size = [], 0
         if batch:
             yield batch
 
@@ -215,7 +229,7 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
 
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
-    ((first,),) = cursor.execute("SELECT coalesce(max(key) + 1, 0) FROM tensor").fetchall()
+    first = _next_key(cursor)
     tables: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
     for segment in segments:
         for name, table in segment.tables.items():
@@ -237,11 +251,59 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     _insert(cursor, "INSERT INTO segment FROM incoming", names)
 
 
+def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
+    """The key of the next tensor; it was never that of one that is summed up, even if that was deleted."""
+    ((key,),) = cursor.execute(
+        "SELECT greatest(max(tried), (SELECT coalesce(max(key) + 1, 0) FROM tensor)) FROM cube"
+    ).fetchall()
+    return int(key)
+
+
+def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
+    """Add the sketches of new tensors to a cube, if they are many and at least two have each of its rows in common."""
+    ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
+    end = _next_key(cursor)
+    if end - upto < max(TAIL, 2 * (tried - upto)):
+        return
+    names = ", ".join(CUBES[cube])
+    same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM {cube}.{name}" for name in CUBES[cube])
+    new = f"FROM tensor WHERE key >= {upto}"
+    ((tensors, rows),) = cursor.execute(
+        f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
+    ).fetchall()
+    with transaction(cursor):
+        if tensors >= 2 * rows:
+            cursor.execute(
+                f"INSERT INTO {cube} (key, {names})"
+                f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
+                f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
+            )
+            cursor.execute(
+                f"INSERT INTO {cube}_sketch SELECT part.key, bin, sum(count)"
+                f" FROM sketch JOIN (SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same}"
+                f" WHERE tensor.key >= {upto}) AS part ON sketch.key = part.tensor"
+                f" WHERE sketch.key >= {upto} GROUP BY ALL ORDER BY ALL"
+            )
+            upto = end
+            ((size,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+            if size > 4 * merged:
+                cursor.execute(
+                    f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, sum(count)::BIGINT AS count"
+                    f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
+                )
+                ((merged,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+        cursor.execute("UPDATE cube SET upto = ?, tried = ?, merged = ? WHERE name = ?", [upto, end, merged, cube])
+
+
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
         for table in TABLES.keys() - {"tensor"}:
             cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
-        for table in ("tensor", "segment", "run"):
+        for cube in CUBES:
+            cursor.execute(
+                f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
+            )
+        for table in ("tensor", "segment", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
 
 

@@ -398,7 +398,8 @@ def run_directories(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
-        return sorted(root / entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return [root / name for name in names]
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:

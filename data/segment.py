@@ -243,7 +243,11 @@ def read_tables(segment: Path) -> dict[str, pa.Table]:
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
     for name, file in table_files(segment).items():
-        table = pq.read_table(file, partitioning=None, read_dictionary=["tensor_id"])
+        try:
+            with pq.ParquetFile(file, read_dictionary=["tensor_id"]) as opened:
+                table = opened.read()
+        except KeyError:  # of read_dictionary
+            raise ValueError(f"{file.name} has no column 'tensor_id'") from None
         schema = TABLES[name]
         for column in schema:
             if column.name not in table.column_names and column.name in ADDED_LATER:
