@@ -216,10 +216,7 @@ def _at_once(
 def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
     """Run a statement that reads the table `incoming`."""
     cursor.register("incoming", rows)
-    try:
-        cursor.execute(sql)
-    finally:
-        cursor.unregister("incoming")
+    cursor.execute(sql)
 
 
 def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
