@@ -111,7 +111,7 @@ class Catalog:
         index = path / "index.duckdb"
         for _ in ("as it is", "rebuilt") if path.is_dir() else ():
             try:
-                connection = duckdb.connect(str(index), config=SETTINGS)
+                connection = duckdb.connect(str(index), config=SETTINGS | {"memory_limit": "400MB"})
             except duckdb.Error as error:
                 if any(reason in str(error) for reason in UNAVAILABLE):
                     break

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -244,6 +244,13 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     for name, parts in tables.items():
         if parts:
             _insert(cursor, f"INSERT INTO {name} FROM incoming", pa.concat_tables(parts))
+    runs = list({segment.run_id for segment in segments})
+    twice = cursor.execute(
+        "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
+        [runs],
+    ).fetchall()
+    if twice:
+        raise ValueError(f"the tensor id {twice[0][0]!r} occurs twice")
     names = pa.Table.from_pylist([{"run": s.run_id, "name": s.name, "mtime": s.mtime} for s in segments])
     _insert(cursor, "INSERT INTO segment FROM incoming", names)
 
@@ -268,28 +275,29 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
     ((tensors, rows),) = cursor.execute(
         f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
     ).fetchall()
-    with transaction(cursor):
-        if tensors >= 2 * rows:
+    cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
+    if tensors < 2 * rows:
+        return
+    with suppress(duckdb.DataError), transaction(cursor):  # counts whose sum has more than 64 bits are not summed up
+        cursor.execute(
+            f"INSERT INTO {cube} (key, {names})"
+            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
+            f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
+        )
+        cursor.execute(
+            f"INSERT INTO {cube}_sketch SELECT part.key, bin, sum(count)"
+            f" FROM sketch JOIN (SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same}"
+            f" WHERE tensor.key >= {upto}) AS part ON sketch.key = part.tensor"
+            f" WHERE sketch.key >= {upto} GROUP BY ALL ORDER BY ALL"
+        )
+        ((size,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+        if size > 4 * merged:
             cursor.execute(
-                f"INSERT INTO {cube} (key, {names})"
-                f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
-                f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
+                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, sum(count)::BIGINT AS count"
+                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
             )
-            cursor.execute(
-                f"INSERT INTO {cube}_sketch SELECT part.key, bin, sum(count)"
-                f" FROM sketch JOIN (SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same}"
-                f" WHERE tensor.key >= {upto}) AS part ON sketch.key = part.tensor"
-                f" WHERE sketch.key >= {upto} GROUP BY ALL ORDER BY ALL"
-            )
-            upto = end
-            ((size,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
-            if size > 4 * merged:
-                cursor.execute(
-                    f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, sum(count)::BIGINT AS count"
-                    f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
-                )
-                ((merged,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
-        cursor.execute("UPDATE cube SET upto = ?, tried = ?, merged = ? WHERE name = ?", [upto, end, merged, cube])
+            ((merged,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+        cursor.execute("UPDATE cube SET upto = ?, merged = ? WHERE name = ?", [end, merged, cube])
 
 
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:

@@ -25,7 +25,7 @@ CREATE TABLE run (
 
 CREATE TABLE tensor (
     key           INTEGER,              -- numbers the tensors in the order of intake; only the index knows it
-    tensor_id     VARCHAR PRIMARY KEY,
+    tensor_id     VARCHAR NOT NULL,     -- unique: checked at intake, an index would have to stay in memory
     run_id        VARCHAR,
     model         VARCHAR,
     size          VARCHAR,

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 from binade.data import intake
 from binade.data.catalog import GROUPABLE, SCHEMA, Catalog, CatalogError
 from binade.data.filter import Filter
-from binade.data.runs import RunError
+from binade.data.runs import RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
 from tests.conftest import PROJECT
@@ -189,6 +190,33 @@ class TestSync:
             agree(catalog, root)
             catalog.sync()
             assert catalog.refused == []
+
+    def test_a_segment_that_repeats_a_tensor_is_named(self, tmp_path):
+        run = make_run(tmp_path, assorted(1))
+        add_segment(run, assorted(2))
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.totals().tensors == 7
+            (refused,) = catalog.refused
+            assert f"{run.run_id}/rank00-000002 " in refused and "occurs twice" in refused
+
+    def test_a_settled_run_is_read_once(self, root, monkeypatch):
+        monkeypatch.setattr(intake, "RECENT", 0.0)
+        read = []
+        monkeypatch.setattr(intake, "read_run", lambda directory: read.append(directory.name) or read_run(directory))
+        time.sleep(0.01)
+        with Catalog.open(root) as catalog:
+            first, second = sorted(read)
+            catalog.sync()
+            assert len(read) == 2
+            status = root / first / "status.json"
+            status.write_text(status.read_text().replace('"done"', '"failed"'))
+            file = next((root / second / "segments").glob("*/tensor.parquet"))
+            file.rename(file.with_name("x"))
+            file.with_name("x").rename(file)  # as a copy that replaces it does: only the segment's time changes
+            catalog.sync()
+            assert read[2:] == [first, second]
+            assert catalog.runs().set_index("run_id")["state"].to_dict() == {first: "failed", second: "done"}
+            agree(catalog, root)
 
     def test_runs_that_come_and_go_disturb_nobody(self, root):
         source = next(root.glob("*second*"))
