@@ -137,7 +137,6 @@ def main() -> None:
             start = clock()
             catalog.sync()
             row(f"sync, {REPEATS} runs deleted", 1e3 * (clock() - start), "", "")
-    row("peak RSS of this process, MB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "", "")
 
 
 if __name__ == "__main__":
