@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SCHEMA = Path(__file__).with_name("schema.sql")
 # DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
 SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
+INDEX_MEMORY = "400MB"  # that DuckDB keeps of the file; what needs more of it goes through a temporary file
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
@@ -111,7 +112,7 @@ class Catalog:
         index = path / "index.duckdb"
         for _ in ("as it is", "rebuilt") if path.is_dir() else ():
             try:
-                connection = duckdb.connect(str(index), config=SETTINGS | {"memory_limit": "400MB"})
+                connection = duckdb.connect(str(index), config=SETTINGS | {"memory_limit": INDEX_MEMORY})
             except duckdb.Error as error:
                 if any(reason in str(error) for reason in UNAVAILABLE):
                     break
