@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,11 @@ import pandas as pd
 import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.runs import IMPORT, RunError, RunInfo, list_runs, resolve_root
-from binade.data.segment import ADDED_LATER, ERROR_COLUMNS, TABLES, TENSOR_SCHEMA, Identity, table_files
+from binade.data.intake import CUBES, Intake, transaction
+from binade.data.runs import IMPORT, RunError, resolve_root
+from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
-from binade.data.text import describe
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, known_specs
 
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SCHEMA = Path(__file__).with_name("schema.sql")
+# DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
+SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
+INDEX_MEMORY = "400MB"  # that DuckDB keeps of the file; what needs more of it goes through a temporary file
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
@@ -68,6 +70,7 @@ PART = """CASE WHEN tensor.layer_type = 'attention'
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
 # What makes a tensor of one run the same tensor as one of another.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
+IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -92,7 +95,7 @@ class Catalog:
     def __init__(self, root: Path, connection: duckdb.DuckDBPyConnection, in_memory: bool) -> None:
         self.root = root
         self.in_memory = in_memory
-        self.refused: list[str] = []
+        self._intake = Intake(root)
         self._only: tuple[str, ...] | None = None
         self._connection = connection
         self._lock = threading.Lock()
@@ -109,7 +112,7 @@ class Catalog:
         index = path / "index.duckdb"
         for _ in ("as it is", "rebuilt") if path.is_dir() else ():
             try:
-                connection = duckdb.connect(str(index))
+                connection = duckdb.connect(str(index), config=SETTINGS | {"memory_limit": INDEX_MEMORY})
             except duckdb.Error as error:
                 if any(reason in str(error) for reason in UNAVAILABLE):
                     break
@@ -124,6 +127,11 @@ class Catalog:
         catalog = cls(path, _in_memory(), in_memory=True)
         catalog._catch_up()
         return catalog
+
+    @property
+    def refused(self) -> list[str]:
+        """What the last synchronization passed over, one line each."""
+        return self._intake.refused
 
     def close(self) -> None:
         self._connection.close()
@@ -165,74 +173,12 @@ class Catalog:
                 if self.in_memory:
                     raise
                 self._connection.close()
-                self._connection, self.in_memory = _in_memory(), True
+                self._connection, self.in_memory, self._intake = _in_memory(), True, Intake(self.root)
                 return self._catch_up()
 
     def _catch_up(self) -> int:
         with self._cursor() as cursor:
-            runs, self.refused = list_runs(self.root)
-            known = {(run, name): mtime for run, name, mtime in cursor.execute("FROM segment").fetchall()}
-            present = {run.run_id for run in runs}
-            indexed = {run for (run,) in cursor.execute("SELECT run_id FROM run").fetchall()}
-            for run_id in (indexed | {run for run, _ in known}) - present:
-                self._drop(cursor, run_id)
-            added = 0
-            for run in runs:
-                taken = {name: mtime for (run_id, name), mtime in known.items() if run_id == run.run_id}
-                try:
-                    added += self._take_in(cursor, run, taken)
-                except (duckdb.ConversionException, duckdb.InvalidInputException, ValueError, TypeError) as error:
-                    self.refused.append(f"{run.run_id!a} cannot be indexed: {describe(error)}")
-                except FileNotFoundError:
-                    pass  # deleted meanwhile
-                else:
-                    continue
-                if run.run_id in indexed:
-                    self._drop(cursor, run.run_id)
-            return added
-
-    def _take_in(self, cursor: duckdb.DuckDBPyConnection, run: RunInfo, taken: dict[str, int]) -> int:
-        """Update one run; `taken` are its indexed segments with their modification times."""
-        segments = _segments(run)
-        if any(taken.get(name, mtime) != mtime for name, mtime in segments.items()):
-            self._drop(cursor, run.run_id)  # replaced on disk: index the run again
-            taken = {}
-        row = _run_row(run)
-        cursor.execute(f"INSERT OR REPLACE INTO run VALUES ({', '.join('?' * len(row))})", row)
-        return sum(self._add(cursor, run, name, mtime) for name, mtime in segments.items() if name not in taken)
-
-    @staticmethod
-    def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
-        with _transaction(cursor):
-            for table in TABLES.keys() - {"tensor"}:
-                cursor.execute(
-                    f"DELETE FROM {table} WHERE tensor_id IN (SELECT tensor_id FROM tensor WHERE run_id = ?)", [run_id]
-                )
-            for table in ("tensor", "segment", "run"):
-                cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
-
-    def _add(self, cursor: duckdb.DuckDBPyConnection, run: RunInfo, name: str, mtime: int) -> int:
-        directory = run.directory / "segments" / name
-        try:
-            with _transaction(cursor):
-                for table, file in table_files(directory).items():
-                    described = cursor.execute("DESCRIBE SELECT * FROM read_parquet($file)", {"file": str(file)})
-                    absent = ADDED_LATER - {column for column, *_ in described.fetchall()}
-                    columns = ", ".join(name for name in TABLES[table].names if name not in absent)
-                    # The directory's name is the run's id, so a copied or renamed run speaks for itself.
-                    cursor.execute(
-                        f"INSERT INTO {table} ({columns}) SELECT {columns} FROM (SELECT * REPLACE ("
-                        f"$run || '/' || tensor_id AS tensor_id{', $run AS run_id' if table == 'tensor' else ''})"
-                        " FROM read_parquet($file, hive_partitioning = false))",
-                        {"run": run.run_id, "file": str(file)},
-                    )
-                cursor.execute("INSERT INTO segment VALUES (?, ?, ?)", [run.run_id, name, mtime])
-            return 1
-        except duckdb.Error as error:
-            if not self.in_memory and any(reason in str(error) for reason in UNAVAILABLE):
-                raise  # it is the index that failed
-            self.refused.append(f"segment {run.run_id}/{name} cannot be read: {describe(error)}")
-            return 0
+            return self._intake.catch_up(cursor)
 
     # Queries
 
@@ -273,7 +219,7 @@ class Catalog:
             if column not in TENSOR_SCHEMA.names:
                 raise CatalogError(f"there is no column {column!r}: {', '.join(TENSOR_SCHEMA.names)}")
             order_by = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
-        sql = f"SELECT * FROM tensor WHERE {condition} ORDER BY {order_by}"
+        sql = f"SELECT * EXCLUDE (key) FROM tensor WHERE {condition} ORDER BY {order_by}"
         if limit is not None:
             sql, parameters = f"{sql} LIMIT ?", [*parameters, limit]
         return self._frame(sql, parameters)
@@ -291,16 +237,21 @@ class Catalog:
         """For each field the values that occur among the tensors that match every *other* field of the filter, so that
         each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
-        found = {}
-        for name in FIELDS:
-            condition, parameters = self._selection(where.without(name))
-            rows = self._rows(
-                f"SELECT DISTINCT {name} FROM tensor WHERE {condition} AND {name} IS NOT NULL ORDER BY {name}",
-                parameters,
-            )
-            if rows:
-                found[name] = [value for (value,) in rows]
-        return found
+        queries: dict[tuple[Any, ...], list[str]] = {}
+        found: dict[str, list[Any]] = {}
+        with self._cursor() as cursor, transaction(cursor):
+            cubes = _cubes(cursor)
+            for name in FIELDS:
+                others = self.narrowed(where.without(name))
+                queries.setdefault((others, *_smallest(cubes, others, (name,))), []).append(name)
+            for (others, cube, upto), names in queries.items():
+                condition, parameters = others.sql()
+                sources = (f"{cube} AS tensor WHERE {condition}", f"tensor WHERE {condition} AND key >= {upto}")
+                lists = ", ".join(f"list(DISTINCT {name}) FILTER ({name} IS NOT NULL)" for name in names)
+                rows = _union(f"SELECT {', '.join(names)} FROM", sources[not cube :])
+                (values,) = cursor.execute(f"SELECT {lists} FROM ({rows})", parameters * (2 if cube else 1)).fetchall()
+                found |= dict(zip(names, values, strict=True))
+        return {name: sorted(found[name]) for name in FIELDS if found[name]}
 
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
@@ -310,25 +261,33 @@ class Catalog:
         by splits it by a column of `tensor` (a filter field, format or tensor_id), else group is "all".
         tensor_ids restricts further. Raises CatalogError for another column.
         """
-        condition, parameters = self._selection(where, tensor_ids)
         group = "'all'" if by is None else f"tensor.{self._column(by)}"
-        frame = self._frame(
-            f'SELECT {group} AS "group", bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)'
-            f" WHERE {condition} GROUP BY ALL",
-            parameters,
-        )
+        frame = self._merged(f'{group} AS "group"', () if by is None else (by,), where, tensor_ids)
         frame["low"], frame["high"] = bin_edges(frame["bin"].to_numpy())
         return frame.sort_values(["group", "low", "high"], ignore_index=True)
 
     def crossed(self, where: Filter | None, by: tuple[str, ...]) -> pd.DataFrame:
         """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
-        condition, parameters = self._selection(where)
-        columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
-        return self._frame(
-            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM sketch JOIN tensor USING (tensor_id)"
-            f" WHERE {condition} GROUP BY ALL",
-            parameters,
-        )
+        return self._merged(", ".join(f"tensor.{self._column(name)}" for name in by), by, where)
+
+    def _merged(
+        self, columns: str, fields: Sequence[str], where: Filter | None, tensor_ids: list[str] | None = None
+    ) -> pd.DataFrame:
+        """The selection's merged sketch by some columns, which take these fields: from a cube if there is one, and from
+        the sketches of the tensors that it has not summed up yet."""
+        condition, parameters = self._selection(where, tensor_ids)
+        with self._cursor() as cursor, transaction(cursor):
+            needed = fields if tensor_ids is None else ("tensor_id",)
+            cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
+            sources = (
+                f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}",
+                f"sketch JOIN tensor USING (key) WHERE {condition} AND sketch.key >= {upto} AND tensor.key >= {upto}",
+            )
+            rows = _union(f"SELECT {columns}, bin, count FROM", sources[not cube :])
+            return cursor.execute(
+                f"SELECT * REPLACE (sum(count)::BIGINT AS count) FROM ({rows}) GROUP BY ALL",
+                parameters * (2 if cube else 1),
+            ).df()
 
     def moments(
         self,
@@ -397,7 +356,7 @@ class Catalog:
         return self._frame(
             "SELECT tensor.tensor_id, score.format, layer_index, module, operation, tensor_name, quant_type,"
             f" numel, numel - nans - infs AS finite, zeros, rms, {metrics}"
-            f" FROM score JOIN tensor USING (tensor_id) WHERE {condition} AND {OWN_SCORE}"
+            f" FROM score JOIN tensor USING (key) WHERE {condition} AND {OWN_SCORE}"
             " ORDER BY tensor_id, score.format",
             parameters,
         )
@@ -421,7 +380,7 @@ class Catalog:
             WITH chosen AS (
                 SELECT {columns}, tensor.tensor_id, numel, numel - nans - infs AS finite, zeros, rms, score.mse,
                        score.flush_to_zero, score.saturated, CASE WHEN isnan({key}) THEN NULL ELSE {key} END AS badness
-                FROM score JOIN tensor USING (tensor_id)
+                FROM score JOIN tensor USING (key)
                 WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT isnan(score.mse) AND NOT isnan(rms)
             ), totals AS (
                 SELECT {", ".join(by)}, count(*) AS tensors, sum(rms * rms * finite) AS signal,
@@ -454,7 +413,7 @@ class Catalog:
             f"""
             WITH {_TOKENS}, chosen AS (
                 SELECT {columns}, tensor.tensor_id, loss_first AS first, loss_fisher * coalesce(tokens, 'nan') AS second
-                FROM score JOIN tensor USING (tensor_id) {_JOIN_TOKENS}
+                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
                 WHERE {condition} AND score.gemm = 'forward' AND score.format = ? AND loss_first IS NOT NULL
             )
             SELECT * EXCLUDE (tensor_id, first, second), count(*) AS tensors, sum(first) AS first,
@@ -486,7 +445,7 @@ class Catalog:
                        CASE WHEN count(loss_first) = count(*)
                             THEN sum(loss_fisher * coalesce(tokens, 'nan')) END AS second,
                        arg_max(tensor_id, score.mse / nullif(rms * rms, 0)) AS tensor_id
-                FROM score JOIN tensor USING (tensor_id) {_JOIN_TOKENS}
+                FROM score JOIN tensor USING (key) {_JOIN_TOKENS}
                 WHERE {condition} AND score.gemm IS NOT NULL GROUP BY ALL
             ), halves AS (
                 SELECT *, dense_rank() OVER (ORDER BY {", ".join(MICRO_BATCH)}) % 2 AS half FROM each
@@ -514,7 +473,7 @@ class Catalog:
             WITH operand AS (
                 SELECT {columns}, {PART} AS part, score.gemm, tensor.tensor_id,
                        sum(pow(10, -score.sqnr_db / 10)) FILTER (score.used) AS noise
-                FROM score JOIN tensor USING (tensor_id) GROUP BY ALL
+                FROM score JOIN tensor USING (key) GROUP BY ALL
             ), result AS (
                 SELECT {columns}, {PART} AS part, gemm, tensor_id, result_sqnr_db
                 FROM tensor WHERE result_sqnr_db IS NOT NULL AND {condition}
@@ -536,7 +495,7 @@ class Catalog:
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
         return self._frame(
-            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (tensor_id)"
+            f"SELECT {columns}, bin, sum(count)::BIGINT AS count FROM block JOIN tensor USING (key)"
             f" WHERE {condition} AND block.format = ? AND measure = ? GROUP BY ALL ORDER BY ALL",
             [*parameters, str(Spec.of(fmt)), measure],
         )
@@ -549,7 +508,7 @@ class Catalog:
         columns = ", ".join(f"tensor.{name}" for name in SAME_IN_ITERATIONS)
         return self._frame(
             f"SELECT {columns}, iteration, tensor_id, shape[-1] AS channels, hot_channels, hot_ratio"
-            f" FROM trace JOIN tensor USING (tensor_id) WHERE {condition} AND iteration IS NOT NULL"
+            f" FROM trace JOIN tensor USING (key) WHERE {condition} AND iteration IS NOT NULL"
             f" AND len(hot_channels) > 0 ORDER BY {columns}, iteration, tensor_id",
             parameters,
         )
@@ -566,7 +525,7 @@ class Catalog:
             f"""
             WITH chosen AS (
                 SELECT {columns}, iteration, tensor_id, tensor.format, sampled, sampled_rounded, at_bin_edge
-                FROM trace JOIN tensor USING (tensor_id)
+                FROM trace JOIN tensor USING (key)
                 WHERE {condition} AND iteration IS NOT NULL AND len(sampled) > 0
                 QUALIFY row_number() OVER (PARTITION BY {weight}, iteration ORDER BY micro_batch, tensor_id) = 1
             ), thinned AS (SELECT greatest(ceil(sum(2 * len(sampled)) / ?), 1)::BIGINT AS step FROM chosen)
@@ -600,7 +559,7 @@ class Catalog:
         """The formats that the selection's operands were scored with, as texts of specs, in the order of FORMATS."""
         condition, parameters = self._selection(where)
         rows = self._rows(
-            f"SELECT DISTINCT score.format FROM score JOIN tensor USING (tensor_id) WHERE {condition}", parameters
+            f"SELECT DISTINCT score.format FROM score JOIN tensor USING (key) WHERE {condition}", parameters
         )
         return known_specs(name for (name,) in rows)
 
@@ -609,7 +568,7 @@ class Catalog:
         first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
         same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
-            f"SELECT a.* FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
+            f"SELECT a.* EXCLUDE (key) FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
             " WHERE b.tensor_id = ? ORDER BY run.started DESC, a.tensor_id",
             [tensor_id],
         )
@@ -647,8 +606,8 @@ class Catalog:
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
         """The rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
         return self._frame(
-            "SELECT * FROM tensor WHERE list_contains($1, tensor_id) ORDER BY list_position($1, tensor_id)",
-            [tensor_ids],
+            f"SELECT * EXCLUDE (key) FROM tensor WHERE {IN_LIST} ORDER BY list_position(?, tensor_id)",
+            [tensor_ids, tensor_ids],
         )
 
     def table(self, name: str) -> pa.Table:
@@ -656,7 +615,12 @@ class Catalog:
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor:
-            return cursor.sql(f"FROM {name}").to_arrow_table()
+            if name == "run":
+                return cursor.sql("FROM run").to_arrow_table()
+            if name == "tensor":
+                return cursor.sql("SELECT * EXCLUDE (key) FROM tensor").to_arrow_table()
+            sql = f"SELECT tensor_id, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key)"
+            return cursor.sql(sql).to_arrow_table()
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
@@ -731,7 +695,7 @@ class Catalog:
     def _selection(self, where: Filter | None, tensor_ids: list[str] | None = None) -> tuple[str, list[Any]]:
         condition, parameters = self.narrowed(where).sql()
         if tensor_ids is not None:
-            condition, parameters = f"{condition} AND list_contains(?, tensor.tensor_id)", [*parameters, tensor_ids]
+            condition, parameters = f"{condition} AND {IN_LIST}", [*parameters, tensor_ids]
         return condition, parameters
 
     @staticmethod
@@ -741,19 +705,23 @@ class Catalog:
         return name
 
 
-@contextmanager
-def _transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
-    cursor.execute("BEGIN")
-    try:
-        yield
-    except BaseException:
-        cursor.execute("ROLLBACK")
-        raise
-    cursor.execute("COMMIT")
+def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
+    """Those of CUBES that are filled, smallest first, each with the key of the first tensor that is not in it."""
+    return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY merged").fetchall()
+
+
+def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:
+    """The first that keeps the filter's fields and these apart; None and 0 if none does."""
+    needed = {*fields, *(name for name, _ in where.items())}
+    return next((cube for cube in cubes if needed <= set(CUBES[cube[0]])), (None, 0))
+
+
+def _union(select: str, sources: Sequence[str]) -> str:
+    return " UNION ALL ".join(f"{select} {source}" for source in sources)
 
 
 def _in_memory() -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(":memory:")
+    connection = duckdb.connect(":memory:", config=SETTINGS)
     connection.execute(SCHEMA.read_text())
     return connection
 
@@ -778,33 +746,3 @@ def _discard(index: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _segments(run: RunInfo) -> dict[str, int]:
-    return {name: (run.directory / "segments" / name).stat().st_mtime_ns for name in run.segments}
-
-
-def _run_row(run: RunInfo) -> list[Any]:
-    config, status = run.config, run.status
-    return [
-        run.run_id,
-        *(config.get(key) for key in ("model", "size", "dataset", "recipe")),
-        status.state,
-        status.reason,
-        config.get("device"),
-        config.get("backend"),
-        _time(config.get("started")),
-        _time(status.finished),
-        status.iteration,
-        config.get("train_iters", config.get("control_iter")),  # older runs trained just what they recorded
-        status.tensors,
-        status.tensors_without_raw,
-        status.bytes,
-        status.loss_first,
-        status.loss_last,
-        json.dumps(config),
-    ]
-
-
-def _time(text: str | None) -> datetime | None:
-    return datetime.fromisoformat(text).replace(tzinfo=None) if text else None

@@ -393,13 +393,20 @@ def delete_run(directory: Path) -> None:
     remove_directory(directory)
 
 
+def run_directories(root: Path) -> list[Path]:
+    """The directories under a root that may be runs, by name. A missing root has none."""
+    if not root.is_dir():
+        return []
+    with os.scandir(root) as entries:
+        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    return [root / name for name in names]
+
+
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
     """The runs under a root, oldest first, and what was passed over with the reason. A missing root has none."""
     runs: list[RunInfo] = []
     refused: list[str] = []
-    if not root.is_dir():
-        return runs, refused
-    for directory in sorted(entry for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+    for directory in run_directories(root):
         try:
             runs.append(read_run(directory))
         except RunError as error:

@@ -24,7 +24,8 @@ CREATE TABLE run (
 );
 
 CREATE TABLE tensor (
-    tensor_id     VARCHAR PRIMARY KEY,
+    key           INTEGER,              -- numbers the tensors in the order of intake; only the index knows it
+    tensor_id     VARCHAR NOT NULL,     -- unique: checked at intake, an index would have to stay in memory
     run_id        VARCHAR,
     model         VARCHAR,
     size          VARCHAR,
@@ -90,16 +91,16 @@ CREATE TABLE tensor (
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
 
--- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only.
+-- The binade sketch, in the order of key: bin is the top 12 bits of the value as IEEE binary32; finite values only.
 CREATE TABLE sketch (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     bin           SMALLINT,
     count         BIGINT
 );
 
 -- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.
 CREATE TABLE score (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
     used          BOOLEAN,              -- whether that GEMM took the tensor rounded so
@@ -118,7 +119,7 @@ CREATE TABLE score (
 
 -- How the blocks of an operand differ in a format: see quant.block_histograms for what a bin is.
 CREATE TABLE block (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     format        VARCHAR,
     measure       VARCHAR,              -- scale_exponent, sqnr_db, crest_db
     bin           SMALLINT,
@@ -127,7 +128,7 @@ CREATE TABLE block (
 
 -- What a tensor is followed by over iterations: see quant.traces.
 CREATE TABLE trace (
-    tensor_id     VARCHAR,
+    key           INTEGER,
     hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first
     hot_ratio     DOUBLE,               -- the largest absmax of a channel over the median channel's
     sampled       FLOAT[],              -- of a rounded weight: values in fixed places
@@ -142,6 +143,24 @@ CREATE TABLE segment (
     mtime_ns      BIGINT,
     PRIMARY KEY (run_id, name)
 );
+
+-- Sketches summed up ahead, over what most queries leave out. A row of place or course is what some tensors have in common,
+-- the table named after it has the sum of their sketches, in one row or several per bin: see data/intake.py.
+CREATE TABLE place AS
+    SELECT key, run_id, model, size, dataset, recipe, quant_type, layer_type, layer_index, module, component, operation,
+           phase, tensor_name, expert, stage, format FROM tensor;
+CREATE TABLE course AS
+    SELECT key, run_id, model, size, dataset, recipe, quant_type, layer_type, component, operation, phase, tensor_name,
+           iteration, stage, format FROM tensor;
+CREATE TABLE place_sketch AS FROM sketch;
+CREATE TABLE course_sketch AS FROM sketch;
+CREATE TABLE cube (
+    name          VARCHAR,
+    upto          INTEGER,              -- the tensors with keys below this one are summed up
+    tried         INTEGER,              -- the first key that there was not yet at the last attempt
+    merged        BIGINT                -- rows when each bin had one
+);
+INSERT INTO cube VALUES ('place', 0, 0, 0), ('course', 0, 0, 0);
 
 -- SQNR of two sums of squares, of values and of errors.
 CREATE MACRO decibel(signal, noise) AS

@@ -236,6 +236,37 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
 
+def read_tables(segment: Path) -> dict[str, pa.Table]:
+    """A segment's TABLES, null in the columns that one of an earlier version lacks. In the others, `row` takes the
+    place of tensor_id: the tensor's row in "tensor". Raises OSError, and pa.ArrowException or ValueError for a damaged
+    segment."""
+    tables: dict[str, pa.Table] = {}
+    known = pa.array([], _TEXT)
+    for name, file in table_files(segment).items():
+        try:
+            with pq.ParquetFile(file, read_dictionary=["tensor_id"]) as opened:
+                table = opened.read()
+        except KeyError:  # of read_dictionary
+            raise ValueError(f"{file.name} has no column 'tensor_id'") from None
+        schema = TABLES[name]
+        for column in schema:
+            if column.name not in table.column_names and column.name in ADDED_LATER:
+                table = table.append_column(column, pa.nulls(len(table), column.type))
+        if missing := set(schema.names) - set(table.column_names):
+            raise ValueError(f"{file.name} has no column {min(missing)!r}")
+        if name != "tensor":
+            ids = table["tensor_id"].cast(pa.dictionary(_INT, _TEXT)).unify_dictionaries().combine_chunks()
+            rows = pc.index_in(ids.dictionary, known).take(ids.indices)
+            if rows.null_count:
+                raise ValueError(f"{file.name} has rows of tensors that are not in tensor.parquet")
+            schema = pa.schema([("row", _INT), *list(schema)[1:]])
+            table = table.set_column(table.column_names.index("tensor_id"), "row", rows)
+        tables[name] = table.select(schema.names).cast(schema)
+        if name == "tensor":
+            known = tables[name]["tensor_id"].combine_chunks()
+    return tables
+
+
 def tensor_record(row: TensorRow) -> dict[str, Any]:
     record = {
         "tensor_id": row.tensor_id,
@@ -260,8 +291,7 @@ def tensor_record(row: TensorRow) -> dict[str, Any]:
 
 
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
-    """Write rows as the segment directory/name, with `files` as its files.jsonl. If it raises OSError, no part of the
-    segment is left."""
+    """Write rows as the segment directory/name; see `write_tables`."""
     sketch = pa.table(
         {
             "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
@@ -301,7 +331,13 @@ def write_segment(directory: Path, name: str, rows: list[TensorRow], files: byte
         "block": block,
         "trace": pa.Table.from_pylist(traces, schema=TRACE_SCHEMA),
     }
-    with staged_directory(directory / name) as part:
+    write_tables(directory / name, tables, files)
+
+
+def write_tables(segment: Path, tables: Mapping[str, pa.Table], files: bytes | None = None) -> None:
+    """Write a segment's TABLES, with `files` as its files.jsonl. If it raises OSError, no part of the segment is
+    left."""
+    with staged_directory(segment) as part:
         _fill(part, tables, files)
 
 
@@ -318,7 +354,7 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
         _fill(part, tables, files)
 
 
-def _fill(part: Path, tables: dict[str, pa.Table], files: bytes | None) -> None:
+def _fill(part: Path, tables: Mapping[str, pa.Table], files: bytes | None) -> None:
     for stem, table in tables.items():
         with staged_file(part / f"{stem}.parquet") as file:
             pq.write_table(table, file)

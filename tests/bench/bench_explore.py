@@ -5,7 +5,7 @@
 huge    the first click on a float32 tensor on disk: statistics (from the index), histogram and Q-Q plot, against
         np.histogram plus torch's mean and standard deviation of the same tensor; and the memory that it takes beyond
         the file's own pages
-index   from 500 tensors of a million values to the first figure, from the index alone
+index   from 500 tensors to the first figure, from the index alone
 filter  a change of the filter over 10,000 indexed tensors: all that the overview and the worst page ask of the server
 """
 
@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import resource
 import tempfile
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import torch
 from altair.utils.schemapi import disable_debug_mode
 
-from binade import quant
 from binade.app.questions.depth import compute as depth_compute
 from binade.app.questions.directions import compute as directions_compute
 from binade.app.questions.ranking import compute as ranking_compute
@@ -30,14 +27,9 @@ from binade.app.questions.shared import distribution_charts, distributions, laws
 from binade.app.questions.training import compute as training_compute
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.runs import RunWriter
-from binade.data.segment import Identity, TensorRow, write_segment
 from binade.data.store import load, save
-from binade.quant.metrics import score
 from tests.bench.bench_quantize import timed
-
-MODULES = ("qkv", "proj", "fc1", "fc2")
-NAMES = (("forward", "input"), ("forward", "weight"), ("backward", "grad_output"))
+from tests.bench.make_root import make_root
 
 
 def huge(directory: Path, values: int) -> None:
@@ -74,46 +66,9 @@ def resident() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def index(directory: Path, tensors: int, numel: int) -> Path:
-    """A root with rows of so many tensors, of one run a format, their values not kept."""
-    random = torch.Generator().manual_seed(0)
-    kinds = [torch.randn(64, 256, generator=random) * 2.0**-i for i in range(12)]
-    summaries = [quant.summarize(x) for x in kinds]
-    scores = [{name: score(x, name) for name in ("hifp8", "mxfp8", "mxfp4", "nvfp4")} for x in kinds]
-    recipes = ("bf16", "hifp8", "mxfp8", "mxfp4")
-    for recipe in recipes:
-        config = {"model": "llama32-1b", "size": "full", "dataset": "wikipedia", "recipe": recipe, "control_iter": 10}
-        writer = RunWriter.create(directory, recipe, config)
-        rows = []
-        for number in range(tensors // len(recipes)):
-            kind = number % len(kinds)
-            operation, name = NAMES[number // len(MODULES) % len(NAMES)]
-            identity = Identity(
-                "llama32-1b", "full", "wikipedia", recipe, recipe, "linear", number // 12 % 16 + 1,
-                MODULES[number % len(MODULES)], "linear", operation, "pre", name, number // 192, 0, 0,
-            )  # fmt: skip
-            own = None if recipe == "bf16" else scores[kind][recipe]
-            fmt = None if recipe == "bf16" else recipe
-            rows.append(
-                TensorRow(
-                    f"r00-{number:06d}",
-                    writer.run_id,
-                    identity,
-                    datetime(2026, 1, 1),
-                    (numel // 1024, 1024),
-                    "bfloat16",
-                    2 * numel,
-                    None,
-                    -1,
-                    replace(summaries[kind], numel=numel),
-                    fmt,
-                    own,
-                    scores[kind],
-                )
-            )
-        write_segment(writer.directory / "segments", writer.next_segment_name(), rows)
-        writer.finish("done")
-    return directory
+def root_of(directory: str, tensors: int) -> Path:
+    make_root(Path(directory), tensors, runs=4)
+    return Path(directory)
 
 
 def first_figure(root: Path) -> float:
@@ -158,10 +113,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         huge(Path(directory), args.values)
     with tempfile.TemporaryDirectory() as directory:
-        took = first_figure(index(Path(directory), 500, 1 << 20))
-        print(f"index   500 tensors of 1 M values to the first figure: {took:.3f} s")
+        took = first_figure(root_of(directory, 500))
+        print(f"index   500 tensors to the first figure: {took:.3f} s")
     with tempfile.TemporaryDirectory() as directory:
-        for page, took in filter_change(index(Path(directory), args.tensors, 1 << 20)).items():
+        for page, took in filter_change(root_of(directory, args.tensors)).items():
             print(f"filter  {args.tensors:,} tensors, {page}: {took:.3f} s")
 
 

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +21,13 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from binade.data.catalog import SCHEMA, Catalog, CatalogError
+from binade.data import intake
+from binade.data.catalog import GROUPABLE, SCHEMA, Catalog, CatalogError
 from binade.data.filter import Filter
-from binade.data.runs import RunError
+from binade.data.runs import RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
 from tests.conftest import PROJECT
@@ -70,7 +75,7 @@ def on_disk(root: Path, table: str) -> pd.DataFrame:
 
 
 def in_index(catalog: Catalog, table: str) -> pd.DataFrame:
-    return catalog._frame(f"FROM {table}").sort_values(KEYS[table], ignore_index=True)
+    return catalog.table(table).to_pandas().sort_values(KEYS[table], ignore_index=True)
 
 
 def agree(catalog: Catalog, root: Path) -> None:
@@ -186,6 +191,33 @@ class TestSync:
             catalog.sync()
             assert catalog.refused == []
 
+    def test_a_segment_that_repeats_a_tensor_is_named(self, tmp_path):
+        run = make_run(tmp_path, assorted(1))
+        add_segment(run, assorted(2))
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.totals().tensors == 7
+            (refused,) = catalog.refused
+            assert f"{run.run_id}/rank00-000002 " in refused and "occurs twice" in refused
+
+    def test_a_settled_run_is_read_once(self, root, monkeypatch):
+        monkeypatch.setattr(intake, "RECENT", 0.0)
+        read = []
+        monkeypatch.setattr(intake, "read_run", lambda directory: read.append(directory.name) or read_run(directory))
+        time.sleep(0.01)
+        with Catalog.open(root) as catalog:
+            first, second = sorted(read)
+            catalog.sync()
+            assert len(read) == 2
+            status = root / first / "status.json"
+            status.write_text(status.read_text().replace('"done"', '"failed"'))
+            file = next((root / second / "segments").glob("*/tensor.parquet"))
+            file.rename(file.with_name("x"))
+            file.with_name("x").rename(file)  # as a copy that replaces it does: only the segment's time changes
+            catalog.sync()
+            assert read[2:] == [first, second]
+            assert catalog.runs().set_index("run_id")["state"].to_dict() == {first: "failed", second: "done"}
+            agree(catalog, root)
+
     def test_runs_that_come_and_go_disturb_nobody(self, root):
         source = next(root.glob("*second*"))
         stop = threading.Event()
@@ -207,6 +239,62 @@ class TestSync:
             catalog.sync()
             agree(catalog, root)
             assert catalog.refused == []
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory):
+    """Two indexes of one root: one with sums of most of the tensors, the other with none."""
+    root = tmp_path_factory.mktemp("cubes") / "runs"
+    steps = [
+        assorted(step, iteration=step // 3, layer_index=1 + step % 3, rank=step % 2, raw=False) for step in range(12)
+    ]
+    gone = make_run(root, *steps[:6], label="gone")
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setattr(intake, "TAIL", 40)
+        summed = stack.enter_context(Catalog.open(root))
+        kept = make_run(root, *steps, label="kept")
+        summed.sync()
+        make_run(root, *steps[::2], label="other", recipe="mxfp4")
+        summed.sync()
+        shutil.rmtree(gone.directory)
+        add_segment(kept, assorted(50, iteration=9, raw=False), first=200)  # stays to be summed up
+        summed.sync()
+        assert summed._rows("SELECT upto FROM cube ORDER BY upto") == [(42 + 84,), (42 + 84 + 42,)]
+        assert summed._rows("SELECT max(key) FROM tensor") == [(42 + 84 + 42 + 6,)]
+        patch.setattr(intake, "TAIL", 1 << 30)
+        copy = shutil.copytree(root, root.with_name("copy"), ignore=shutil.ignore_patterns("index.duckdb*"))
+        plain = stack.enter_context(Catalog.open(copy))
+        assert plain._rows("SELECT sum(upto) FROM cube") == [(0,)]
+        agree(summed, root)
+        yield summed, plain
+
+
+class TestCubes:
+    """What is summed up ahead gives the answers of an index of the same root that sums up nothing."""
+
+    @settings(max_examples=40, deadline=None)
+    @given(data=st.data())
+    def test_every_answer_is_that_of_the_sketches(self, pair, data):
+        summed, plain = pair
+        values = plain.facets() | {"stage": ["before"]}
+        chosen = data.draw(st.lists(st.sampled_from(sorted(values)), unique=True, max_size=4))
+        where = Filter(
+            **{name: data.draw(st.lists(st.sampled_from(values[name]), min_size=1, max_size=3)) for name in chosen}
+        )
+        by = data.draw(st.none() | st.sampled_from(GROUPABLE))
+        pd.testing.assert_frame_equal(summed.distribution(where, by), plain.distribution(where, by))
+        columns = data.draw(st.lists(st.sampled_from(GROUPABLE), unique=True, min_size=1, max_size=3))
+        crossed = [c.crossed(where, tuple(columns)).sort_values([*columns, "bin"], ignore_index=True) for c in pair]
+        pd.testing.assert_frame_equal(*crossed)
+        assert summed.facets(where) == plain.facets(where)
+        assert summed.totals(where) == plain.totals(where)
+
+    def test_what_has_nothing_in_common_is_not_stored_twice(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(intake, "TAIL", 1)
+        make_run(tmp_path, assorted(1, raw=False))
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog._rows("SELECT sum(upto) FROM cube") == [(0,)]
+            assert len(catalog._frame("FROM place_sketch UNION ALL FROM course_sketch")) == 0
 
 
 class TestIndexFile:
@@ -316,8 +404,9 @@ class TestIndexFile:
         with duckdb.connect() as connection:
             connection.execute(SCHEMA.read_text())
             for table, schema in TABLES.items():
-                described = connection.execute(f"DESCRIBE {table}").fetchall()
-                assert [(name, kind) for name, kind, *_ in described] == [(f.name, types[str(f.type)]) for f in schema]
+                described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
+                fields = schema if table == "tensor" else list(schema)[1:]
+                assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 
     def test_threads_share_a_catalog(self, root):
         with Catalog.open(root) as catalog, ThreadPoolExecutor(8) as pool:

@@ -1,0 +1,351 @@
+"""How the index follows the run directories: what `Catalog.sync` does.
+
+Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
+has ended is only looked at: one `stat` of each of its files and segments tells that nothing is new.
+
+Sketches are also summed up ahead of queries, over what queries leave out most: see CUBES.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from binade.data.filter import FIELDS
+from binade.data.runs import CANCELLED, DONE, FAILED, RunError, RunInfo, read_run, run_directories
+from binade.data.segment import TABLES, read_tables, segment_names
+from binade.data.text import describe
+
+T = TypeVar("T")
+BATCH = 1 << 20  # sketch rows that are held in memory and added in one transaction
+TAIL = 1 << 14  # tensors that are added before they are summed up
+# The tables of summed sketches, with the fields that their rows keep apart.
+CUBES = {
+    name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
+    for name, left_out in {
+        "place": {"iteration", "micro_batch", "rank"},
+        "course": {"layer_index", "module", "expert", "micro_batch", "rank"},
+    }.items()
+}
+RECENT = 2.0  # seconds: what changed so shortly ago may change again without a new time of modification
+# What DuckDB says of rows that it does not take. Other errors are of the index.
+DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """A run as it was found: its segments with their modification times, and what tells whether it has changed."""
+
+    run: RunInfo
+    segments: dict[str, int]
+    mark: tuple[tuple[int, ...], ...] | None
+
+    @property
+    def settled(self) -> bool:
+        """Whether its mark changes if anything does."""
+        return self.mark is not None and self.run.status.state in (DONE, FAILED, CANCELLED)
+
+
+class Intake:
+    """Adds what is new under a root to its index. `refused`: what the last call passed over, with the reason."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.refused: list[str] = []
+        self._settled: dict[str, _OnDisk] = {}
+
+    def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
+        """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
+
+        Raises duckdb.Error if the index cannot be read or written; it is then as before, or has some of what is new.
+        """
+        self.refused = []
+        before, self._settled = self._settled, {}
+        unchanged, changed = self._look(before)
+        known: dict[str, dict[str, int]] = {}
+        for run_id, name, mtime in cursor.execute(
+            "SELECT run_id, name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
+        ).fetchall():
+            known.setdefault(run_id, {})[name] = mtime
+        for run_id in known.keys() - unchanged.keys() - changed.keys():
+            _drop(cursor, run_id)
+        for run_id, found in changed.items():
+            taken = known.get(run_id, {})
+            if any(taken.get(name, mtime) != mtime for name, mtime in found.segments.items()):
+                _drop(cursor, run_id)  # replaced on disk: index the run again
+                del known[run_id]
+        incomplete = self._write_runs(cursor, [found.run for found in changed.values()])
+        for run_id in incomplete & known.keys():
+            _drop(cursor, run_id)
+        new = [
+            (run_id, name, mtime)
+            for run_id, found in changed.items()
+            for name, mtime in found.segments.items()
+            if run_id not in incomplete and name not in known.get(run_id, {})
+        ]
+        added = 0
+        for batch in self._read(new, incomplete):
+            taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, incomplete))
+            added += len(taken_in)
+            for cube in CUBES:
+                _sum_up(cursor, cube)
+        self._settled = unchanged | {
+            run_id: found for run_id, found in changed.items() if found.settled and run_id not in incomplete
+        }
+        return added
+
+    def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
+        """The runs on disk by name: those that are as they were before, and the others, oldest first."""
+        unchanged, changed = {}, []
+        for directory in run_directories(self.root):
+            found = before.get(directory.name)
+            if found and found.mark == _mark(directory, found.segments):
+                unchanged[directory.name] = found
+                continue
+            try:
+                names = segment_names(directory)
+                segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in names}
+                mark = _mark(directory, names)  # before the files are read: what changes meanwhile is seen next time
+                changed.append(_OnDisk(read_run(directory), segments, mark))
+            except RunError as error:
+                self.refused.append(str(error))
+            except FileNotFoundError:
+                pass  # deleted meanwhile
+        changed.sort(key=lambda found: (str(found.run.config.get("started")), found.run.run_id))
+        return unchanged, {found.run.run_id: found for found in changed}
+
+    def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
+        """Write the rows of runs that are not in the index as they are; the ids of those that cannot be."""
+        stored = {row[0]: list(row) for row in cursor.execute("FROM run").fetchall()} if runs else {}
+        rows: list[list[Any]] = []
+        refused: set[str] = set()
+
+        def refuse(run_id: str, error: Exception) -> None:
+            self.refused.append(f"{run_id!a} cannot be indexed: {describe(error)}")
+            refused.add(run_id)
+
+        for run in runs:
+            try:
+                row = _run_row(run)
+            except (ValueError, TypeError) as error:
+                refuse(run.run_id, error)
+            else:
+                if row != stored.get(run.run_id):
+                    rows.append(row)
+        _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
+        return refused
+
+    def _read(self, new: Iterable[tuple[str, str, int]], incomplete: set[str]) -> Iterator[list[_Segment]]:
+        """Read segments, of a run's id, a name and a modification time, in batches."""
+        batch: list[_Segment] = []
+        size = 0
+        for run_id, name, mtime in new:
+            segment = _Segment(run_id, name, mtime, {})
+            directory = self.root / run_id / "segments" / name
+            try:
+                segment.tables.update(read_tables(directory))
+            except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+                if directory.exists():  # else it was deleted meanwhile
+                    self._refuse(segment, error, incomplete)
+                continue
+            batch.append(segment)
+            size += len(segment.tables["sketch"])
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _refuse(self, segment: _Segment, error: Exception, incomplete: set[str]) -> None:
+        self.refused.append(f"segment {segment.run_id}/{segment.name} cannot be read: {describe(error)}")
+        incomplete.add(segment.run_id)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A segment that was read, see `segment.read_tables`."""
+
+    run_id: str
+    name: str
+    mtime: int
+    tables: dict[str, pa.Table]
+
+
+@contextmanager
+def transaction(cursor: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    cursor.execute("BEGIN")
+    try:
+        yield
+    except BaseException:
+        cursor.execute("ROLLBACK")
+        raise
+    cursor.execute("COMMIT")
+
+
+def _at_once(
+    cursor: duckdb.DuckDBPyConnection,
+    batch: list[T],
+    write: Callable[[duckdb.DuckDBPyConnection, list[T]], None],
+    refuse: Callable[[T, Exception], None],
+) -> list[T]:
+    """Write a batch in one transaction, or if it is refused each of it by itself; returns what was written."""
+    if not batch:
+        return []
+    try:
+        with transaction(cursor):
+            write(cursor, batch)
+        return batch
+    except (*DATA_ERRORS, pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        if len(batch) == 1:
+            refuse(batch[0], error)
+            return []
+    return [each for one in batch for each in _at_once(cursor, [one], write, refuse)]
+
+
+def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
+    """Run a statement that reads the table `incoming`."""
+    cursor.register("incoming", rows)
+    cursor.execute(sql)
+
+
+def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
+    columns = [pa.array(column) for column in zip(*rows, strict=True)]
+    table = pa.Table.from_arrays(columns, names=[f"column{number}" for number in range(len(columns))])
+    _insert(cursor, "INSERT OR REPLACE INTO run FROM incoming", table)
+
+
+def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
+    first = _next_key(cursor)
+    tables: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+    for segment in segments:
+        for name, table in segment.tables.items():
+            if name == "tensor":
+                # The directory's name is the run's id, so a copied or renamed run speaks for itself.
+                ids = pc.binary_join_element_wise(segment.run_id, table["tensor_id"], "/")
+                table = table.set_column(0, "tensor_id", ids)
+                table = table.set_column(1, "run_id", pa.repeat(segment.run_id, len(table)))
+                keys = pa.array(range(first, first + len(table)), pa.int32())
+            else:
+                keys = pc.add(table["row"], pa.scalar(first, pa.int32()))
+                table = table.drop_columns("row")
+            tables[name].append(table.add_column(0, "key", keys))
+        first += len(segment.tables["tensor"])
+    for name, parts in tables.items():
+        if parts:
+            _insert(cursor, f"INSERT INTO {name} FROM incoming", pa.concat_tables(parts))
+    runs = list({segment.run_id for segment in segments})
+    twice = cursor.execute(
+        "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
+        [runs],
+    ).fetchall()
+    if twice:
+        raise ValueError(f"the tensor id {twice[0][0]!r} occurs twice")
+    names = pa.Table.from_pylist([{"run": s.run_id, "name": s.name, "mtime": s.mtime} for s in segments])
+    _insert(cursor, "INSERT INTO segment FROM incoming", names)
+
+
+def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
+    """The key of the next tensor; it was never that of one that is summed up, even if that was deleted."""
+    ((key,),) = cursor.execute(
+        "SELECT greatest(max(tried), (SELECT coalesce(max(key) + 1, 0) FROM tensor)) FROM cube"
+    ).fetchall()
+    return int(key)
+
+
+def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
+    """Add the sketches of new tensors to a cube, if they are many and at least two have each of its rows in common."""
+    ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
+    end = _next_key(cursor)
+    if end - upto < max(TAIL, 2 * (tried - upto)):
+        return
+    names = ", ".join(CUBES[cube])
+    same = " AND ".join(f"tensor.{name} IS NOT DISTINCT FROM {cube}.{name}" for name in CUBES[cube])
+    new = f"FROM tensor WHERE key >= {upto}"
+    ((tensors, rows),) = cursor.execute(
+        f"SELECT (SELECT count(*) {new}), (SELECT count(*) FROM (SELECT DISTINCT {names} {new}))"
+    ).fetchall()
+    cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
+    if tensors < 2 * rows:
+        return
+    with suppress(duckdb.DataError), transaction(cursor):  # counts whose sum has more than 64 bits are not summed up
+        cursor.execute(
+            f"INSERT INTO {cube} (key, {names})"
+            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
+            f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
+        )
+        cursor.execute(
+            f"INSERT INTO {cube}_sketch SELECT part.key, bin, sum(count)"
+            f" FROM sketch JOIN (SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same}"
+            f" WHERE tensor.key >= {upto}) AS part ON sketch.key = part.tensor"
+            f" WHERE sketch.key >= {upto} GROUP BY ALL ORDER BY ALL"
+        )
+        ((size,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+        if size > 4 * merged:
+            cursor.execute(
+                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, sum(count)::BIGINT AS count"
+                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
+            )
+            ((merged,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
+        cursor.execute("UPDATE cube SET upto = ?, merged = ? WHERE name = ?", [end, merged, cube])
+
+
+def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
+    with transaction(cursor):
+        for table in TABLES.keys() - {"tensor"}:
+            cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
+        for cube in CUBES:
+            cursor.execute(
+                f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
+            )
+        for table in ("tensor", "segment", "run", *CUBES):
+            cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
+
+
+def _mark(directory: Path, segments: Iterable[str]) -> tuple[tuple[int, ...], ...] | None:
+    """What changes if a run that has ended does; None if it changed so recently that it might not."""
+    base = str(directory)
+    names = ["run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
+    try:
+        found = [os.stat(f"{base}/{name}") for name in names]
+    except OSError:
+        return None
+    if max(each.st_mtime for each in found) > time.time() - RECENT:
+        return None
+    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+def _run_row(run: RunInfo) -> list[Any]:
+    config, status = run.config, run.status
+    return [
+        run.run_id,
+        *(config.get(key) for key in ("model", "size", "dataset", "recipe")),
+        status.state,
+        status.reason,
+        config.get("device"),
+        config.get("backend"),
+        _time(config.get("started")),
+        _time(status.finished),
+        status.iteration,
+        config.get("train_iters", config.get("control_iter")),  # older runs trained just what they recorded
+        status.tensors,
+        status.tensors_without_raw,
+        status.bytes,
+        status.loss_first,
+        status.loss_last,
+        json.dumps(config),
+    ]
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text).replace(tzinfo=None) if text else None
