@@ -25,18 +25,13 @@ IN_A_PROGRAM = re.compile(rf"(?:^|;) *(?:from (?:{'|'.join(OURS)})[. ]|import (?
 TORCH = {"torch", "triton", "duckdb", "streamlit", "pandas"}
 
 
-@functools.cache
-def tree(path: str) -> ast.Module:
-    return ast.parse((PROJECT / path).read_text())
-
-
-def imported(module: ast.Module, package: str) -> set[str]:
+def imported(source: str, package: str) -> set[str]:
     """Dotted names that a module imports at any depth: statements, relative ones too, and import_module("literal").
 
     `from a import b` gives both a and a.b, since b may be a module.
     """
     names: set[str] = set()
-    for node in ast.walk(module):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +49,7 @@ def imported(module: ast.Module, package: str) -> set[str]:
 def imports_of(path: str) -> set[str]:
     """What a file imports; of ours without the leading "binade."."""
     package = ".".join(["binade", *path.split("/")[:-1]])
-    return {name.removeprefix("binade.") for name in imported(tree(path), package)}
+    return {name.removeprefix("binade.") for name in imported((PROJECT / path).read_text(), package)}
 
 
 def roots(names: set[str]) -> set[str]:
@@ -80,16 +75,17 @@ def test_the_four_packages_are_found():
     ],
 )
 def test_the_walker_sees(source, found):
-    assert found in imported(ast.parse(source), "collector.sub")
+    assert found in imported(source, "collector.sub")
 
 
 def test_our_packages_are_imported_from_binade():
     """A top-level `app` or `data` may be the user's own. Nor do programs in strings import it."""
     for path in PYTHON:
-        names = imported(tree(path), "binade")
+        source = (PROJECT / path).read_text()
+        names = imported(source, "binade")
         assert not roots(names) & set(OURS), f"{path}: write `from binade.{min(roots(names) & set(OURS))} import ...`"
         if path not in ("tests/test_layering.py", "tests/test_packaging.py"):
-            programs = [node.value for node in ast.walk(tree(path)) if isinstance(node, ast.Constant)]
+            programs = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
             inner = [text for text in programs if isinstance(text, str) and IN_A_PROGRAM.search(text)]
             assert not inner, f"{path}: a program in a string imports {IN_A_PROGRAM.search(inner[0])[0].strip()}"
 
