@@ -30,6 +30,7 @@ from tests.app.test_pages import Visit, rerun, words
 from tests.collector.test_jobs import end_all
 from tests.data.builder import make_run
 
+pytestmark = pytest.mark.slow
 VALUES = {"budget": "6", "by": "site", "parts": "linear"}
 # The mean gap of each recipe over seeds, and its deviation.
 GAPS = {

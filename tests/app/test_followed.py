@@ -23,6 +23,7 @@ from binade.quant.traces import positions
 from tests.app import roots
 from tests.collector.small_model import build, loss
 
+pytestmark = pytest.mark.slow
 STEPS = 6
 
 

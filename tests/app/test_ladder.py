@@ -24,6 +24,7 @@ from binade.data.filter import Filter
 from tests.app.test_pages import Visit, charts, words
 from tests.data.builder import make_run
 
+pytestmark = pytest.mark.slow
 # The mean gap of each rung of te_nvfp4, in the order of the ladder, and its deviation over seeds.
 GAPS = {
     "forward": (0.010, 0.0006),

@@ -222,7 +222,7 @@ texts = some.lists(some.text(max_size=12) | some.sampled_from(ODD), max_size=3)
 asked = some.dictionaries(some.sampled_from([*FIELDS, *OWN]), texts, max_size=4)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(page=some.sampled_from(session.pages()), params=asked, chart=some.sampled_from(["", "qq", "x"]))
 def test_whatever_a_pin_asks_is_drawn_or_said(catalog: Catalog, page: str, params: dict[str, list[str]], chart: str):
     drawn = pins.draw(catalog, Pin(page, params, chart))

@@ -133,7 +133,7 @@ class TestLaws:
 
     @pytest.mark.parametrize("freedom", [2.0, 4.0, 10.0])
     def test_student_t_finds_the_degrees_of_freedom(self, freedom):
-        x = stats.t(freedom, 3, 0.5).rvs(50_000, random_state=np.random.default_rng(1)).astype(np.float32)
+        x = stats.t(freedom, 3, 0.5).rvs(20_000, random_state=np.random.default_rng(1)).astype(np.float32)
         found = laws.fit(distribution_of("x", torch.from_numpy(x)), "student_t")
         mle = stats.t.fit(x.astype(np.float64))
         assert math.log2(found.freedom / mle[0]) == pytest.approx(0, abs=0.35)
@@ -175,7 +175,7 @@ class TestWhatIf:
     )
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_is_fake_quantize_measured_by_numpy(self, gradient, name, options):
-        one, gradient = what_if_compute.trial(name, **options), gradient.flatten(0, -2)
+        one, gradient = what_if_compute.trial(name, **options), gradient.flatten(0, -2)[:32]
         table, shown = what_if_compute.try_formats([(gradient, -1)], [one], together=False)
         x = gradient.double().numpy()
         y = quant.fake_quantize(gradient, one.spec).double().numpy()

@@ -36,11 +36,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+PORTS: list[int] = []  # of apps that have ended: a browser has the scripts of an app at the same address compiled
+
+
 @contextmanager
 def serving(root: Path) -> Iterator[str]:
     """The real app on a root, in a process of its own; yields its address. Where a test fails meanwhile, what the app
     said is printed."""
-    port = free_port()
+    port = PORTS.pop() if PORTS else free_port()
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
         options = {"env": {"TENSOR_SAVE_DIR": str(root)}, "stdout": output, "stderr": subprocess.STDOUT}
@@ -59,6 +62,7 @@ def serving(root: Path) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 app.kill()
                 app.wait()
+            PORTS.append(port)
 
 
 def answers(app: subprocess.Popen, address: str) -> bool:

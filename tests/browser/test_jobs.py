@@ -30,9 +30,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     end_all(place)
 
 
-def enter(visit: Visit, app: str, title: str) -> Page:
+def enter(visit: Visit, app: str, title: str, **profile: bool) -> Page:
     """A page, through the front door: opened at once, Streamlit first asks in vain beneath that page's own path."""
-    page = visit(base=app)
+    page = visit(base=app, **profile)
     page.get_by_test_id("stTopNavLink").filter(has_text=title).click()
     page.get_by_role("heading", name=title, exact=True).wait_for()
     settle(page)
@@ -88,7 +88,7 @@ def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, root: 
     job = launch(root, CALM)
     after_iteration(root, job, 0)
     with serving(root) as app:
-        one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs")
+        one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs", own=True)
         for page in (one, two):
             expect(badge(page, "running")).to_be_visible(timeout=PATIENCE)
         done = one.get_by_test_id("stMetric").filter(has_text="Iterations")

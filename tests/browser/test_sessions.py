@@ -89,7 +89,7 @@ def test_built_by_clicking_saved_and_opened_elsewhere(visit: Visit, served: str,
     assert [one.chart for one in version.session.pins] == ["histogram", "depth"]
     assert version.session.view.params["quant_type"] == ["mxfp4"] and len(version.session.runs) == 1
 
-    other = visit(link.removeprefix(served), base=served)  # a browser profile of its own
+    other = visit(link.removeprefix(served), base=served, own=True)
     assert (
         other.locator("h1").inner_text() == "Explore"
         and "quant_type=mxfp4" in other.url

@@ -23,6 +23,8 @@ from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step
 from tests.collector.test_jobs import end_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found(collected: Path) -> Costs:
@@ -177,7 +179,6 @@ def test_gradients_that_were_not_recorded_or_are_not_finite_give_no_advice(colle
                 costs(catalog)
 
 
-@pytest.mark.slow
 def test_the_command_writes_a_recipe_and_queues_its_test(command, capsys, tmp_path):
     small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch", "--seed", "5")
     scores = ("--scores", "mxfp4,mxfp8", "--collect-micro-batches", "2")

@@ -51,6 +51,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.conftest import PROJECT
 
+pytestmark = pytest.mark.slow
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,

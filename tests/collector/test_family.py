@@ -24,6 +24,7 @@ from tests.collector import toy_family
 from tests.collector.test_memory import check_activations
 from tests.conftest import run_python
 
+pytestmark = pytest.mark.slow
 TINY = toy_family.TINY
 CONFIG = RunConfig(model="arcee", dataset="python-docs", sequence_length=64, backend="torch")
 MODULES = ("qkv", "core", "proj", "fc1", "fc2")

@@ -57,6 +57,7 @@ from binade.data.filter import Filter
 from binade.data.segment import Identity
 from binade.quant.gemm import Observed
 
+pytestmark = pytest.mark.slow
 PUBLISHED_WEIGHTS = {"llama31-8b": 8_030_261_248, "llama32-1b": 1_235_814_400, "deepseek2_lite": 15_706_484_224}
 
 # The two sum the same float32 products in another order: each result is off by a few roundings (2^-24 = 6e-8), which

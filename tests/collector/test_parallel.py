@@ -12,6 +12,7 @@ from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLi
 from binade.collector.models.site import Site
 from tests.conftest import start_python
 
+pytestmark = pytest.mark.slow
 RANKS = 2
 INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
 

@@ -25,6 +25,7 @@ from binade.data.runs import DONE, read_run
 from binade.data.segment import Origin
 from tests.data.builder import assorted, make_run, row
 
+pytestmark = pytest.mark.slow
 LAYER2 = Filter(layer_index=(2,))
 
 

@@ -20,6 +20,7 @@ from binade.data.filter import Filter
 from binade.quant.metrics import errors
 from tests.collector.small_model import SCORES, SHAPE, Hooks, build, check_errors, step
 
+pytestmark = pytest.mark.slow
 LINEARS = ("qkv", "proj", "fc1", "fc2")
 LINEAR_NAMES = {
     ("input", "forward", "pre"),

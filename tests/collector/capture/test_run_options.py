@@ -12,6 +12,8 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import DONE, read_losses
 
+pytestmark = pytest.mark.slow
+
 
 class TestOptions:
     def rows(self, run) -> pd.DataFrame:
