@@ -2,11 +2,11 @@
 
     python -m tests.bench.bench_loss MODEL [--operand weight] [--formats mxfp4,mxfp8] [--tokens 512] [--batches N]
                                      [--others N] [--every K] [--apart] [--signs] [--backward]
-                                     [--advise 4.5,5.5] [--steps N] [--sequences 1] [--save FILE.npz]
+                                     [--advise 4.5,5.5] [--seed N] [--steps N] [--sequences 1] [--save FILE.npz]
 
 MODEL is a Hugging Face directory or a GGUF file of a Llama-like model, computed in float32, on text of python-docs; or
-the name of a model, whose tiny size is trained first, for N steps of 8 sequences. --apart: query, key, value, gate and
-up are layers of their own.
+the name of a model, whose tiny size is trained first, from a seed for N steps of 8 sequences. --apart: query, key,
+value, gate and up are layers of their own.
 
 Predicted: from one forward and backward pass of each batch, recorded unquantized, for the input or the weight of every
 linear layer, or of one layer in K (odd K takes all kinds of layers). Measured: the loss of the same batch with that one
@@ -220,7 +220,7 @@ def print_gaps(recipes: list[tuple[str, Recipe, float, float]], gaps: np.ndarray
         return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
 
     for index, (name, _, bits, predicted) in enumerate(recipes):
-        best = min((k for k in single if recipes[k][2] <= bits + 1e-9), key=lambda k: gaps[:, k].mean())
+        best = min((k for k in single if recipes[k][2] <= bits + 0.01), key=lambda k: gaps[:, k].mean())
         less = "" if best == index else f"{text(gaps[:, index] - gaps[:, best])} ({recipes[best][0]})"
         print(f"| {name} | {bits:.2f} | {predicted:+.4f} | {text(gaps[:, index])} | {less} |")
 
@@ -325,6 +325,7 @@ def main() -> None:
     parser.add_argument("--others", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--signs", action="store_true")
     parser.add_argument("--backward", action="store_true")
@@ -336,7 +337,7 @@ def main() -> None:
     shape = MODELS[given.model]["tiny"] if given.model in MODELS else read_shape(path)
     model = GPTModel(shape, compute_dtype=torch.float32)
     if given.model in MODELS:
-        model.initialize(0)
+        model.initialize(given.seed)
     else:
         open_checkpoint(path, shape).load_into(model)
     tokenizer = "byte" if given.model in MODELS else given.model
