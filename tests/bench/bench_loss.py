@@ -1,17 +1,29 @@
 """Does the predicted change of the loss come true? Predictions of one recorded pass against measured losses.
 
     python -m tests.bench.bench_loss MODEL [--operand weight] [--formats mxfp4,mxfp8] [--tokens 512] [--batches N]
-                                     [--every K] [--steps N]
+                                     [--others N] [--every K] [--apart] [--signs] [--backward]
+                                     [--advise 4.5,5.5] [--seed N] [--steps N] [--sequences 1] [--save FILE.npz]
 
 MODEL is a Hugging Face directory or a GGUF file of a Llama-like model, computed in float32, on text of python-docs; or
-the name of a model, whose tiny size is trained first, for N steps of 8 sequences.
+the name of a model, whose tiny size is trained first, from a seed for N steps of 8 sequences. --apart: query, key,
+value, gate and up are layers of their own.
 
 Predicted: from one forward and backward pass of each batch, recorded unquantized, for the input or the weight of every
-linear layer, or of one layer in K. Measured: the loss of the same batch with that one operand rounded, less the loss
-without. The first table compares them on the same tokens, batch by batch; its sums are over the layers, averaged over
-the batches. With several batches, the second
-compares predictions averaged over the first half of the batches with measurements averaged over the second half, whose
-own reliability is that of their two halves. All numbers are Spearman's rank correlation over the layers.
+linear layer, or of one layer in K (odd K takes all kinds of layers). Measured: the loss of the same batch with that one
+operand rounded, less the loss without. --signs measures the error's opposite, too: half the difference of the two is
+the change to odd orders, half the sum that to even ones. --others measures on N batches that follow instead, and
+compares means over batches; the reliability of the measurement is the correlation of its two halves, and with Spearman
+and Brown's formula that of all of it. Ctrl-C ends the measuring and prints what there is. All numbers but sums are
+Spearman's rank correlation over the layers.
+
+--advise makes recipes for the forward GEMMs of all linear layers from the same recorded pass, under these budgets of
+bits, and measures their losses on the other batches beside those of single formats. For the largest budget there are
+also the choices that the same program makes by each operand's noise instead of its predicted loss, and at random.
+
+--backward rounds one backward operand of one layer at a time instead, and compares its noise with that of the gradient.
+
+Beside the product's predictions are two of other second-order terms. With δ the error of the GEMM's result and g the
+gradient of that result, of N tokens: `token` is N/2 · Σ over tokens of (g·δ)², `result` N/2 · Σ g²·δ².
 """
 
 from __future__ import annotations
@@ -20,15 +32,20 @@ import argparse
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import spearmanr
+from torch import Tensor, nn
 
 from binade.app.questions.loss.compute import costs
 from binade.app.questions.shared.boards import PLACE
+from binade.collector.advice import costs as advice
+from binade.collector.advice.advice import Request, advise, placed
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
 from binade.collector.datasets.loading import open_dataset
@@ -36,18 +53,32 @@ from binade.collector.datasets.samples import SampleStream
 from binade.collector.models.checkpoint import open_checkpoint
 from binade.collector.models.directory import read_shape
 from binade.collector.models.model import GPTModel
-from binade.collector.models.parallel import ParallelLinear
+from binade.collector.models.parallel import ParallelLinear, ReplicatedLinear
+from binade.collector.models.shape import LinearSpec
+from binade.collector.models.site import Site
+from binade.collector.recipes.parse import parse_recipe
+from binade.collector.recipes.recipe import Recipe
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant import fake_quantize
 from tests.bench.bench_quantize import versions
 
-PREDICTORS = ("first", "second", "value", "sqnr_db")
-TITLES = ("first order", "second order", "both", "−SQNR")
+Batch = tuple[Tensor, Tensor]
+ADVISED = ("mxfp4", "nvfp4", "mxfp6_e2m3")
+TERMS = ("first", "second", "token", "result", "noise")
+SUMS = {
+    "first order": (1, 0, 0, 0, 0),
+    "second order": (0, 1, 0, 0, 0),
+    "both": (1, 1, 0, 0, 0),
+    "with token": (1, 0, 1, 0, 0),
+    "with result": (1, 0, 0, 1, 0),
+    "−SQNR": (0, 0, 0, 0, 1),
+}
+WEIGHTS = np.array(list(SUMS.values())).T
 
 
-def loss_of(model: GPTModel, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(model: GPTModel, tokens: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
 
 
@@ -55,15 +86,233 @@ def rho(a: np.ndarray, b: np.ndarray) -> float:
     return float(spearmanr(a, b).statistic)
 
 
-@contextmanager
-def rounded(layer: ParallelLinear, operand: str, fmt: str) -> Iterator[None]:
-    weight = layer.weight.data
-    hook = layer.register_forward_pre_hook(lambda _, x: (fake_quantize(x[0], fmt), *x[1:]) if operand == "input" else x)
+class Apart(nn.Module):
+    """A linear layer as the layers that it is made of."""
+
+    def __init__(self, whole: ParallelLinear, spec: LinearSpec) -> None:
+        super().__init__()
+        sizes = [rows // spec.groups for rows in spec.tensors.values()]
+        rows = [each.flatten() for each in torch.arange(spec.outputs).view(spec.groups, -1).split(sizes, 1)]
+        self.parts = nn.ModuleList()
+        for name, own in zip(spec.tensors, rows, strict=True):
+            site = Site(spec.site.layer_index, name.rpartition(".")[2].removesuffix("_proj"))
+            self.parts.append(ReplicatedLinear(site, spec.inputs, len(own)))
+            self.parts[-1].weight.data = whole.weight.data[own]
+        self.order = torch.cat(rows).argsort()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.parts], -1)[..., self.order]
+
+
+def take_apart(model: GPTModel) -> None:
+    for number, layer in enumerate(model.layers):
+        for spec in model.shape.linears(number + 1):
+            if len(spec.tensors) > 1:
+                parent, _, name = spec.path.rpartition(".")
+                setattr(layer.get_submodule(parent), name, Apart(layer.get_submodule(spec.path), spec))
+
+
+def result_error(layer: ParallelLinear, operand: str, fmt: str, x: Tensor) -> Tensor:
+    """δ: of the GEMM's result, from the operand's rounding."""
+    weight = layer.weight.detach()
     if operand == "weight":
-        layer.weight.data = fake_quantize(weight, fmt)
+        return F.linear(x, fake_quantize(weight, fmt) - weight)
+    return F.linear(fake_quantize(x, fmt) - x, weight)
+
+
+@contextmanager
+def rounded(layer: ParallelLinear, operand: str, fmt: str, sign: int = 1) -> Iterator[None]:
+    hook = layer.register_forward_hook(lambda own, x, y: y + sign * result_error(own, operand, fmt, x[0]))
     yield
-    layer.weight.data = weight
     hook.remove()
+
+
+@contextmanager
+def other_terms(layers: list[ParallelLinear], operand: str, found: dict[str, np.ndarray]) -> Iterator[None]:
+    """Within it, a pass fills in the columns `token` and `result` of found, [layers, TERMS] of each format."""
+
+    def keep(index: int, layer: ParallelLinear, args: tuple[Tensor], y: Tensor) -> None:
+        x = args[0].detach()
+
+        def add(grad: Tensor) -> None:
+            for fmt, terms in found.items():
+                change = (grad * result_error(layer, operand, fmt, x)).flatten(0, -2)
+                squares = change.sum(-1).square().sum(), change.square().sum()
+                terms[index, 2:4] = [len(change) / 2 * float(each) for each in squares]
+
+        y.register_hook(add)
+
+    hooks = [layer.register_forward_hook(partial(keep, index)) for index, layer in enumerate(layers)]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def record(
+    model: GPTModel,
+    root: str,
+    layers: list[ParallelLinear],
+    operand: str,
+    formats: list[str],
+    batches: list[Batch],
+    scores: list[str],
+) -> dict[str, np.ndarray]:
+    """Record a pass of each batch. Returns its terms, [batches, layers, TERMS] of each format."""
+    found = {fmt: np.zeros((len(batches), len(layers), len(TERMS))) for fmt in formats}
+    places = [(layer.site.layer_index, layer.site.module) for layer in layers]
+    tensors = ("input", "weight") if scores else ("input", operand)
+    options = {"tensors": tensors, "scores": [*formats, *scores], "measures": ("loss",), "raw": False}
+    with Recorder(root, **options) as recorder, instrument(model, "bf16", recorder):
+        for number, batch in enumerate(batches):
+            own = {fmt: each[number] for fmt, each in found.items()}
+            with recorder.at(number, 0), other_terms(layers, operand, own):
+                model.zero_grad(set_to_none=True)
+                loss_of(model, *batch).backward()
+            print(f"recorded {number + 1}/{len(batches)}", end="\r", flush=True)
+    with Catalog.open(root) as catalog:
+        for fmt, terms in found.items():
+            for number in range(len(batches)):
+                where = Filter(iteration=[number], tensor_name=[operand])
+                table = costs(catalog, where, fmt).table.set_index(list(PLACE[:2])).loc[places]
+                terms[number, :, :2] = table[["first", "second"]]
+                terms[number, :, 4] = -table["sqnr_db"]
+    return found
+
+
+def recipes_of(root: str, budgets: list[float]) -> list[tuple[str, Recipe, float, float]]:
+    """(name, recipe, bits, predicted change), single formats first."""
+    with Catalog.open(root) as catalog:
+        found = advice.costs(catalog, parts=("linear",))
+    table = found.table
+    print(f"\nTwo halves of the recorded batches agree on the ranking with {found.reliability:.2f}.")
+    site = table.groupby(["layer_index", "module"]).ngroup()
+    chance = np.exp(2 * np.random.default_rng(0).standard_normal(site.max() + 1))[site]
+    rules = {
+        "advised": table["change"],
+        "by noise": table["noise"] * table["values"],
+        "at random": table.groupby("spec")["noise"].transform("mean") * table["values"] * chance,
+    }
+    made = [parse_recipe("bf16", forward=fmt) for fmt in found.specs]
+    named = list(zip(found.specs, made, strict=True))
+    for bits in budgets:
+        for name, change in rules.items() if bits == max(budgets) else [("advised", table["change"])]:
+            chosen = advise(replace(found, table=table.assign(change=change)), Request(bits=bits))
+            named.append((f"{name}, {bits:g}", chosen.recipe(name.replace(" ", "_"))))
+    return [(name, recipe, *placed(recipe, found)) for name, recipe in named]
+
+
+def recipe_gaps(model: GPTModel, recipes: list[Recipe], batch: Batch) -> list[float]:
+    """The loss under each recipe, less that without rounding."""
+    found = []
+    for recipe in [None, *recipes]:
+        with instrument(model, recipe or "bf16"):
+            found.append(loss_of(model, *batch).item())
+    return [loss - found[0] for loss in found[1:]]
+
+
+def print_gaps(recipes: list[tuple[str, Recipe, float, float]], gaps: np.ndarray) -> None:
+    """gaps: [batches, recipes]."""
+    titles = "recipe", "bits", "predicted", "measured", "less the best single format of as many bits"
+    print(f"\n| {' | '.join(titles)} |\n|---|---|---|---|---|")
+    single = [index for index, (name, *_) in enumerate(recipes) if "," not in name]
+
+    def text(values: np.ndarray) -> str:
+        return f"{values.mean():+.4f} ± {values.std(ddof=1) / len(values) ** 0.5:.4f}"
+
+    for index, (name, _, bits, predicted) in enumerate(recipes):
+        best = min((k for k in single if recipes[k][2] <= bits + 0.01), key=lambda k: gaps[:, k].mean())
+        less = "" if best == index else f"{text(gaps[:, index] - gaps[:, best])} ({recipes[best][0]})"
+        print(f"| {name} | {bits:.2f} | {predicted:+.4f} | {text(gaps[:, index])} | {less} |")
+
+
+def measure(
+    model: GPTModel,
+    layers: list[ParallelLinear],
+    operand: str,
+    formats: list[str],
+    batch: Batch,
+    signs: tuple[int, ...],
+) -> np.ndarray:
+    """The changes of the loss, [formats, layers, signs]. Each pass begins at the block of the rounded layer."""
+    tokens, labels = batch
+    inputs: list[tuple[Tensor, ...]] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given)) for layer in model.layers]
+    plain = loss_of(model, tokens, labels).item()
+    for hook in hooks:
+        hook.remove()
+
+    def loss_from(block: int) -> float:
+        x, cos, sin = inputs[block]
+        for layer in model.layers[block:]:
+            x, _ = layer(x, cos, sin)
+        logits = F.linear(model.final_layernorm(x), model.output_layer.weight).transpose(0, 1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+
+    found = np.zeros((len(formats), len(layers), len(signs)))
+    for row, fmt in enumerate(formats):
+        for index, layer in enumerate(layers):
+            for column, sign in enumerate(signs):
+                with rounded(layer, operand, fmt, sign):
+                    found[row, index, column] = loss_from(layer.site.layer_index - 1) - plain
+    return found
+
+
+def backward_operands(
+    model: GPTModel, layers: list[ParallelLinear], formats: list[str], batch: Batch
+) -> dict[tuple[str, str, str], np.ndarray]:
+    """By GEMM, operand and format, a row for each layer: the operand's noise ‖e‖²/‖x‖²; the noise of the GEMM's result
+    if errors are independent; the noise that it makes in the gradient of weights; and the cosine of that gradient with
+    the exact one. Of wgrad these are the layer's own weights, of dgrad those of all blocks before it."""
+    seen: dict[ParallelLinear, tuple[Tensor, Tensor]] = {}
+
+    def keep(layer: ParallelLinear, args: tuple[Tensor], y: Tensor) -> None:
+        y.retain_grad()
+        seen[layer] = args[0], y
+
+    hooks = [layer.register_forward_hook(keep) for layer in layers]
+    loss_of(model, *batch).backward(retain_graph=True)
+    for hook in hooks:
+        hook.remove()
+    found: dict[tuple[str, str, str], list[tuple[float, ...]]] = {}
+    for at, (layer, (x, y)) in enumerate(seen.items()):
+        a, grad, weight = x.detach().flatten(0, -2), y.grad.flatten(0, -2), layer.weight.detach()
+        before = list(model.layers[: layer.site.layer_index - 1].parameters())
+        operands = {  # both with the contracted axis first; rounded, other
+            ("wgrad", "grad_output"): (grad, a),
+            ("wgrad", "input"): (a, grad),
+            ("dgrad", "grad_output"): (grad.T, weight),
+            ("dgrad", "weight"): (weight, grad.T),
+        }
+        for (gemm, name), (operand, other) in operands.items():
+            if gemm == "dgrad" and not before:
+                continue
+            for fmt in formats:
+                error = fake_quantize(operand, fmt, dim=0) - operand
+                own, signal = error.norm() ** 2 / operand.norm() ** 2, (operand.T @ other).norm() ** 2
+                independent = (error.square().sum(1) @ other.square().sum(1)) / signal
+                change, exact = [error.T @ other], [operand.T @ other]
+                if gemm == "dgrad":
+                    moved = (change[0] if name == "grad_output" else change[0].T).reshape(x.shape)
+                    change = list(torch.autograd.grad(x, before, moved, retain_graph=True))
+                    exact = [each.grad for each in before]
+                noise, signal, both = (
+                    sum(float((u * v).sum()) for u, v in zip(left, right, strict=True))
+                    for left, right in ((change, change), (exact, exact), (change, exact))
+                )
+                cosine = (signal + both) / (signal * (signal + 2 * both + noise)) ** 0.5
+                values = float(own), float(independent), noise / signal, cosine
+                found.setdefault((gemm, name, fmt), []).append(values)
+        print(f"layers {at + 1}/{len(layers)}", end="\r", flush=True)
+    return {key: np.array(rows) for key, rows in found.items()}
+
+
+def row(name: str, values: list[float] | np.ndarray, sums: tuple[float, ...] = ()) -> None:
+    cells = [*(f"{value:.2f}" for value in values), *(f"{value:+.4f}" for value in sums)]
+    print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def head(text: str, *titles: str) -> None:
+    print(f"\n{text}:\n\n| format | " + " | ".join(titles) + " |\n|---|" + "---|" * len(titles))
 
 
 def main() -> None:
@@ -73,14 +322,22 @@ def main() -> None:
     parser.add_argument("--formats", default="mxfp4")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--batches", type=int, default=1)
+    parser.add_argument("--others", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--signs", action="store_true")
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--advise", type=lambda text: [float(bits) for bits in text.split(",")], default=[])
+    parser.add_argument("--sequences", type=int, default=1)
+    parser.add_argument("--save", type=Path)
     given = parser.parse_args()
     formats, path = given.formats.split(","), Path(given.model)
     shape = MODELS[given.model]["tiny"] if given.model in MODELS else read_shape(path)
     model = GPTModel(shape, compute_dtype=torch.float32)
     if given.model in MODELS:
-        model.initialize(0)
+        model.initialize(given.seed)
     else:
         open_checkpoint(path, shape).load_into(model)
     tokenizer = "byte" if given.model in MODELS else given.model
@@ -90,58 +347,76 @@ def main() -> None:
         optimizer.zero_grad()
         loss_of(model, *stream.batch(8)).backward()
         optimizer.step()
-    batches = [stream.batch(1) for _ in range(given.batches)]
-    layers = [module for module in model.modules() if isinstance(module, ParallelLinear)][:: given.every]
-    places = [(module.site.layer_index, module.site.module) for module in layers]
-    print(f"{versions('cpu')}; {path.name}, {given.steps} steps, float32, {given.operand}s of ", end="")
-    print(f"{len(layers)} linear layers, {given.batches} x {given.tokens} tokens of python-docs", end="\n\n")
-
-    predicted = {fmt: np.zeros((len(batches), len(layers), len(PREDICTORS))) for fmt in formats}
-    with tempfile.TemporaryDirectory() as root:
-        options = {"tensors": ("input", given.operand), "scores": formats, "measures": ("loss",), "raw": False}
-        with Recorder(root, **options) as recorder, instrument(model, "bf16", recorder):
-            for number, batch in enumerate(batches):
-                with recorder.at(number, 0):
-                    model.zero_grad(set_to_none=True)
-                    loss_of(model, *batch).backward()
-        with Catalog.open(root) as catalog:
-            for fmt in formats:
-                for number in range(len(batches)):
-                    table = costs(
-                        catalog, Filter(iteration=[number], tensor_name=[given.operand]), fmt
-                    ).table.set_index(list(PLACE[:2]))
-                    predicted[fmt][number] = table.loc[places, list(PREDICTORS)].to_numpy()
-                predicted[fmt][..., -1] *= -1
-
-    titles = (*TITLES, "sum predicted", "measured")
-    print("| format | " + " | ".join(titles) + " |\n|---|" + "---|" * len(titles))
-    measured = {fmt: np.zeros((len(batches), len(layers))) for fmt in formats}
-    with torch.no_grad():
-        for number, batch in enumerate(batches):
-            plain = loss_of(model, *batch).item()
-            for fmt in formats:
-                for index, layer in enumerate(layers):
-                    with rounded(layer, given.operand, fmt):
-                        measured[fmt][number, index] = loss_of(model, *batch).item() - plain
-    for fmt in formats:
-        each = [
-            [rho(p[:, k], m) for k in range(len(PREDICTORS))]
-            for p, m in zip(predicted[fmt], measured[fmt], strict=True)
-        ]
-        sums = predicted[fmt][..., PREDICTORS.index("value")].sum(1).mean(), measured[fmt].sum(1).mean()
-        cells = [*(f"{value:.2f}" for value in np.mean(each, 0)), *(f"{value:+.4f}" for value in sums)]
-        print(f"| {fmt} | " + " | ".join(cells) + " |")
-    if len(batches) < 4:
-        return
-    half = len(batches) // 2
-    print(
-        "\nOn other tokens:\n\n| format | " + " | ".join(TITLES) + " | the measurement's halves |\n|---|" + "---|" * 5
+    batches, others = (
+        [stream.batch(given.sequences) for _ in range(number)] for number in (given.batches, given.others)
     )
+    if given.apart:
+        take_apart(model)
+    model.embedding.weight.requires_grad_(False)  # not predicted, and a fifth of the backward pass
+    layers = [module for module in model.modules() if isinstance(module, ParallelLinear)][:: given.every]
+    print(f"{versions('cpu')}; {path.name}, {given.steps} steps, float32, {given.operand}s of ", end="")
+    print(
+        f"{len(layers)} linear layers, {given.batches} + {given.others} batches of {given.sequences} x {given.tokens}"
+    )
+
+    if given.backward:
+        titles = "ρ of its noise", "ρ if independent", "its noise", "if independent", "gradient's", "cosine", "lowest"
+        print(f"\n| GEMM | operand | format | {' | '.join(titles)} |\n" + "|---" * (3 + len(titles)) + "|")
+        for key, rows in backward_operands(model, layers, formats, batches[0]).items():
+            ranks = [f"{rho(rows[:, k], rows[:, 2]):.2f}" for k in (0, 1)]
+            sizes = [f"{value:.4f}" for value in (*np.median(rows, 0), rows[:, 3].min())]
+            print(f"| {' | '.join((*key, *ranks, *sizes))} |")
+        return
+    with tempfile.TemporaryDirectory() as root:
+        scores = list(ADVISED) if given.advise else []
+        predicted = record(model, root, layers, given.operand, formats, batches, scores)
+        recipes = recipes_of(root, given.advise) if given.advise else []
+    kept = {"names": [layer.site.name for layer in layers], "predicted": [*predicted.values()]}
+    kept |= {"recipes": [name for name, *_ in recipes], "bits": [bits for _, _, bits, _ in recipes]}
+    changes, gaps = [], []
+    try:
+        with torch.no_grad():
+            for number, batch in enumerate(others or batches):
+                if recipes:
+                    gaps.append(recipe_gaps(model, [recipe for _, recipe, *_ in recipes], batch))
+                changes.append(measure(model, layers, given.operand, formats, batch, (1, -1) if given.signs else (1,)))
+                print(f"measured {number + 1}  ", end="\r", flush=True)
+                if given.save:
+                    np.savez(given.save, **kept, gaps=gaps, measured=changes)
+    except KeyboardInterrupt:
+        print(f"stopped after {len(changes)} batches")
+    measured = dict(zip(formats, np.moveaxis(np.array(changes), 1, 0), strict=True))
+    if recipes:
+        print_gaps(recipes, np.array(gaps))
+
+    if others:
+        head("On other tokens", *SUMS, "halves of the measurement", "all of it", "halves of the prediction")
+        for fmt in formats:
+            truth, sums = measured[fmt][..., 0], predicted[fmt] @ WEIGHTS
+            halves = rho(truth[::2].mean(0), truth[1::2].mean(0))
+            both = sums[..., list(SUMS).index("both")]
+            values = [*(rho(each, truth.mean(0)) for each in sums.mean(0).T), halves, 2 * halves / (1 + halves)]
+            row(fmt, [*values, rho(both[::2].mean(0), both[1::2].mean(0))])
+        return
+    head("On the same tokens", *SUMS, "sum predicted", "measured")
     for fmt in formats:
-        truth = measured[fmt][half:]
-        values = [rho(predicted[fmt][:half, :, k].mean(0), truth.mean(0)) for k in range(len(PREDICTORS))]
-        values.append(rho(truth[::2].mean(0), truth[1::2].mean(0)))
-        print(f"| {fmt} | " + " | ".join(f"{value:.2f}" for value in values) + " |")
+        changes = measured[fmt][..., 0]
+        each = [[rho(p, m) for p in (terms @ WEIGHTS).T] for terms, m in zip(predicted[fmt], changes, strict=True)]
+        row(fmt, np.mean(each, 0), (predicted[fmt][..., :2].sum((1, 2)).mean(), changes.sum(1).mean()))
+    if given.signs:
+        head(
+            "Odd and even orders",
+            "first order: odd",
+            *(f"{name}: even" for name in TERMS[1:4]),
+            "sum of even",
+            *TERMS[1:4],
+        )
+        for fmt in formats:
+            plus, minus = np.moveaxis(measured[fmt], 2, 0)
+            odd, even = (plus - minus) / 2, (plus + minus) / 2
+            pairs = [(odd, 0), *((even, column) for column in (1, 2, 3))]
+            values = [np.mean([rho(a, b) for a, b in zip(m, predicted[fmt][..., k], strict=True)]) for m, k in pairs]
+            row(fmt, values, (even.sum(1).mean(), *predicted[fmt][..., 1:4].sum(1).mean(0)))
 
 
 if __name__ == "__main__":
