@@ -71,6 +71,7 @@ SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iter
 # What makes a tensor of one run the same tensor as one of another.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
+SIGNIFICANT = 2.0  # standard errors
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -428,13 +429,19 @@ class Catalog:
         module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
 
         values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
-        gradient was recorded, NaN where one is not finite; spread: the standard error of first, null of one
-        micro-batch; half, other: the means of first + second over every other micro-batch and over the rest.
-        tensor_id: the operand with the largest noise. Experts and tensor-parallel ranks add up.
+        gradient was recorded, NaN where one is not finite. change: second, and first where it raises the loss by more
+        than SIGNIFICANT standard errors; half, other: the same of every other micro-batch and of the rest. tensor_id:
+        the operand with the largest noise. Experts and tensor-parallel ranks add up.
         """
         condition, parameters = self._selection(where)
         place = f"tensor.layer_index, tensor.module, {PART} AS part, score.gemm, tensor.tensor_name, score.format"
         batch = ", ".join(f"tensor.{name}" for name in MICRO_BATCH)
+
+        def change(of: str) -> str:
+            error = f"stddev_samp(first) {of} / sqrt(count(first) {of})"
+            first = f"CASE WHEN avg(first) {of} > {SIGNIFICANT} * {error} THEN avg(first) {of} ELSE 0 END"
+            return f"avg(second) {of} + {first}"
+
         return self._frame(
             f"""
             WITH {_TOKENS}, each AS (
@@ -452,8 +459,8 @@ class Catalog:
             )
             SELECT layer_index, module, part, gemm, tensor_name, format, count(*) AS micro_batches,
                    avg(values) AS values, sum(noise) / nullif(sum(signal), 0) AS noise, avg(first) AS first,
-                   avg(second) AS second, stddev_samp(first) / sqrt(count(first)) AS spread,
-                   avg(first + second) FILTER (half = 0) AS half, avg(first + second) FILTER (half = 1) AS other,
+                   avg(second) AS second, {change("")} AS change,
+                   {change("FILTER (half = 0)")} AS half, {change("FILTER (half = 1)")} AS other,
                    arg_max(tensor_id, noise / nullif(signal, 0)) AS tensor_id
             FROM halves GROUP BY ALL ORDER BY ALL
             """,

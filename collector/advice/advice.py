@@ -28,6 +28,7 @@ from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 POINTS = 12  # of the frontier
+AS_MANY = 0.01  # bits per value that do not count: an advice may not use all of its budget
 RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
 COLUMNS = ["kind", "name", "bits", "change"]
@@ -91,7 +92,7 @@ class Advice:
     def uniform(self) -> pd.Series | None:
         """Of the recipes with one spec for all and at most as many bits, that with the least change; None if there is
         none."""
-        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + 1e-9)]
+        found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
         return None if found.empty else found.sort_values("change").iloc[0]
 
     @property

@@ -19,7 +19,6 @@ from binade.quant.specs import Spec
 OPERAND = ["part", "layer_index", "module", "gemm", "field", "tensor_name"]
 FORWARD = "forward"
 BF16_BITS = 16.0
-SIGNIFICANT = 2.0  # standard errors
 
 
 class AdviceError(ConfigError):
@@ -40,8 +39,8 @@ class Costs:
                    its values), change (of the loss, forward operands only), noise (‖e‖²/‖x‖²), tensor_id
     runs           the runs that it is from, all of one recipe
     micro_batches  the fewest that an operand was recorded in
-    reliability    Spearman's ρ of the forward operands' predicted changes, in the narrowest spec, between two halves
-                   of the micro-batches; NaN of one micro-batch or of fewer than three operands
+    reliability    Spearman's ρ of the forward operands' changes, in the narrowest spec, between two halves of the
+                   micro-batches; NaN of one micro-batch or of fewer than three operands
     left           GEMMs that are not advised, as not both operands were scored: "qk.dquery"
     """
 
@@ -106,8 +105,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
             f"{int(row['layer_index'])} {row['module']} {row['tensor_name']} in {row['spec']}: a gradient is not "
             "finite, or was not recorded; record the run again, or choose another with --run"
         )
-    first = forward["first"].where(forward["first"] > SIGNIFICANT * forward["spread"].fillna(math.inf), 0.0)
-    table = table.assign(change=(first + forward["second"]).reindex(table.index))
+    table["change"] = forward["change"]
     bf16 = table.drop_duplicates(OPERAND).assign(spec=BF16, noise=0.0)
     bf16["change"] = bf16["change"].where(bf16["gemm"] != FORWARD, 0.0)
     table = pd.concat([table, bf16], ignore_index=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from binade.collector import Recorder, instrument, jobs
 from binade.collector.advice import choice
@@ -17,7 +18,7 @@ from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, 
 from binade.collector.jobs import store
 from binade.collector.recipes.files import read_draft, to_toml
 from binade.collector.recipes.parse import parse_recipe
-from binade.data.catalog import Catalog
+from binade.data.catalog import MICRO_BATCH, Catalog
 from binade.data.filter import Filter
 from tests.collector.cli.test_cli import one_line
 from tests.collector.small_model import build, step
@@ -70,9 +71,16 @@ def test_costs_are_the_predicted_changes_and_noises_that_were_recorded(collected
         changes = catalog.loss_changes("mxfp4", ("layer_index", "module", "tensor_name"), runs)
         scores = catalog.scores(Filter(run_id=found.runs, tensor_name=("weight",), module=("fc1",), layer_index=(1,)))
     keys = ["layer_index", "module", "tensor_name"]
-    first = changes.groupby(keys)["first"].agg(["mean", "sem"])
-    expected = first["mean"].where(first["mean"] > 2 * first["sem"], 0) + changes.groupby(keys)["second"].mean()
+
+    def changed(part: pd.DataFrame) -> pd.Series:
+        first = part.groupby(keys)["first"].agg(["mean", "sem"])
+        return first["mean"].where(first["mean"] > 2 * first["sem"], 0) + part.groupby(keys)["second"].mean()
+
+    expected = changed(changes)
     table = found.table.query("gemm == 'forward' and spec == 'mxfp4'").set_index(keys)["change"]
+    half = changes.groupby(list(MICRO_BATCH)).ngroup() % 2
+    between = stats.spearmanr(*(changed(changes[half == each]).loc[table.index] for each in (0, 1))).statistic
+    assert found.specs[0] == "mxfp4" and found.reliability == pytest.approx(between)
     assert table.to_dict() == pytest.approx(expected.loc[table.index].to_dict(), rel=1e-9)
     assert found.micro_batches == len(changes) / len(expected) > 1
     own = scores[scores["format"] == "mxfp4"]

@@ -17,12 +17,15 @@ from binade.app.questions.predictions.question import COLUMNS as MEASURED
 from binade.app.questions.question import Question
 from binade.app.questions.shared.labels import layer_names
 from binade.app.questions.shared.selection import Selection
-from binade.collector.advice.advice import Advice, Request, advise
+from binade.collector.advice.advice import AS_MANY, Advice, Request, advise
 from binade.collector.advice.choice import GROUPS
 from binade.collector.advice.costs import FORWARD, AdviceError, Costs
 from binade.data.catalog import Catalog
 
-NOTE = "From the bf16 runs of the filter: what each format was recorded to cost, and an integer linear program."
+NOTE = (
+    "From the bf16 runs of the filter, or else those of its one recipe: what each format was recorded to cost, and an "
+    "integer linear program."
+)
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
 BY = {"site": "Each linear layer", "layer": "Each layer", "module": "Each module", "model": "The model"}
@@ -119,7 +122,7 @@ def came_true(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
 
 def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format of at most as many bits."""
-    others = plain[plain["bits"] <= advised["bits"] + 1e-9].sort_values("predicted")
+    others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
         return f"{advised['recipe']} trained, but no single format of at most as many bits to compare it with."
     other = others.iloc[0]
