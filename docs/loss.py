@@ -44,7 +44,7 @@ def main() -> None:
     base = alt.Chart(table).encode(x=alt.X("bits:Q", title="bits per value", scale=alt.Scale(zero=False, padding=30)))
     colour = alt.Color("kind:N", title=None)
     marks = base.mark_point(filled=True, size=80).encode(
-        y=alt.Y("gap:Q", title="loss above bf16 (nats)", scale=alt.Scale(type="log", domain=[0.05, 2], nice=False)),
+        y=alt.Y("gap:Q", title="loss above float32 (nats)", scale=alt.Scale(type="log", domain=[0.05, 2], nice=False)),
         color=colour,
     )
     bars = base.mark_rule().encode(y="low:Q", y2="high:Q", color=colour)
