@@ -19,6 +19,7 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import start_python, until
 
+PATIENCE = 120  # seconds: on busy cores a page may take long
 # At rest: the script has ended, nothing is stale, no skeleton is left, every chart has its canvas.
 AT_REST = """() => {
     const app = document.querySelector('[data-testid=stApp]');
@@ -113,6 +114,7 @@ WATCHED: WeakKeyDictionary[Page, Unanswered] = WeakKeyDictionary()
 def new_page(context: BrowserContext) -> Page:
     """A page whose traffic with the app is watched, so that `settle` knows whether an answer is due."""
     page = context.new_page()
+    page.set_default_timeout(PATIENCE * 1000)
     WATCHED[page] = Unanswered(page)
     return page
 
@@ -121,5 +123,5 @@ def settle(page: Page) -> None:
     """Wait until every run of the script that the browser asked for has ended, and the page is at rest."""
     for _ in range(2):  # what is drawn last may ask again
         page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        until(lambda: not WATCHED[page] or page.wait_for_timeout(100), "the app to answer", 60)  # frames come meanwhile
-        page.wait_for_function(AT_REST, timeout=60_000)
+        until(lambda: not WATCHED[page] or page.wait_for_timeout(100), "the app to answer")  # frames come meanwhile
+        page.wait_for_function(AT_REST)
