@@ -49,14 +49,14 @@ def _serve(port: int, allow_host: tuple[str, ...]) -> int:
         advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
         return fail(f"port {port} is taken: {advice}")
     from binade.app.guard import loopback
-    from binade.data.runs import RunError
+    from binade.data.runs import RunError, is_a_file
 
     try:
         root = resolve_root(None)
     except RunError as error:
         return fail(str(error), BAD_USAGE)
     if root.is_file():
-        return fail(f"{root} is a file: the root of the runs must be a directory", BAD_USAGE)
+        return fail(is_a_file(root), BAD_USAGE)
     from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
@@ -152,7 +152,7 @@ serve = Command(
             ["--allow-host"],
             multiple=True,
             metavar="HOST[:PORT]",
-            help="Answer under this name too, as a browser shows it: localhost:9000 behind ssh -L 9000:localhost:8501",
+            help="Also accept this host name, as the browser shows it: localhost:9000 with ssh -L 9000:localhost:8501",
         ),
     ],
     callback=_serve,

@@ -1,4 +1,4 @@
-"""Who may talk to the app: requests under its own names, from its own pages. No Streamlit."""
+"""Rejects requests to other host names, and from other origins. No Streamlit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def loopback(port: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Guard:
-    """ASGI middleware that refuses (403) what names another host than `hosts`, as a page does that rebinds its own name
-    to this machine, and what comes from another site's page. A websocket needs an Origin, as every browser sends one.
-    No page may show the app in a frame."""
+    """ASGI middleware that answers 403 if the Host is not one of `hosts`, in lower case (DNS rebinding), or the Origin
+    is another site's. A websocket must have an Origin. No page may show the app in a frame."""
 
     app: ASGIApp
     hosts: Collection[str]
@@ -43,14 +42,15 @@ class Guard:
         if not refused:
             return await self.app(scope, receive, answer)
         if scope["type"] == "websocket":
-            return await send({"type": "websocket.close", "code": 1008, "reason": refused[:120]})
+            return await send({"type": "websocket.close", "code": 1008})
         await PlainTextResponse(refused + "\n", status_code=403)(scope, receive, answer)
 
     def _refused(self, headers: Headers, websocket: bool) -> str:
-        """Why not; "" if nothing speaks against it."""
-        host, origin = headers.get("host", ""), headers.get("origin")
+        """The reason to refuse the request, or ""."""
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
         if host not in self.hosts:
-            return f"Binade answers at {', '.join(self.hosts)}: to reach it as {host}, binade serve --allow-host {host}"
+            allow = f" To allow it: binade serve --allow-host {host}" if host else ""
+            return f"Unknown host {host!r}; known are {', '.join(self.hosts)}.{allow}"
         if (origin is not None or websocket) and origin not in (f"http://{host}", f"https://{host}"):
-            return f"Binade answers its own pages, at {host}, and this request is from {origin or 'none'}"
+            return f"Refused: the Origin is {origin!r}, expected http://{host}"
         return ""

@@ -10,4 +10,5 @@ from streamlit.starlette import App
 
 from binade.app.guard import Guard
 
-app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, hosts=sys.argv[1:])])
+HOSTS = [host.lower() for host in sys.argv[1:]]
+app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, hosts=HOSTS)])

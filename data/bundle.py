@@ -36,7 +36,7 @@ from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, TABLES, table_files
-from binade.data.store import staged_file, sweep
+from binade.data.store import owner, staged_file, sweep
 from binade.data.text import describe
 from binade.data.untrusted import Record, RefusedError
 
@@ -256,8 +256,8 @@ def import_runs(
         raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
         # On the root's disk, and not listed among its runs.
-        sweep(root, ".bundle.*.part")
-        with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=f".{os.getpid()}.part") as part:
+        sweep(root, ".bundle.*")
+        with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=f".{owner()}") as part:
             staged = Path(part)
             hashes, extras = _extract(source, staged, done)
             check(extras)

@@ -1,4 +1,4 @@
-"""The index of a root, and the only SQL in the project.
+"""The index of a root, and its queries.
 
 `<root>/index.duckdb` belongs to one process at a time. If it is locked, the root is read-only or the disk is full, the
 segments are indexed into memory instead, which is slower to open and gives the same answers. The run directories are
@@ -22,8 +22,8 @@ import pandas as pd
 import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.intake import CUBES, Intake, transaction
-from binade.data.runs import IMPORT, RunError, resolve_root
+from binade.data.intake import CUBES, Intake, schema, transaction
+from binade.data.runs import IMPORT, RunError, is_a_file, resolve_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
@@ -33,10 +33,10 @@ from binade.quant.specs import Spec, known_specs
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = Path(__file__).with_name("schema.sql")
 # DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
 SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
-INDEX_MEMORY = "400MB"  # that DuckDB keeps of the file; what needs more of it goes through a temporary file
+INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
+SPILLED = ".index.duckdb.tmp"
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
@@ -109,11 +109,13 @@ class Catalog:
         """
         path = resolve_root(root)
         if path.exists() and not path.is_dir():
-            raise RunError(f"{path} is a file: the root of the runs must be a directory")
+            raise RunError(is_a_file(path))
         index = path / "index.duckdb"
         for _ in ("as it is", "rebuilt") if path.is_dir() else ():
             try:
-                connection = duckdb.connect(str(index), config=SETTINGS | {"memory_limit": INDEX_MEMORY})
+                # Its name begins with a dot: it is no run.
+                limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(path / SPILLED)}
+                connection = duckdb.connect(str(index), config=SETTINGS | limits)
             except duckdb.Error as error:
                 if any(reason in str(error) for reason in UNAVAILABLE):
                     break
@@ -729,26 +731,26 @@ def _union(select: str, sources: Sequence[str]) -> str:
 
 def _in_memory() -> duckdb.DuckDBPyConnection:
     connection = duckdb.connect(":memory:", config=SETTINGS)
-    connection.execute(SCHEMA.read_text())
+    connection.execute(schema())
     return connection
 
 
 def _prepare(connection: duckdb.DuckDBPyConnection) -> bool:
     """Create the tables in a new index; False for one made by another version of the schema."""
-    schema = SCHEMA.read_text()
+    wanted = schema()
     tables = connection.execute("SELECT table_name FROM information_schema.tables").fetchall()
     if not tables:
         connection.execute("BEGIN")
-        connection.execute(schema)
-        connection.execute("CREATE TABLE origin AS SELECT ? AS schema", [schema])
+        connection.execute(wanted)
+        connection.execute("CREATE TABLE origin AS SELECT ? AS schema", [wanted])
         connection.execute("COMMIT")
         return True
-    return ("origin",) in tables and connection.execute("FROM origin").fetchall() == [(schema,)]
+    return ("origin",) in tables and connection.execute("FROM origin").fetchall() == [(wanted,)]
 
 
 def _discard(index: Path) -> None:
     """Delete an index that cannot be used. It is derived data; the runs are not touched."""
-    for path in (index, index.with_name(index.name + ".wal")):
+    for path in (index, index.with_name(index.name + ".wal"), index.with_name(SPILLED)):
         if path.is_dir():
             shutil.rmtree(path)
         else:

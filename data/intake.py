@@ -1,9 +1,9 @@
 """How the index follows the run directories: what `Catalog.sync` does.
 
 Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
-has ended is only looked at: one `stat` of each of its files and segments tells that nothing is new.
+has ended costs one `stat` of each of its files and segments, which shows that nothing has changed.
 
-Sketches are also summed up ahead of queries, over what queries leave out most: see CUBES.
+Sketches are also summed up ahead of queries, over the fields that queries use least: see CUBES.
 """
 
 from __future__ import annotations
@@ -38,9 +38,22 @@ CUBES = {
         "course": {"layer_index", "module", "expert", "micro_batch", "rank"},
     }.items()
 }
+SCHEMA = Path(__file__).with_name("schema.sql")
 RECENT = 2.0  # seconds: what changed so shortly ago may change again without a new time of modification
 # What DuckDB says of rows that it does not take. Other errors are of the index.
 DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
+
+
+def schema() -> str:
+    """The SQL that makes the tables of an empty index. A row of a cube is what some tensors have in common; the table
+    named after it has the sum of their sketches, in one row or several per bin."""
+    cubes = [
+        f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;"
+        f"CREATE TABLE {name}_sketch AS FROM sketch;"
+        f"INSERT INTO cube VALUES ('{name}', 0, 0, 0);"
+        for name, fields in CUBES.items()
+    ]
+    return "\n".join([SCHEMA.read_text(), *cubes])
 
 
 @dataclass(frozen=True)
@@ -199,7 +212,7 @@ def _at_once(
     write: Callable[[duckdb.DuckDBPyConnection, list[T]], None],
     refuse: Callable[[T, Exception], None],
 ) -> list[T]:
-    """Write a batch in one transaction, or if it is refused each of it by itself; returns what was written."""
+    """Write a batch in one transaction, or if that fails one item at a time; returns what was written."""
     if not batch:
         return []
     try:
@@ -264,7 +277,7 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
 
 
 def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
-    """Add the sketches of new tensors to a cube, if they are many and at least two have each of its rows in common."""
+    """Add the sketches of new tensors to a cube, if they are many, and at least two for each of its rows on average."""
     ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
     end = _next_key(cursor)
     if end - upto < max(TAIL, 2 * (tried - upto)):
@@ -278,7 +291,8 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
     cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
     if tensors < 2 * rows:
         return
-    with suppress(duckdb.DataError), transaction(cursor):  # counts whose sum has more than 64 bits are not summed up
+    # Without a cube queries read the sketches: where sums need more than 64 bits, or more memory than there is.
+    with suppress(duckdb.DataError, duckdb.OutOfMemoryException), transaction(cursor):
         cursor.execute(
             f"INSERT INTO {cube} (key, {names})"
             f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
@@ -313,7 +327,7 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
 
 
 def _mark(directory: Path, segments: Iterable[str]) -> tuple[tuple[int, ...], ...] | None:
-    """What changes if a run that has ended does; None if it changed so recently that it might not."""
+    """A fingerprint of an ended run's files; None while they are too recent for their times to tell."""
     base = str(directory)
     names = ["run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
     try:

@@ -393,6 +393,11 @@ def delete_run(directory: Path) -> None:
     remove_directory(directory)
 
 
+def is_a_file(root: Path) -> str:
+    """What is said of a root that is a file."""
+    return f"{root} is a file: the root of the runs must be a directory"
+
+
 def run_directories(root: Path) -> list[Path]:
     """The directories under a root that may be runs, by name. A missing root has none."""
     if not root.is_dir():

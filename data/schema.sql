@@ -144,23 +144,13 @@ CREATE TABLE segment (
     PRIMARY KEY (run_id, name)
 );
 
--- Sketches summed up ahead, over what most queries leave out. A row of place or course is what some tensors have in common,
--- the table named after it has the sum of their sketches, in one row or several per bin: see data/intake.py.
-CREATE TABLE place AS
-    SELECT key, run_id, model, size, dataset, recipe, quant_type, layer_type, layer_index, module, component, operation,
-           phase, tensor_name, expert, stage, format FROM tensor;
-CREATE TABLE course AS
-    SELECT key, run_id, model, size, dataset, recipe, quant_type, layer_type, component, operation, phase, tensor_name,
-           iteration, stage, format FROM tensor;
-CREATE TABLE place_sketch AS FROM sketch;
-CREATE TABLE course_sketch AS FROM sketch;
+-- Sketches summed up ahead: see data/intake.py, whose CUBES have two more tables each, as `schema` there makes them.
 CREATE TABLE cube (
     name          VARCHAR,
     upto          INTEGER,              -- the tensors with keys below this one are summed up
-    tried         INTEGER,              -- the first key that there was not yet at the last attempt
-    merged        BIGINT                -- rows when each bin had one
+    tried         INTEGER,              -- the next free key at the last attempt
+    merged        BIGINT                -- rows right after the last compaction
 );
-INSERT INTO cube VALUES ('place', 0, 0, 0), ('course', 0, 0, 0);
 
 -- SQNR of two sums of squares, of values and of errors.
 CREATE MACRO decibel(signal, noise) AS

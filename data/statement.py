@@ -33,7 +33,7 @@ MEMORY_BYTES = 512 * 10**6
 ADDRESS_SPACE = 2 * MEMORY_BYTES
 MAX_BYTES = 32 << 20  # of the rows that are handed on
 COLUMNS = 1000  # more make the browser wait
-# Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these go on as DuckDB writes them.
+# Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these are returned as DuckDB's text.
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
 VALUE = 64  # bytes that a value takes in Python beside its own
 SHUT = (

@@ -10,8 +10,10 @@ from __future__ import annotations
 import glob
 import io
 import os
+import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +25,9 @@ from binade.data.text import describe
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
 
 
 class TensorFileError(ValueError):
@@ -50,8 +55,8 @@ def staging_directory(path: Path) -> Iterator[Path]:
     """An empty directory in the same folder as `path`, from where files can be renamed to it. At the end it is deleted,
     and so are the folders above it that were made for it, unless they hold something by then; those of killed processes
     are deleted too. Raises OSError."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    sweep(path.parent, f".{glob.escape(path.name)}.*.part")
+    part = path.with_name(f".{path.name}.{owner()}")
+    sweep(path.parent, f".{glob.escape(path.name)}")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
         part.mkdir(parents=True)
@@ -78,11 +83,16 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def owner() -> str:
+    """How the name of a directory ends that this process fills."""
+    return f"{HOST}.{os.getpid()}.part"
+
+
 def sweep(folder: Path, pattern: str) -> None:
-    """Delete the directories of this pattern, NAME.PID.part, whose processes have ended."""
-    for left in folder.glob(pattern):
+    """Delete the directories whose names are of this pattern and end in `owner()` of a process that has ended."""
+    for left in folder.glob(f"{pattern}.{HOST}.*.part"):
         pid = left.name.split(".")[-2]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        if re.fullmatch("[0-9]{1,9}", pid) and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
 
 

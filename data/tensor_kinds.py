@@ -91,9 +91,9 @@ class TensorKind:
     label: str
 
     @property
-    def gemm(self) -> Gemm:
-        """The GEMM that takes or gives it; a tensor that is an operand of two is of the first."""
-        return Gemm(self.operand.partition("_")[0])
+    def gemm(self) -> Gemm | None:
+        """The GEMM that takes or gives it, if one does; a tensor that is an operand of two is of the first."""
+        return Gemm(self.operand.partition("_")[0]) if self.operand else None
 
     @property
     def place(self) -> str:

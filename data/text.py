@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# What a spreadsheet takes for a formula: text that begins so, unless it is a number.
-_FORMULA = re.compile(r"[=@\t\r]|[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
+# Text that a spreadsheet would treat as a formula: it begins so, and is no number.
+_FORMULA = re.compile(r"\s*[=@]|[\t\r]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
+_CELLS = re.compile(r"([,;])")  # what ends a cell, in one country or another
 
 
 def one_line(message: object, longest: int = 400) -> str:
@@ -42,13 +43,13 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: i
 
 
 def csv_cell(value: object) -> object:
-    """A value as a cell of CSV: an apostrophe stands before text that a spreadsheet would take for a formula."""
+    """A value as a cell of CSV: an apostrophe stands before text that a spreadsheet would treat as a formula."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def csv_table(frame: pd.DataFrame, comment: str = "") -> str:
     """A table in CSV, without its index, after the lines of a comment."""
-    lines = "".join(f"# {line}\n" for line in comment.splitlines())
+    lines = "".join(f"# {''.join(map(str, map(csv_cell, _CELLS.split(line))))}\n" for line in comment.splitlines())
     cells = frame.copy(deep=False)
     for name in frame.select_dtypes(exclude="number"):
         cells[name] = frame[name].map(csv_cell)

@@ -60,7 +60,7 @@ PRESETS = {
             capture_layers="first",
             modules=("fc1",),
             tensors=("input",),
-            skip_layers="^(?!layer1[.]fc1$)",  # a pattern that every other place of the model matches
+            skip_layers="!layer1[.]fc1$",
             scores=tuple(FORMATS),
         ),
         ("bf16", *(f"linear_{name}" for name in FORMATS if name != "bf16")),

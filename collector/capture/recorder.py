@@ -42,6 +42,7 @@ from binade.data.tensor_kinds import (
     Gemm,
     Measure,
     Operation,
+    Other,
     Phase,
     Product,
     TensorKind,
@@ -182,6 +183,7 @@ class Recorder:
         self.arrived: set[Moment] = set()  # forward passes of this iteration whose backward pass has begun
         self._captured: list[Captured] = []
         self._measured: dict[tuple[Site, Product, Moment], dict[str, list[Tried]]] = {}
+        self._shown: set[str] = set()  # what was recorded besides products
         self._count = 0
 
     @property
@@ -249,6 +251,13 @@ class Recorder:
                 warnings.warn(
                     f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
                     "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    stacklevel=2,
+                )
+            missing = [name for place in Other for name in tensor_names(place) if name in self.tensors - self._shown]
+            if missing and self._count:
+                warnings.warn(
+                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be seen; DTensors, "
+                    "FSDP's parameters and copies that an optimizer steps are not recorded",
                     stacklevel=2,
                 )
 
@@ -400,6 +409,7 @@ class Recorder:
         if x.dtype not in DTYPES:
             raise InstrumentError(f"{layer.name} has {kind.name} in {_dtype(x)}, which is not recorded: leave it out")
         words = {"layer_type": None, "component": None, "tensor_name": kind.name, "quant_type": BF16}
+        self._shown.add(kind.name)
         identity = self._identity(layer.site, moment, operation=kind.operation.value, phase=kind.phase.value, **words)
         seen = Observed(kind.observed, x)
         scores = () if kind.contracted_axis is None else self.scores

@@ -7,7 +7,6 @@ holds them. Nothing is attached for what is not named.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,7 +27,7 @@ from binade.collector.models.norm import Point
 from binade.collector.models.parallel import linear_shard
 from binade.collector.models.site import HEAD, Site
 from binade.data.segment import Shard
-from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind, tensor_names
+from binade.data.tensor_kinds import TENSOR_KINDS, Other, TensorKind
 
 NORM = re.compile(r"(Layer|RMS)Norm$")  # ends the names of their classes
 # Of a norm in a sequence-parallel region, whose gain has Megatron's mark: each rank has a part of the tokens.
@@ -37,7 +36,7 @@ SHARDS = {"a": "rows", "grad_b": "partial"}
 
 def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple[Other, Layer]]:
     """The norms, heads, experts and parameters of a model that have these tensors, as layers: a parameter's has its
-    name. Parameters of FSDP and DTensors are left out. Warns of tensors that nothing has."""
+    name. Parameters of FSDP and DTensors are left out."""
     places = {kind.product for kind in TENSOR_KINDS if kind.name in names and isinstance(kind.product, Other)}
     if not places:
         return []
@@ -52,9 +51,6 @@ def others(model: nn.Module, found: Found, names: Collection[str]) -> list[tuple
         elif NORM.search(type(module).__name__):
             listed.append((Other.NORM, Layer(name, module, *_named(modules, name))))
     listed += [(Other.PARAMETER, layer) for layer in _parameters(model, modules, found)]
-    for each in sorted(places - {product for product, _ in listed}):
-        lacking = ", ".join(name for name in tensor_names(each) if name in names)
-        warnings.warn(f"{type(model).__name__} has nothing to record as {lacking}", stacklevel=4)
     unique = {each: distinct([layer for product, layer in listed if product is each]) for each in Other}
     return [(each, layer) for each, layers in unique.items() if each in places for layer in layers]
 
@@ -125,7 +121,7 @@ def _norm(recorder: Recorder, layer: Layer, kinds: dict[str, TensorKind]) -> Cal
     forward: Callable[..., Any] = layer.module.forward
 
     def shard(name: str) -> Shard:
-        split = getattr(layer.module.weight, "sequence_parallel", False)
+        split = getattr(getattr(layer.module, "weight", None), "sequence_parallel", False)
         return linear_shard(SHARDS if split else {}, name, recorder.ranks.tensor, 1)
 
     layer = replace(layer, shard=shard)
@@ -203,6 +199,6 @@ def _optimizer(
 
 
 def _norms(x: Tensor) -> Tensor:
-    """The L2 norm of each row, of a vector its own: [rows], float32."""
-    found: Tensor = torch.linalg.vector_norm(x.float().reshape(len(x) if x.dim() > 1 else 1, -1), dim=1)
+    """The L2 norm along the last axis: [rows], float32; [1] of a vector or a scalar."""
+    found: Tensor = torch.linalg.vector_norm(x.float().reshape(-1, x.shape[-1] if x.dim() else 1), dim=1)
     return found

@@ -113,6 +113,7 @@ class OtherSpec:
     width    of a norm; of experts, how many they are; of the LM head, the vocabulary; of a parameter, its last axis
     rows     of a parameter: its values are rows · width
     divided  whether the tensor-parallel ranks divide it
+    tokens   whether sequence parallelism divides its tokens
     """
 
     site: Site
@@ -120,13 +121,14 @@ class OtherSpec:
     width: int
     rows: int = 1
     divided: bool = False
+    tokens: bool = False
 
-    def elements(self, batch: int, length: int, ranks: int) -> dict[str, int]:
+    def elements(self, batch: int, length: int, ranks: int, sequence_parallel: bool = False) -> dict[str, int]:
         """As for LinearSpec."""
         tokens = 1 if self.layer_type == Other.EXPERTS else batch * length
         copies = 1 if self.divided else ranks
         weight = self.rows * self.width * copies
-        whole = tokens * self.width * copies
+        whole = tokens * self.width * (1 if self.tokens and sequence_parallel else copies)
         return {"input": whole, "output": whole, "weight": weight, "rows": self.rows * copies}
 
 
@@ -289,7 +291,7 @@ def _others(shape: Shape) -> tuple[OtherSpec, ...]:
     norms.append((Site(0, "final_layernorm"), shape.hidden))
     tables = ["embedding"] if shape.tied_embedding else ["embedding", "output_layer"]
     return (
-        *(OtherSpec(site, Other.NORM, width) for site, width in norms),
+        *(OtherSpec(site, Other.NORM, width, tokens=width == shape.hidden) for site, width in norms),
         *(OtherSpec(spec.site, Other.EXPERTS, spec.outputs) for spec in linears if spec.site.module == "router"),
         OtherSpec(HEAD, Other.HEAD, shape.vocab),
         *(

@@ -155,9 +155,11 @@ def _linear(layer: Any, config: Any) -> LinearSpec:
 
 def _other(model: Any, config: Any, product: Other, layer: Any) -> OtherSpec:
     if product is Other.PARAMETER:
-        *_, width = shape = model.get_parameter(layer.name).shape
-        return OtherSpec(layer.site, product, width, shape.numel() // width)
-    width = config.vocab_size if product is Other.HEAD else layer.module.weight.numel()
+        parameter = model.get_parameter(layer.name)
+        width = parameter.shape[-1] if parameter.dim() else 1
+        return OtherSpec(layer.site, product, width, parameter.numel() // width)
+    gain = getattr(layer.module, "weight", None)  # a norm may have none
+    width = config.vocab_size if product is Other.HEAD else config.hidden_size if gain is None else gain.numel()
     return OtherSpec(layer.site, product, width)
 
 

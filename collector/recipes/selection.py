@@ -7,6 +7,7 @@ A list of layers is separated by commas:
     anything else      a regular expression, searched anywhere in the names of the sites: layer1.qkv, layer1.core,
                        layer2.router, layer2.expert3.fc1. layer1 also finds layer12, `layer1\\.` does not. Its syntax is
                        RE2's, without lookahead and backreferences: a search takes linear time.
+    !                  before any of these: all sites but those
 
 A comma in braces does not separate, as in `expert[0-9]{1,2}`. No name contains one.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import re2
@@ -42,9 +43,13 @@ class Term:
     text: str
     layers: tuple[int, int] = (1, LAST)
     pattern: Any = None  # re2 has no types
+    negated: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Term:
+        if text.startswith("!"):
+            inner = cls.parse(text[1:].lstrip())
+            return replace(inner, text=text, negated=not inner.negated)
         if found := ENDS.fullmatch(text):
             number = int(found[2] or 1)
             return cls(text, (1, number) if found[1] == "first" else (-number, LAST))
@@ -60,7 +65,7 @@ class Term:
                 f"{text!r} is neither a layer nor a regular expression: {error.args[0].decode()}"
             ) from None
         except UnicodeEncodeError:
-            raise SelectionError(f"{text!r} is not text") from None
+            raise SelectionError(f"{text!r} is not valid Unicode") from None
 
     def of(self, sites: Sequence[Site]) -> set[Site]:
         if self.pattern:
@@ -72,7 +77,11 @@ class Term:
             found = {site for site in sites if inside and low <= site.layer_index <= high}
         if not found:
             raise SelectionError(f"{self.text!r} is no layer of the model, which has {_existing(sites)}")
-        return found
+        if not self.negated:
+            return found
+        if found == set(sites):
+            raise SelectionError(f"{self.text!r} leaves no layer of the model, which has {_existing(sites)}")
+        return set(sites) - found
 
 
 @dataclass(frozen=True)

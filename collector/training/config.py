@@ -41,7 +41,7 @@ __all__ = [
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
-    "layer2.expert3.fc1. Separate several with commas; a comma inside braces does not separate."
+    "layer2.expert3.fc1; after ! all others. Separate several with commas; a comma inside braces does not separate."
 )
 MODEL = Group("Model and data")
 FORMAT = Group(
@@ -135,8 +135,8 @@ class RunConfig:
         help="Tokens per sequence", default_help="256; fast: 128")
     save_tensors: bool = option(True, group=RECORD, help="Record nothing: train, and keep the losses")
     tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, label="Tensors",
-        default_help="all of attention and linear layers", placeholder="all of attention and linear layers",
-        help="Record only these tensors; those from norm_input on are not recorded unless they are named",
+        default_help="all tensors of attention and linear layers", placeholder="all of attention and linear layers",
+        help="Record only these tensors. norm_input and those after it are recorded only if listed",
         form_help="Those from norm_input on are not recorded unless they are named")
     modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
         help="Record only these modules, such as qkv, core, fc1; see `binade list`", form_help="", placeholder="all")

@@ -8,6 +8,7 @@ from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
 from binade.cli import main
+from tests.browser.driver import free_port
 
 
 def test_streamlit_takes_every_setting(tmp_path, monkeypatch):
@@ -29,7 +30,7 @@ def test_streamlit_takes_every_setting(tmp_path, monkeypatch):
 def test_a_root_that_is_a_file(tmp_path, monkeypatch, capsys):
     (tmp_path / "runs").touch()
     monkeypatch.setenv("TENSOR_SAVE_DIR", str(tmp_path / "runs"))
-    assert main(["serve", "--port", "8999"]) == 2
+    assert main(["serve", "--port", str(free_port())]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"binade: {tmp_path / 'runs'} is a file: the root of the runs must be a directory"
     ]

@@ -385,6 +385,8 @@ def main() -> None:
                     np.savez(given.save, **kept, gaps=gaps, measured=changes)
     except KeyboardInterrupt:
         print(f"stopped after {len(changes)} batches")
+        if not changes:
+            return
     measured = dict(zip(formats, np.moveaxis(np.array(changes), 1, 0), strict=True))
     if recipes:
         print_gaps(recipes, np.array(gaps))

@@ -43,6 +43,7 @@ SCORED = ("hifp8", "mxfp8", "mxfp4", "nvfp4")
 PLACES = [
     (kind, module)
     for kind in TENSOR_KINDS
+    if kind.gemm
     for module in (("qkv", "proj", "fc1", "fc2") if kind.layer_type == "linear" else ("core",))
 ]
 SCALED = frozenset(MOMENTS) - {"skewness", "kurtosis"}  # by the tensor's power of two
@@ -69,9 +70,10 @@ class Prototypes:
         return len(self.length)
 
 
-def make_root(root: Path, tensors: int, runs: int = 1, ranks: int = 1) -> None:
-    """Add runs with so many tensors in all to the root."""
+def make_root(root: Path, tensors: int, runs: int = 1, ranks: int = 1) -> list[Path]:
+    """Add runs with so many tensors in all to the root; returns their directories."""
     known, random = Prototypes(), np.random.default_rng(0)
+    made = []
     for run in range(runs):
         recipe = RECIPES[run % len(RECIPES)]
         total = tensors * (run + 1) // runs - tensors * run // runs
@@ -96,6 +98,8 @@ def make_root(root: Path, tensors: int, runs: int = 1, ranks: int = 1) -> None:
             writer.update(tensors=stop, tensors_without_raw=stop)
         writers[0].update(iteration=config["train_iters"] - 1, loss_first=11.0, loss_last=6.0, tensors=stop)
         writers[0].finish(DONE)
+        made.append(writers[0].directory)
+    return made
 
 
 def rows(

@@ -32,6 +32,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -213,6 +215,18 @@ def test_other_models_are_run_by_transformers(gpt2, tmp_path):
     plan = planned(config)
     assert len(rows) == plan.tensors and rows["numel"].sum() == plan.values
     assert set(rows["dtype"]) == {"bfloat16"}
+
+
+def test_norms_without_a_gain_are_run(tmp_path):
+    """OLMo's have no weight; its norms are recorded where they are named."""
+    made = tmp_path / "tiny-olmo"
+    OlmoForCausalLM(OlmoConfig(**SIZES)).save_pretrained(made)
+    options = ["--model", str(made), "--recipe", "bf16", "--train-iters", "2", "--tensors", "norm_input,norm_gain"]
+    with pytest.warns(UserWarning, match="nothing was recorded as norm_gain:"):
+        assert main([*GPT2_RUN, *options, "--tensor-save-dir", str(tmp_path / "runs")]) == 0
+    with Catalog.open(tmp_path / "runs") as catalog:
+        found = catalog.tensors()
+    assert len(found) == 5 and {tuple(s)[-1] for s in found["shape"]} == {64}
 
 
 def test_a_buffer_of_integers_is_no_quantized_weight(gpt2, tmp_path):

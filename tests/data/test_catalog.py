@@ -25,11 +25,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from binade.data import intake
-from binade.data.catalog import GROUPABLE, SCHEMA, Catalog, CatalogError
+from binade.data.catalog import GROUPABLE, Catalog, CatalogError
 from binade.data.filter import Filter
+from binade.data.intake import schema
 from binade.data.runs import RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
+from tests.bench.make_root import make_root
 from tests.conftest import PROJECT
 from tests.data.builder import add_segment, assorted, make_run
 
@@ -289,6 +291,13 @@ class TestCubes:
         assert summed.facets(where) == plain.facets(where)
         assert summed.totals(where) == plain.totals(where)
 
+    def test_the_benchmarks_root(self, tmp_path):
+        made = make_root(tmp_path, 600, runs=2, ranks=2)
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.totals().tensors == 600 and catalog.refused == []
+            assert sorted(catalog.runs()["run_id"]) == sorted(directory.name for directory in made)
+            assert catalog.distribution()["count"].sum() > 0 and catalog.table("score").num_rows > 0
+
     def test_what_has_nothing_in_common_is_not_stored_twice(self, tmp_path, monkeypatch):
         monkeypatch.setattr(intake, "TAIL", 1)
         make_run(tmp_path, assorted(1, raw=False))
@@ -402,10 +411,10 @@ class TestIndexFile:
             "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
         }  # fmt: skip
         with duckdb.connect() as connection:
-            connection.execute(SCHEMA.read_text())
-            for table, schema in TABLES.items():
+            connection.execute(schema())
+            for table, expected in TABLES.items():
                 described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
-                fields = schema if table == "tensor" else list(schema)[1:]
+                fields = expected if table == "tensor" else list(expected)[1:]
                 assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 
     def test_threads_share_a_catalog(self, root):

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from binade.data.store import (
+    HOST,
     TensorFileError,
     encode,
     load,
@@ -60,12 +61,13 @@ def saved(content: object) -> bytes:
 def test_what_killed_processes_left_aside_is_deleted(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = [tmp_path / f".draw.{pid}.part" for pid in (ended.pid, os.getppid(), "x")]
-    other = tmp_path / f".other.{ended.pid}.part"
+    left = [tmp_path / f".draw.{HOST}.{pid}.part" for pid in (ended.pid, os.getppid(), "x", 10**20)]
+    left += [tmp_path / f".draw.elsewhere.{ended.pid}.part"]
+    other = tmp_path / f".other.{HOST}.{ended.pid}.part"
     for folder in (*left, other):
         folder.mkdir()
     with staging_directory(tmp_path / "draw"):
-        assert [folder.exists() for folder in (*left, other)] == [False, True, True, True]
+        assert [folder.exists() for folder in (*left, other)] == [False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -274,10 +276,10 @@ def test_messages_are_one_line():
 
 def test_csv_has_no_formulas():
     """Text that begins as one does gets an apostrophe; numbers stay, and pandas reads all else back."""
-    formulas = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-", "+1e5x"]
+    formulas = ["=1+1", " =1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "-", "+1e5x"]
     assert [csv_cell(text) for text in formulas] == [f"'{text}" for text in formulas]
     kept = ["mxfp4", "", "1-2", "'=1", "-1.5", "+.5e-3", "-inf", -3.5, None, True]
     assert [csv_cell(value) for value in kept] == kept
     frame = pd.DataFrame({"=a": ["=1", "x"], "n": [-1.5, 2.0], "c": pd.Categorical(["@x", "y"])})
-    assert csv_table(frame, "one\ntwo") == "# one\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
+    assert csv_table(frame, "recipe ,=A1; +x\ntwo") == "# recipe ,'=A1;' +x\n# two\n'=a,n,c\n'=1,-1.5,'@x\nx,2.0,y\n"
     assert frame["=a"][0] == "=1"  # the table itself is left as it is

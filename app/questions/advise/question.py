@@ -23,8 +23,8 @@ from binade.collector.advice.costs import FORWARD, AdviceError, Costs
 from binade.data.catalog import Catalog
 
 NOTE = (
-    "From the bf16 runs of the filter, or else those of its one recipe: what each format was recorded to cost, and an "
-    "integer linear program."
+    "An integer linear program chooses from each format’s recorded cost, taken from the filter’s bf16 runs, or from "
+    "its only recipe if there are none."
 )
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"

@@ -138,6 +138,8 @@ def product(
 
 def _unscaled(tap: Tap, scale: float) -> Tap:
     """A tap that sees the gradient of scale · a · b as that of a · b, which is what the quantized product takes."""
+    if scale == 1.0:
+        return tap
     gradients = ("grad", "wgrad_grad")
     return lambda seen: tap(replace(seen, tensor=seen.tensor * scale) if seen.name in gradients else seen)
 
@@ -365,10 +367,11 @@ def _attention_backward(
             each = value.repeat_interleave(per_group, -3) if per_group > 1 else value
             grad_probs = seen.tensor.to(value.dtype) @ each.transpose(-1, -2)
             pv(Observed("grad_a", grad_probs))
-            weighted = probs.float() * grad_probs.float()
-            grad_scores = (weighted - probs.float() * weighted.sum(-1, keepdim=True)) * scale
-            qk(Observed("grad", grad_scores.to(query.dtype)))
-            qk(Observed("wgrad_grad", grad_scores.to(query.dtype), dim=-2))
+            exact = probs.float()
+            weighted = exact * grad_probs.float()
+            grad_scores = ((weighted - exact * weighted.sum(-1, keepdim=True)) * scale).to(query.dtype)
+            qk(Observed("grad", grad_scores))
+            qk(Observed("wgrad_grad", grad_scores, dim=-2))
 
     return show
 
