@@ -57,6 +57,11 @@ class Costs:
         return rows.set_index([*OPERAND, "spec"])[["bits", "change"]], rows.drop_duplicates(OPERAND)
 
     @property
+    def values(self) -> float:
+        """Of all forward operands of a micro-batch."""
+        return float(self.forward[1]["values"].sum())
+
+    @property
     def specs(self) -> list[str]:
         """All but bf16, the narrowest first."""
         found = {str(spec) for spec in self.table["spec"]} - {BF16}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from binade.collector.cli.options import size
 from binade.collector.errors import ConfigError
 from binade.filter_options import filter_of, filter_params
 from binade.quant.formats import UnknownFormatError
@@ -50,6 +51,7 @@ def _parts(text: str) -> tuple[str, ...]:
 def _advise(
     root: str | None,
     budget: float | None,
+    memory: int | None,
     loss: float | None,
     by: str,
     parts: tuple[str, ...],
@@ -73,20 +75,22 @@ def _advise(
     from binade.data.catalog import Catalog
     from binade.data.store import staged_file
 
-    if budget is not None and loss is not None:
-        raise ConfigError("--budget limits the bits and --loss the change of the loss: give one")
+    if sum(limit is not None for limit in (budget, memory, loss)) > 1:
+        raise ConfigError("--budget limits the bits, --memory the bytes and --loss the change of the loss: give one")
     if output is not None and (output.suffix != ".toml" or output.exists()):
         wrong = "exists" if output.exists() else "does not end in .toml"
         raise ConfigError(f"--output {output} {wrong}: give the path of a new .toml file")
     if verify is not None and output is None:
         raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
     where = resolve_root(root)
-    request = Request(None if loss is not None else budget or 5.5, loss, by, specs, tiles, most_bf16)
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
             fail(f"passed over: {reason}")
         with quiet():
-            found = choose(costs(catalog, filter_of(filters), parts), request)
+            known = costs(catalog, filter_of(filters), parts)
+            bits = budget or (5.5 if memory is None else 8 * memory / known.values)
+            request = Request(None if loss is not None else bits, loss, by, specs, tiles, most_bf16)
+            found = choose(known, request)
         print_text(_described(found))
         if output is None:
             return
@@ -120,6 +124,8 @@ def _params() -> Sequence[click.Parameter]:
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         Option(["--budget"], type=_positive, metavar="BITS", title=limits,
                help="Average bits per operand value, forward and backward each  [default: 5.5]"),
+        Option(["--memory"], type=size, metavar="SIZE", title=limits,
+               help="Instead: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         Option(["--loss"], type=_positive, metavar="X", title=limits,
                help="Instead: the fewest bits whose predicted loss change is at most X"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,

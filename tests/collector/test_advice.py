@@ -148,6 +148,9 @@ def test_published_recipes_are_placed_where_all_their_formats_were_scored(found)
 
 WRONG = {
     "two budgets": (("--budget", "5", "--loss", "0.1"), 2, "give one"),
+    "two more": (("--budget", "5", "--memory", "1M"), 2, "give one"),
+    "no size": (("--memory", "much"), 2, "'much'"),
+    "too little memory": (("--memory", "0"), 1, "the narrowest scored specs take 4.25 bits"),
     "no number": (("--budget", "many"), 2, "not a number above 0"),
     "too few bits": (("--budget", "2"), 1, "the narrowest scored specs take 4.25 bits"),
     "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
@@ -159,6 +162,14 @@ WRONG = {
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
     "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes, mxfp4, mxfp8"),
 }
+
+
+def test_bytes_are_bits_of_all_forward_values(command, capsys, collected, found):
+    values = found.table[(found.table["gemm"] == FORWARD) & (found.table["spec"] == "mxfp4")]["values"].sum()
+    assert command("advise", str(collected), "--memory", str(int(values * 6 / 8))) == 0
+    in_bytes = capsys.readouterr().out
+    assert command("advise", str(collected), "--budget", "6") == 0
+    assert in_bytes == capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", WRONG)
