@@ -134,7 +134,7 @@ def boxes(
         "p0_1:Q",
         title="log₂ |value| (binades)" if log2 else "value",
         scale=alt.Scale(zero=False, nice=False, padding=16),
-        axis=alt.Axis(tickCount=8, format="~g"),
+        axis=alt.Axis(tickCount=8, format=alt.Undefined if log2 else "~g"),  # which makes -7e+1 of -70
     )
     whisker = base.mark_rule(strokeWidth=1.5).encode(x=x, x2="p99_9:Q", color=color)
     size = 14 if len(shown) > 4 else 20
