@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from binade.data.filter import FIELDS, Filter
 from binade.data.runs import RunError, sound_losses
 from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
-from binade.data.store import staged_directory, staged_file
+from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import plain_name
 from binade.quant.formats import UnknownFormatError
@@ -365,7 +365,9 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ExportError(f"{output} exists and is not an empty directory: give another to --output")
     done = Exported()
-    with staged_directory(output.resolve()) as part:
+    output = output.resolve()
+    sweep_beside(output)
+    with staged_directory(output) as part:
         runs = catalog.runs()[::-1].astype(object)
         for run in runs.where(runs.notna(), None).to_dict("records"):
             found = points(catalog, run, choice)

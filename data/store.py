@@ -53,10 +53,8 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
     """An empty directory in the same folder as `path`, from where files can be renamed to it. At the end it is deleted,
-    and so are the folders above it that were made for it, unless they hold something by then; those of killed processes
-    are deleted too. Raises OSError."""
+    and so are the folders above it that were made for it, unless they hold something by then. Raises OSError."""
     part = path.with_name(f".{path.name}.{owner()}")
-    sweep(path.parent, f".{glob.escape(path.name)}")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
         part.mkdir(parents=True)
@@ -86,6 +84,11 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 def owner() -> str:
     """How the name of a directory ends that this process fills."""
     return f"{HOST}.{os.getpid()}.part"
+
+
+def sweep_beside(path: Path) -> None:
+    """Delete what killed processes left of `staging_directory(path)` and `staged_directory(path)`."""
+    sweep(path.parent, f".{glob.escape(path.name)}")
 
 
 def sweep(folder: Path, pattern: str) -> None:

@@ -44,7 +44,7 @@ from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-from binade.data.store import staged_file, staging_directory, write_atomic
+from binade.data.store import staged_file, staging_directory, sweep_beside, write_atomic
 from binade.data.text import csv_table
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
@@ -89,7 +89,9 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
     before = _written_before(request.output)
     folders = SESSION_FOLDERS if session else FOLDERS
     _refuse_foreign(request.output, ALWAYS, before, folders)  # the usual case, before the work
-    with staging_directory(request.output.absolute()) as staging:
+    output = request.output.absolute()
+    sweep_beside(output)
+    with staging_directory(output) as staging:
         made, archive = staging / "report", staging / "report.zip"
         made.mkdir()
         with ExitStack() as stack:

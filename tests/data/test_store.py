@@ -27,6 +27,7 @@ from binade.data.store import (
     save,
     staged_directory,
     staging_directory,
+    sweep_beside,
     write_atomic,
 )
 from binade.data.text import csv_cell, csv_table, describe, one_line
@@ -66,6 +67,7 @@ def test_what_killed_processes_left_aside_is_deleted(tmp_path):
     other = tmp_path / f".other.{HOST}.{ended.pid}.part"
     for folder in (*left, other):
         folder.mkdir()
+    sweep_beside(tmp_path / "draw")
     with staging_directory(tmp_path / "draw"):
         assert [folder.exists() for folder in (*left, other)] == [False, True, True, True, True, True]
 
