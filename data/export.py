@@ -386,9 +386,12 @@ class Sink:
 
         with Recorder(sink=Sink("tensorboard", "logs")) as recorder: ...
 
-    to        a name of TARGETS
-    output    each run goes to the directory output/<run_id>, of a rank beyond 0 to output/<run_id>/rank<r>
-    metrics, formats, where   see Choice; the loss is the training loop's own and is not sent
+    Args:
+        to: A name of TARGETS.
+        output: Each run goes to the directory output/<run_id>, of a rank beyond 0 to output/<run_id>/rank<r>.
+        metrics: Metrics and "histogram", see Choice. The loss is the training loop's own and is not sent.
+        formats: Formats whose scores are sent, see Choice.
+        where: Which tensors are sent; by default all.
 
     CSV and Parquet files appear when the run ends; the others are followed live. Raises as Choice and `target` do.
     """

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from inspect import cleandoc
+
+import click
+
 from binade.app.questions import registry
+from binade.cli import build
 from binade.collector.cli.options import training_params
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
@@ -15,24 +21,43 @@ from binade.terminal import Option
 INTRODUCTION = "# Reference\n\nPrinted by `python docs/generate.py` from what the program declares."
 
 
+def commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, click.Command]]:
+    """Each command with the words that call it."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command
+        words = f"{context.info_name} {name}"
+        yield words, command
+        if isinstance(command, click.Group):
+            yield from commands(command, click.Context(command, info_name=words))
+
+
 def options() -> list[str]:
-    titles: dict[str, list[Option]] = {}
-    for param in training_params("run"):
-        if isinstance(param, Option):
-            titles.setdefault(param.title, []).append(param)
-    found = [
-        "## Options",
-        "`binade run`, `batch` and `quick` take them; the defaults are those of `run`. `ablate` takes them too, but "
-        "for those that say what is quantized: of these it takes `--skip-layers` alone.",
-    ]
-    for title, group in titles.items():
-        about = max((option.about for option in group), key=len)
-        usages = [" ".join([o.opts[0], *([o.metavar] if o.metavar and not o.is_flag else [])]) for o in group]
-        rows = [
-            (f"`{usage}`".replace("|", "\\|"), str(option.help).replace("|", "\\|"))
-            for usage, option in zip(usages, group, strict=True)
-        ]
-        found += [f"### {title}", *([about] if about else []), markdown_table(("Option", "Meaning"), rows)]
+    """Every command with its options; those that others share with `binade run`, once."""
+    group = build()
+    found = []
+    training = {param.opts[0] for param in training_params("run")}
+    for words, command in commands(group, click.Context(group, info_name="binade")):
+        shared = training if words in ("binade batch", "binade quick", "binade ablate") else set()
+        own = [param for param in command.params if param.opts[0] not in shared]
+        usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+        found += [f"### {words}", f"    {words} {usage}", cleandoc(command.help or "")]
+        if shared:
+            absent = sorted(f"`{name}`" for name in shared.difference(*(param.opts for param in command.params)))
+            found.append(f"The options of `binade run`{' except ' * bool(absent)}{', '.join(absent)}.")
+        titles: dict[str, list[Option]] = {}
+        for param in own:
+            if isinstance(param, Option):
+                titles.setdefault(param.title, []).append(param)
+        for title, members in titles.items():
+            about = max((option.about for option in members), key=len)
+            usages = [" ".join([o.opts[0], *([o.metavar] if o.metavar and not o.is_flag else [])]) for o in members]
+            rows = [
+                (f"`{usage}`".replace("|", "\\|"), str(option.help).replace("|", "\\|"))
+                for usage, option in zip(usages, members, strict=True)
+            ]
+            heading = [f"**{title}**"] * (len(titles) > 1)
+            found += [*heading, *([about] if about else []), markdown_table(("Option", "Meaning"), rows)]
     return found
 
 
@@ -65,6 +90,7 @@ def page() -> str:
     ]
     sections = [
         INTRODUCTION,
+        "## Commands",
         *options(),
         "## Questions of the app",
         registry.describe(),

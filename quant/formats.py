@@ -110,13 +110,14 @@ NVFP4_RULES = (NV_RULES[0], ScaleRule.FOUR_OVER_SIX, ScaleRule.UNCLIPPED, ScaleR
 class Format:
     """One number format.
 
-    scale_rules   the scale rules that may be chosen, the default first: members of ScaleRule or keys of
-                  `scaling.SCALINGS`
-    block_size    how many values along the contracted axis share a scale; None if, by default, a whole tensor does or
-                  nothing is shared
-    rounding      the default
-    overflow      the default
-    source        where the format is defined
+    Attributes:
+        scale_rules: The scale rules that may be chosen, the default first: members of ScaleRule or keys of
+            `scaling.SCALINGS`.
+        block_size: How many values along the contracted axis share a scale; None if, by default, a whole tensor does or
+            nothing is shared.
+        rounding: The default.
+        overflow: The default.
+        source: Where the format is defined.
     """
 
     name: str

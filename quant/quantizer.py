@@ -82,20 +82,23 @@ class _StraightThrough(torch.autograd.Function):
 def fake_quantize(
     x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, backend: str = "auto", **options: object
 ) -> Tensor:
-    """x rounded to a format and back: same shape, dtype and device, the gradient passed straight through.
+    """Round x to a format and back. Keeps shape, dtype and device; gradients pass straight through.
 
-    x         float32, bfloat16 or float16; any shape and strides, empty and 0-dim included
-    fmt       a name in FORMATS or the text of a spec, "nvfp4(block=16x16)"; a Spec or a Format
-    dim       the axis that blocks lie along: the one the tensor is contracted over. Its last block may be short
-    seed      of stochastic rounding and random signs
-    backend   auto (Triton for CUDA tensors, torch for CPU), triton, torch: the same bits from each
-    options   of the spec, by name: scale="rceil", block="16x16", see `specs.OPTIONS`; None is the default
+    Args:
+        x: float32, bfloat16 or float16; any shape and strides, empty and 0-dim included.
+        fmt: A name in FORMATS or the text of a spec, "nvfp4(block=16x16)"; a Spec or a Format.
+        dim: The axis that blocks lie along, which is the one that the GEMM contracts. Its last block may be short.
+        seed: Seeds stochastic rounding and random signs.
+        backend: "triton", "torch", or "auto": Triton for CUDA tensors, torch for CPU tensors. All give the same bits.
+        **options: Options of the spec, such as scale="rceil" or block="16x16", see `specs.OPTIONS`.
 
     NaN stays NaN. In a format with scales one NaN or Inf makes everything that shares its scale NaN. Elsewhere Inf
     saturates (or stays, by `overflow`). -0 is kept where the format has it. The result is rounded to x's dtype, where a
     value beyond that dtype becomes Inf (float16 under a large block scale).
 
-    Raises TypeError (not a floating tensor), ValueError (unknown format, impossible option, dim out of range).
+    Raises:
+        TypeError: x is not a floating-point tensor.
+        ValueError: The format is unknown, an option is impossible or dim is out of range.
     """
     spec = Spec.of(fmt, **options)
     if x.requires_grad if isinstance(x, Tensor) else False:
@@ -162,7 +165,7 @@ class Quantized:
 
 
 def quantize(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Quantized:
-    """x in the format's codes and scales. Arguments and errors as fake_quantize."""
+    """Quantize x to the codes and scales of a format. Arguments and errors are those of `fake_quantize`."""
     spec = Spec.of(fmt, **options)
     check_tensor(x, dim, seed)
     x = x.detach()

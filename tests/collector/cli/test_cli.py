@@ -357,18 +357,6 @@ def test_help_tells_old_spellings_and_precedence(command, capsys):
         assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
 
 
-def test_every_option_is_in_the_readme(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")  # no option is broken over two lines
-    readme = (PROJECT / "README.md").read_text()
-    for arguments in (
-        ("--help",),
-        *((name, "--help") for name in ("run", "batch", "quick", "ablate", "list", "import")),
-    ):
-        assert command(*arguments) == 0
-        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
-        assert [option for option in sorted(options) if not re.search(rf"`{option}(?![\w-])", readme)] == []
-
-
 def test_explicit_sizes_win_over_fast(command, capsys):
     assert command("quick", "mxfp8", "--sequence-length", "64", "--dry-run") == 0
     assert " 64 tokens per iteration" in capsys.readouterr().out

@@ -130,14 +130,15 @@ def test_options_are_not_abbreviated():
 
 
 def examples() -> list[str]:
-    """The commands in README.md, without comments, continued lines joined."""
-    text = (PROJECT / "README.md").read_text().replace("\\\n", " ")
-    lines = re.findall(r"^ {4}(binade .*)$|^(binade .*)$", text, re.M)
-    return [shlex.join(shlex.split(a or b, comments=True)) for a, b in lines]
+    """The commands in the README and the documentation, without comments, continued lines joined."""
+    pages = [PROJECT / "README.md", *(page for page in (PROJECT / "docs").glob("*.md") if page.stem != "reference")]
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
+    lines = re.findall(r"^ {4}(?:\S+=\S+ )*(?:\.venv/bin/)?(binade .*)$", text, re.M)
+    return sorted({shlex.join(shlex.split(line, comments=True)) for line in lines})
 
 
 @pytest.mark.parametrize("line", examples())
-def test_the_readme_has_commands_that_parse(line):
+def test_the_documentation_has_commands_that_parse(line):
     _, *words = shlex.split(line)
     group: click.Command = cli.build()
     path = ["binade"]
