@@ -12,11 +12,11 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
 HELP = {
-    "quant_type": "The format in force where the tensor was captured",
+    "quant_type": "The format requested where the tensor was recorded",
     "component": "FA: the attention core. linear: a linear layer",
     "phase": "pre: input of the operation. post: output of it",
     "stage": "Of imported tensors: taken before or after quantization",
-    "recipe": "Which GEMMs of the run are quantized to what",
+    "recipe": "What the run quantizes, and to which formats",
 }
 GROUPS = {
     "": ("quant_type", "layer_index", "module", "operation", "tensor_name"),

@@ -111,7 +111,7 @@ def explain_empty(opened: Catalog) -> None:
     st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
     if not read_only() and "collect" in st.session_state.get("pages", {}):
         st.page_link(st.session_state["pages"]["collect"], label="Collect some here", icon=":material/play_circle:")
-        st.markdown("or from a terminal, the smallest useful run:")
+        st.markdown("or in a terminal, the smallest useful run:")
     else:
         st.markdown("Collect the smallest useful run, then reload this page:")
     st.code("binade quick mxfp8", language="shell")

@@ -21,7 +21,7 @@ from binade.quant.formats import FORMATS
 PREFIX = "collect_"
 LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
 MOST_SEEDS = 20
-SEEDS = "So many runs of each recipe, with different seeds: their spread tells a difference from chance"
+SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are chance"
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, OSError)
@@ -30,7 +30,7 @@ FAILED = (JobError, ReadOnlyError, RunError, OSError)
 def page() -> None:
     st.title("Collect", anchor=False)
     if read_only():
-        st.info("Runs can only be looked at here: the app was started read-only.", icon=":material/lock:")
+        st.info("The app was started read-only: runs cannot be launched here.", icon=":material/lock:")
         st.stop()
     st.session_state["page"] = "collect"
     _begin()
@@ -79,7 +79,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
         state[f"{PREFIX}{name}"] = value
     if beyond:
         st.warning(
-            plain(f"The form takes less than the job had ({'; '.join(beyond)}): the command line takes all."),
+            plain(f"The form does not offer everything that the job had ({'; '.join(beyond)}). The command line does."),
             icon=":material/warning:",
         )
     state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
@@ -236,7 +236,7 @@ def _summary() -> None:
             disabled=bool(found.refusals),
         ):
             _launch(runs)
-    st.caption("The same from a terminal:")
+    st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
     if kept := collecting.kept_options(base):

@@ -72,7 +72,7 @@ def _empty(root: Path) -> None:
     if read_only():
         return
     st.page_link(st.session_state["pages"]["collect"], label="Launch one", icon=":material/play_circle:")
-    st.markdown("or from a terminal:")
+    st.markdown("or in a terminal:")
     st.code("binade jobs add quick mxfp8", language="shell")
     st.caption(f"The queue of `{root}`.")
 
@@ -143,7 +143,7 @@ def _chosen(views: list[JobView]) -> JobView:
         if str(view.job.id) == number:
             return view
     if number:
-        st.warning(f"There is no job {plain(number[:20])} any more.", icon=":material/search_off:")
+        st.warning(f"Job {plain(number[:20])} no longer exists.", icon=":material/search_off:")
     return summary.ordered(views)[0]
 
 
@@ -153,7 +153,7 @@ def _chosen(views: list[JobView]) -> JobView:
 def _queue(views: list[JobView], chosen: JobView, words: str) -> None:
     found = summary.matching(summary.ordered(views), words)
     if not found:
-        st.caption("No job has all of these words.")
+        st.caption("No job matches all of these words.")
     ended = [view for view in found if not view.active]
     everything = st.session_state.get("jobs_all", False)
     hidden = 0 if everything else max(0, len(ended) - SHOWN)
@@ -201,7 +201,7 @@ def _title(root: Path, view: JobView) -> None:
         if view.run and view.run.segments:
             where = Filter(run_id=(view.run.run_id,))
             link("explore", "Open its tensors", where, ":material/query_stats:")
-            link("worst", "Where it hurts", where, ":material/trending_down:")
+            link("worst", "Worst tensors so far", where, ":material/trending_down:")
     if not read_only():
         _actions(root, view)
 
@@ -213,7 +213,7 @@ def _actions(root: Path, view: JobView) -> None:
         if view.active:
             with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is State.CANCELLING):
                 kept = "" if view.state is State.QUEUED else " What it has recorded is kept."
-                st.markdown(f"Every process of job {job.id} is ended.{kept}")
+                st.markdown(f"This ends every process of job {job.id}.{kept}")
                 act = (partial(jobs.cancel, root, job.id), "Cancelling")
                 st.button("Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_do, args=act)
         if not view.active:
@@ -247,12 +247,14 @@ def _change(root: Path, number: int) -> None:
 def _delete(root: Path, view: JobView) -> None:
     job = view.job
     with st.popover("Delete", icon=":material/delete:"):
-        st.markdown(f"Job {job.id} leaves this list, with its log. This cannot be undone.")
+        st.markdown(f"This removes job {job.id} and its log from the list. It cannot be undone.")
         with_run = False
         if view.run:
             status = view.run.status
             goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
-            with_run = st.checkbox("Delete its run as well", key=f"with_run_{job.id}", help="Else it stays under Runs")
+            with_run = st.checkbox(
+                "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays under Runs"
+            )
             st.caption(plain(f"The run {view.run.run_id}: {goes}."))
         act = (partial(_remove, root, job.id, with_run), "Deleted")
         label = "Delete job and run" if with_run else "Delete job"
@@ -328,7 +330,7 @@ def _log(root: Path, view: JobView) -> None:
         st.caption("The last lines of its log")
         st.code("\n".join(lines), language=None, wrap_lines=True)
     elif view.state is State.QUEUED:
-        st.caption("It has not been started yet.")
+        st.caption("It has not started yet.")
     st.caption("Its command")
     command = shlex.join(["binade", *view.job.arguments])
     st.code(wrapped(command, COMMAND), language="shell", wrap_lines=True)

@@ -46,9 +46,9 @@ def warnings_of(recipe: Recipe) -> list[str]:
     """What to know of a recipe before its results are believed, in a few words each."""
     words = []
     if recipe.about.read == "recalled":
-        words.append("recalled, not read")
+        words.append("from memory, source not read")
     if recipe.about.uncertain:
-        words.append("not all is certain")
+        words.append("partly uncertain")
     if biased_specs(recipe):
         words.append(f"stochastic rounding is {BIASED}")
     return words
@@ -199,7 +199,7 @@ def path_of(root: Path, name: str) -> Path:
         parse_recipe(name)
     except REFUSED:
         return path
-    raise RecipeError(f"{name} is a recipe of Binade, whose results would bear the same name: choose another name")
+    raise RecipeError(f"{name} is a recipe of Binade, and its results would have the same name: choose another name")
 
 
 def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:

@@ -31,7 +31,7 @@ COLUMNS = {
         "Operand", width=236, pinned=True, disabled=True, help="Rounded along the axis that its GEMM contracts"
     ),
     "rounded": st.column_config.CheckboxColumn(
-        "Rounded", width=96, help="Of the rounded forward operand, not of the original: where there is one"
+        "Rounded", width=96, help="Round the rounded forward operand again instead of the original, if there is one"
     ),
     "spec": st.column_config.TextColumn(
         "Spec",
@@ -161,9 +161,9 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
     """The table of operands, as it was edited, with rows for the modules that are chosen above it."""
     state = st.session_state
     own = st.multiselect(
-        "Modules that differ", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
-        placeholder="none: all linear layers alike", accept_new_options=True,
-        help="Linear layers that get rows of their own",
+        "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
+        placeholder="none: the same for all linear layers", accept_new_options=True,
+        help="Linear layers with rows of their own",
     )  # fmt: skip
     if own != recipe_table.modules_of(state["recipe_operands"]):
         state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)
@@ -212,7 +212,7 @@ def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:
     with suppress(OSError):
         done = path.read_bytes() == text.encode()
     if exists:
-        st.caption(plain(f"It is saved as {path}." if done else f"{path} exists: Replace overwrites it."))
+        st.caption(plain(f"Saved as {path}." if done else f"{path} exists: Replace overwrites it."))
     word = "Saved" if done else "Replace" if exists else "Save"
     if not place.button(word, icon=SAVE, disabled=done, width="stretch", key=f"recipe_{word}"):
         return

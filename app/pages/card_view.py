@@ -26,13 +26,13 @@ def show_card(row: pd.Series, config: str) -> None:
     if not sentences:
         return
     imported = pd.notna(row["path"]) and str(row["path"]).startswith("/")
-    title = "Imported: what its log tells, and what was corrected" if imported else "About this tensor"
+    title = "Imported: what its log says, and what was corrected" if imported else "About this tensor"
     with st.expander(title, icon=":material/description:", expanded=True):
         if imported:
             _words(row)
         st.text("\n".join(one_line(sentence, LONGEST) for sentence in sentences))
         if imported:
-            st.caption("Its file, where it lies:")
+            st.caption("Its file:")
             key = "" if pd.isna(row["file_key"]) else f" [{row['file_key']}]"
             st.text(one_line(f"{row['path']}{key}", LONGEST))
 

@@ -75,7 +75,7 @@ def worst(
         ranking(table, measure, f"Lowest SQNR in {fmt}", subtitle),
         table,
         source(where, f"each place’s operands, rounded to {fmt}") + f"\nSQNR: {measure.definition}.",
-        hint="Choose a bar to look into its worst tensor.",
+        hint="Click a bar to open its worst tensor.",
         height=ranking_height(table),
         choose="tensor_id",
     )

@@ -50,7 +50,7 @@ def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
 def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
     """What was dropped or sampled when the runs were recorded."""
     dropped = totals.tensors - totals.with_values
-    parts = ["Nothing was dropped: every tensor has its values on disk."]
+    parts = ["Every tensor has its values on disk."]
     if dropped:
         parts = [
             f"{dropped:,} tensors have no values on disk (over the byte budget, or not asked for): their statistics, "
@@ -63,7 +63,7 @@ def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
         parts.append(f"{len(some)} of {len(runs)} runs recorded some of their iterations only.")
     unfinished = int((~runs["state"].isin(["done", "running"])).sum())
     if unfinished:
-        parts.append(f"{unfinished} of {len(runs)} runs did not end as they should: see Runs.")
+        parts.append(f"{unfinished} of {len(runs)} runs did not end normally: see Runs.")
     return " ".join(parts)
 
 

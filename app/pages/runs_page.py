@@ -71,9 +71,9 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
         "state": text("State", width=85),
-        "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
-        "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
-        "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),
+        "reason": text("Reason", width=220, help="Why it did not end normally; double-click to read all of it"),
+        "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
+        "recipe": text("Recipe", width=125, help="Or what was rounded, if the recipe alone does not say it"),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
         "dataset": text("Dataset", width=95),
@@ -84,7 +84,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
             "Without values",
             format="localized",
             width=120,
-            help="Recorded with statistics only: over the byte budget, or values not asked for",
+            help="Recorded with statistics only: over the byte budget, or values not requested",
         ),
         "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
         "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),

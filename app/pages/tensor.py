@@ -45,7 +45,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     try:
         x = opened.load(tensor_id)
     except (CatalogError, TensorFileError) as error:
-        return Drawn(problems=(f"The values of the tensor are not to be had: {error}.",))
+        return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
     row = rows[rows["tensor_id"] == tensor_id].iloc[0]
     labels = full_labels(rows)
     selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(values["format"]), labels=labels)

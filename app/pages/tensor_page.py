@@ -1,4 +1,4 @@
-"""One tensor: why it suffers, what would fix it, whether it is normal or has drifted, its blocks, heads and codes."""
+"""One tensor: why it loses precision, what would help, whether it has drifted, its blocks, heads and codes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
     listed = tensor.listed(opened, where, state["tensor"])
     if len(listed) >= tensor.MAX_LISTED:
-        st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter for others.")
+        st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter to see others.")
     labels = full_labels(listed)
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
-    fmt = right.selectbox("Held against", _allowed(params), key="format", help="The format that it is rounded to here")
+    fmt = right.selectbox("Compare with", _allowed(params), key="format", help="The format that it is rounded to here")
     st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]
@@ -73,5 +73,5 @@ def _load(opened: Catalog, row: pd.Series) -> Tensor | None:
         st.error("The tensor file cannot be read.", icon=":material/broken_image:")
         with st.expander("Why"):
             st.text(one_line(str(error)))
-    link("explore", "Look at it on Explore", Filter(), ":material/query_stats:", tensor=row["tensor_id"])
+    link("explore", "Show it on Explore", Filter(), ":material/query_stats:", tensor=row["tensor_id"])
     return None

@@ -54,5 +54,5 @@ def _controls(formats: One) -> None:
             key="format",
             required=True,
             disabled=not boards.of_format(metric) and "metric" not in ignored,
-            help="What this format would do to each operand, as scored when it was captured",
+            help="The error that this format would make in each operand, measured when it was recorded",
         )

@@ -41,8 +41,8 @@ def section(opened: Catalog, runs: pd.DataFrame) -> Section:
     problems = []
     if len(runs) > MAX_CONFIGS:
         problems.append(f"{len(runs)} runs are selected: the configurations of the {MAX_CONFIGS} newest are shown.")
-    problems += [f"Passed over when the index was made: {reason}" for reason in opened.refused]
-    text = "The runs whose tensors are in the report, their configurations, and the commands that make them again."
+    problems += [f"Skipped when the index was built: {reason}" for reason in opened.refused]
+    text = "The runs whose tensors are in the report, their configurations, and the commands that reproduce them."
     tables = (Table("runs", "Runs", table),)
     return Section("runs", "Runs", tables=tables, text=text, problems=problems, texts=texts)
 

@@ -119,6 +119,6 @@ class ReportSelection(Selection):
         try:
             x = self.opened.load(tensor_id)
         except (CatalogError, TensorFileError) as error:
-            return None, [f"{labels[tensor_id]}: its values are not to be had ({error})."]
+            return None, [f"{labels[tensor_id]}: its values cannot be read ({error})."]
         row, spec = rows.iloc[0], Spec.of(fmt)
         return SelectedTensor(self.opened, self.where, row=row, x=x, spec=spec, labels=labels), []

@@ -111,7 +111,7 @@ def _check(opened: Catalog, request: Request) -> None:
         advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(request.where).tensors:
-        raise ReportError(f"no tensor matches: {request.where.sentence()}; take something out of the filter")
+        raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} is no folder for a report: give --output one of its own")
     if request.output.exists() and not request.output.is_dir():
@@ -306,7 +306,7 @@ def run(root: Path, request: Request) -> int:
     start = time.monotonic()
     with Catalog.open(root) as opened:
         for reason in opened.refused:
-            print(f"binade: passed over: {reason}", file=sys.stderr)
+            print(f"binade: skipped: {reason}", file=sys.stderr)
         with _progress_line() as progress:
             charts = make(opened, request, progress)
     seconds = time.monotonic() - start

@@ -8,7 +8,7 @@ from functools import lru_cache
 from markdown_it import MarkdownIt
 
 DEEPEST = 30  # quotes, lists, emphasis or brackets within each other; a browser fails at thousands
-TOO_DEEP = "These notes are nested too deeply to be laid out. As they were written:"
+TOO_DEEP = "These notes are nested too deeply to be formatted. Their source:"
 
 
 @lru_cache(maxsize=16)

@@ -61,7 +61,7 @@ def _saved(opened: Catalog) -> None:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session keeps what you look at: the page with its filter and settings, the charts you pin, and your "
-            "notes. Pin a chart with **Pin** beneath it, or choose **Save** in the sidebar of any page."
+            "notes. Pin a chart with **Pin** below it, or choose **Save** in the sidebar of any page."
         )
         return
     if len(found) > MAX_LISTED:
@@ -196,7 +196,7 @@ def _delete(opened: Catalog, one: Session) -> None:
 def _open(opened: Catalog) -> None:
     now = draft.current()
     if now is None:
-        st.info("No session is open: open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
+        st.info("No session is open. Open a saved one, or pin a chart on any page.", icon=":material/bookmarks:")
         return
     one = now.session
     key = f"{one.id}_{now.saved.number if now.saved else 0}"
@@ -217,10 +217,10 @@ def _open(opened: Catalog) -> None:
             args=(f"notes_{key}",),
         )
         with right:
-            st.caption("As they are shown")
+            st.caption("Preview")
             st.markdown(notes.safe(one.notes) or "–")
     if not one.pins:
-        st.info("Nothing is pinned yet: choose Pin beneath a chart.", icon=":material/push_pin:")
+        st.info("Nothing is pinned yet. Choose Pin below a chart.", icon=":material/push_pin:")
     for index in range(len(one.pins)):
         _pin(opened, one, index, key)
 
@@ -232,7 +232,7 @@ def _runs(one: Session) -> str:
 
 def _actions(opened: Catalog, now: Draft) -> None:
     cells = st.columns(3)
-    if cells[0].button("Its view", width="stretch", help="The page as it was saved"):
+    if cells[0].button("Its view", width="stretch", help="The page as saved"):
         draft.show(now.session.view)
     cells[1].button(
         "Save",
@@ -265,7 +265,7 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
         down = cells[1].button(
             "", icon=":material/arrow_downward:", key=f"down_{index}", disabled=index == last, help="Move down"
         )
-        if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open the view it is of"):
+        if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open its page"):
             draft.show(View(pin.page, pin.params))
         gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Take it out")
         if up or down or gone:
@@ -306,7 +306,8 @@ def _compare(opened: Catalog) -> None:
         choices = {f"{now.session.name} · as it is open": now.session} | choices
     if len(choices) < 2:
         st.info(
-            "There is nothing to compare: it takes two sessions, or two versions of one.", icon=":material/compare:"
+            "There is nothing to compare. A comparison needs two sessions, or two versions of one.",
+            icon=":material/compare:",
         )
         return
     left, right = st.columns(2)

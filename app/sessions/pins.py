@@ -101,7 +101,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Nothing is drawn in the stead of what is not here: {gone}."))
+        return Drawn(problems=(*problems, f"Not drawn, because it is not here: {gone}."))
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)

@@ -107,7 +107,7 @@ class Recorder:
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
-    parameters ends an iteration; Megatron's own count is used where there is one. If your optimizer is not one of
+    parameters ends an iteration; Megatron's own count is used if there is one. If your optimizer is not one of
     torch, call `step` after each iteration. `with recorder.at(...)` around a micro-batch sets both numbers instead.
 
     The run ends as done, as cancelled on KeyboardInterrupt, else as failed with the exception's first line; what was

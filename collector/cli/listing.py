@@ -57,7 +57,7 @@ def _recipes() -> str:
     for name in PUBLISHED:
         recipe = parse_recipe(name)
         about = recipe.about
-        lines.append(f"    {name:<22}{about.title} ({about.read}{'; not all is certain' * bool(about.uncertain)})")
+        lines.append(f"    {name:<22}{about.title} ({about.read}{'; partly uncertain' * bool(about.uncertain)})")
         kept = {"in bf16": recipe.keep} if recipe.keep else {}
         lines += [f"        {gemm:<15} {operands}" for gemm, operands in (recipe.gemms() | kept).items()]
     return "\n".join(

@@ -28,7 +28,7 @@ def mode_option() -> Option:
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
-    """The command line as `binade` takes it. Raises click.UsageError, with the new spelling where there is one."""
+    """The command line as `binade` takes it. Raises click.UsageError, with the new spelling if there is one."""
     first, *rest = argv or [""]
     if first == "--list":
         return ["list", *rest]

@@ -157,7 +157,7 @@ class TestVerdict:
     def test_one_seed_separates_nothing(self, tmp_path, draw):
         make_ladder(tmp_path, [3])
         drawn = draw()
-        assert drawn.verdict.startswith("One seed separates nothing.") and "te_nvfp4 --seeds" in drawn.verdict
+        assert drawn.verdict.startswith("One seed cannot separate recipes.") and "te_nvfp4 --seeds" in drawn.verdict
         table = drawn.tables["ladder"]
         assert table["deviation"][1:].isna().all() and not table["separated"].any()
         assert drawn.figures[0].spec["layer"]
@@ -167,7 +167,7 @@ class TestVerdict:
             make_rung(tmp_path, "+ wgrad", seed, gap)
             make_rung(tmp_path, "without tiles", seed, 2 * gap)
             make_rung(tmp_path, "bf16", seed, 0.0)
-        assert draw().verdict == "The spread over 3 seeds separates no rung from the one it is compared with."
+        assert draw().verdict == "The spread over 3 seeds separates no step from the one it is compared with."
 
     def test_what_is_missing_is_named(self, tmp_path, draw):
         make_ladder(tmp_path, [0, 1, 2], ["forward", "+ dgrad", "+ wgrad"], bf16=[0, 1])

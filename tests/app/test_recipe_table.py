@@ -232,7 +232,7 @@ class TestWarnings:
     def test_what_is_recalled_uncertain_or_biased_is_said(self, tmp_path: Path):
         (tmp_path / "r.toml").write_text('read = "recalled"\nuncertain = ["which layers"]\nlinear.forward = "mxfp8"')
         recipe = parse_recipe(str(tmp_path / "r.toml"))
-        assert recipe_table.warnings_of(recipe) == ["recalled, not read", "not all is certain"]
+        assert recipe_table.warnings_of(recipe) == ["from memory, source not read", "partly uncertain"]
         assert recipe_table.details(recipe) == {"Not certain": ("which layers",)}
         assert recipe_table.warnings_of(parse_recipe("quartet2")) == []
         assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased: it clips"]

@@ -1,4 +1,4 @@
-"""Why a tensor suffers: the figures of one tensor against one format."""
+"""Why a tensor loses precision: the figures of one tensor against one format."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, root: Path):
         expect(page.get_by_role("button", name="Save")).to_be_disabled()
         enter_cell(page, 0, "mxfp8(scale=rceil)")
         expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
-        own = page.get_by_role("combobox", name="Modules that differ")
+        own = page.get_by_role("combobox", name="Modules with their own formats")
         own.fill("fc2")
         own.press("Enter")
         own.press("Escape")

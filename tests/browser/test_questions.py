@@ -145,17 +145,17 @@ def first(catalog: Catalog, **where) -> str:
     return catalog.tensors(Filter(**where)).iloc[0]["tensor_id"]
 
 
-def test_which_tensors_suffer_most(visitor: Visitor, board: pd.DataFrame):
+def test_which_tensors_lose_the_most_precision(visitor: Visitor, board: pd.DataFrame):
     visitor.ask(registry.RANKING)
     worst = board.iloc[0]
-    assert visitor.answer == f"{worst['place']} suffers most: SQNR {worst['value']:.1f} dB."
+    assert visitor.answer == f"SQNR: lowest in {worst['place']}, {worst['value']:.1f} dB."
     bars = [mark for mark in visitor.marks("ranking") if "operation" in mark and "tensors" in mark]
     assert bars[0]["tensor"] == worst["place"]
     assert number(bars[0]["SQNR (dB)"]) == pytest.approx(worst["value"], abs=0.051)
     drawn = list(dict.fromkeys(mark["tensor"] for mark in bars))
     assert drawn == board["place"].head(20).tolist()
     visitor.choose("Metric", "Flushed to zero (%)")
-    visitor.until("Flushed to zero in mxfp4, worst first|suffers most: Flushed")
+    visitor.until("Flushed to zero in mxfp4, worst first|Flushed to zero: highest")
     assert "metric=flush_to_zero" in visitor.page.url
 
 
@@ -380,7 +380,7 @@ def test_what_happens_inside_attention(visitor: Visitor):
 
 def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     visitor.ask(registry.CODES)
-    visitor.choose("Held against", "hifp8")
+    visitor.choose("Compare with", "hifp8")
     visitor.until("of 256 codes are used")
     used = quant.usage(catalog.load(board["tensor_id"].iloc[0]), "hifp8")
     assert visitor.answer.startswith(

@@ -45,7 +45,7 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
     name = f"advised_{values['budget'].replace('.', '_')}_{values['by']}"
     with st.expander("The recipe as a file", icon=":material/description:"):
         st.code(to_toml(found.recipe(name)), language="toml", wrap_lines=True)
-    st.caption("The same from a terminal:")
+    st.caption("The same in a terminal:")
     parts = "" if values["parts"] == "linear" else " --parts linear,qk,pv"
     command = f"binade advise {selection.opened.root} --budget {values['budget']} --by {values['by']}{parts}"
     st.code(f"{command} --output {name}.toml --verify 3", language="shell", wrap_lines=True)

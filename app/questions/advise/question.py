@@ -29,7 +29,7 @@ NOTE = (
 BUDGETS = ("4.5", "5", "5.5", "6", "7", "8", "9", "10", "12", "14")
 DEFAULT = "5.5"
 BY = {"site": "Each linear layer", "layer": "Each layer", "module": "Each module", "model": "The model"}
-PARTS = {"linear": "Linear layers", "all": "Attention’s products too"}
+PARTS = {"linear": "Linear layers", "all": "Attention products too"}
 CONTROLS = (
     Control(
         name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
@@ -50,7 +50,7 @@ OPERANDS = {
     "change": Column("Predicted (nats)", "%+.2g", 120, help="Predicted change of the loss; forward operands only"),
     "saved": Column(
         "Saved", "%.2g", 90,
-        help="By how much the loss, or a backward operand’s noise ‖e‖² / ‖x‖², would be worse in the narrowest format",
+        help="How much the loss, or the noise ‖e‖² / ‖x‖² of a backward operand, would grow in the narrowest format",
     ),
 }  # fmt: skip
 BITS = Column("Bits per forward value", "%.2f", 150)
@@ -94,14 +94,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
         Figure(
             "bits", heat, forward, words, height=height, group="advice", choose="tensor_id",
-            hint="Choose a cell to look into its tensor.",
+            hint="Click a cell to open its tensor.",
         ),
         Table("operands", chosen, OPERANDS, title="Every operand", choose="tensor_id"),
         *map(Text, found.doubts),
     ]  # fmt: skip
     if found.unplaced:
         missing = ", ".join(found.unplaced)
-        items.append(Text(f"Not in the picture, as not all of their formats were scored: {missing}."))
+        items.append(Text(f"Not shown, because not all of their formats were scored: {missing}."))
     verdict = found.sentence
     table, told = came_true(selection.opened, found)
     if not table.empty:

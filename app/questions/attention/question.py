@@ -129,9 +129,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         note = "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries."
         chart = charts.entropy(entropy, maps.words)
         figures.append(
-            Figure(
-                "entropy", chart, entropy, caption, note, 330, "head", "Choose a head to see its map.", group="probs"
-            )
+            Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
         )
         held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
         bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
@@ -166,7 +164,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
     rows = rows.sort_values(["iteration", "micro_batch", "rank", "run_id", "layer_index"], kind="stable")
     rows = rows.drop_duplicates(["run_id", "layer_index"])
     if len(rows) > MAX_PLACES:
-        problem = f"{MAX_PLACES} of {len(rows)} layers of runs are drawn: narrow the filter for others."
+        problem = f"{MAX_PLACES} of {len(rows)} layers of runs are drawn: narrow the filter to see others."
         yield Section("attention_maps", problems=[problem])
     for number, row in enumerate(rows.head(MAX_PLACES).to_dict("records"), 1):
         fmt = next((spec for spec in known_specs([str(row["quant_type"])]) if spec != "bf16"), "hifp8")

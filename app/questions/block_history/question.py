@@ -1,4 +1,4 @@
-"""Do blocks fail over time? Scales, errors and crest factors by block, over iterations and layers."""
+"""Which blocks fail over time? Scales, errors and crest factors by block, over iterations and layers."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 BLOCK_HISTORY = Question(
-    text="Do blocks fail over time?",
+    text="Which blocks fail over time?",
     title="Blocks",
     icon=":material/grid_view:",
-    help="SQNR, scales and crest factors by block, over iterations and layers",
+    help="SQNR, scales and crest factors of blocks, over iterations and layers",
     page="worst",
     view="blocks",
     ignores=frozenset(("metric",)),

@@ -96,7 +96,7 @@ def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str
     rank = "sqnr_db" if metric == "scale_exponent" else metric
     worst = compute.worst_blocks(table, rank)
     if worst.empty:
-        return None, "No block has anything to lose: all values are zero or not finite."
+        return None, "No block can be scored: all values are zero or not finite."
     definition = f"{METRICS[rank].label}: {METRICS[rank].definition}."
     caption = f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. {definition}"
     return Blocks(found, table, worst, per_line, caption), ""
@@ -108,7 +108,7 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     what = f"{len(table):,} blocks of {size}" + (f" · {found.subject.note}" if found.subject.note else "")
     cells = compute.block_grid(table[metric].to_numpy(), per_line, "min" if metric == "sqnr_db" else "max")
     chart = charts.block_map(cells, metric, len(table) // per_line, per_line, what)
-    note = "Bright is bad; a cell of several blocks shows its worst. Grey: nothing to lose."
+    note = "Bright is bad. A cell of several blocks shows the worst of them. Grey: not scored."
     figures = [Figure("block_map", chart, grid(cells), found.caption, note=note, height=380, group="blocks")]
     exponents, problems = compute.scale_histogram(table), []
     if selected.spec.run(1) is not None:

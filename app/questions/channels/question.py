@@ -1,4 +1,4 @@
-"""Are outliers the same channels? The hot channels of each tensor, and whether they stay hot over iterations."""
+"""Do outliers stay in the same channels? The hot channels of each tensor, and whether they stay hot over iterations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         places,
         caption,
         note=f"{measure.label}: {measure.definition}. Bright: the same channels again and again.",
-        hint="Choose a cell to look into its hottest tensor.",
+        hint="Click a cell to open its hottest tensor.",
         height=depth_charts.depth_height(places),
         choose="tensor_id",
     )
@@ -127,7 +127,7 @@ def _verdict(found: compute.Persistence) -> str:
 
 
 CHANNELS = Question(
-    text="Are outliers the same channels?",
+    text="Do outliers stay in the same channels?",
     title="Channels",
     icon=":material/view_column:",
     help="Hot channels over iterations, and how many of them stay hot, by layer",

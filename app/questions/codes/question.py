@@ -1,4 +1,4 @@
-"""What is the format really using? Its codes, their precision, and their entropy."""
+"""Which codes does the format use? Its codes, their precision, and their entropy."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 CODES = Question(
-    text="What is the format really using?",
+    text="Which codes does the format use?",
     title="Codes",
     icon=":material/tag:",
     help="Codes, tiers of precision, entropy",

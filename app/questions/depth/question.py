@@ -1,4 +1,4 @@
-"""Does it get worse with depth? Any metric by tensor and layer."""
+"""Does the error grow with depth? Any metric by tensor and layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         table,
         board.caption(f"{len(table):,} cells of layer and tensor"),
         note=f"{board.definition} Bright is bad.",
-        hint="Choose a cell to look into its worst tensor.",
+        hint="Click a cell to open its worst tensor.",
         height=charts.depth_height(table),
         choose="tensor_id",
     )
@@ -54,7 +54,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 DEPTH = Question(
-    text="Does it get worse with depth?",
+    text="Does the error grow with depth?",
     title="Depth",
     icon=":material/layers:",
     help="Any metric by tensor and layer",

@@ -47,7 +47,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
             group="directions",
         )
         figures.append(figure)
-    note = Text(f"{board.definition} Choose a bar to look into its worst tensor.", "hint")
+    note = Text(f"{board.definition} Click a bar to open its worst tensor.", "hint")
     return Drawn((*figures, note), words, tuple(problems))
 
 

@@ -91,7 +91,7 @@ class Groups:
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     if not selection.tensors:
         return [BY, AXIS, LAW]
-    help = "Each selected tensor is shown by itself: clear the selection to compare groups"
+    help = "Each selected tensor is shown separately. Clear the selection to compare groups"
     return [replace(BY, disabled=True, help=help), AXIS, LAW]
 
 
@@ -114,10 +114,12 @@ def _compared_formats(opened: Catalog, where: Filter, ids: list[str] | None) -> 
     if not figures:
         return [Text("No format comparison: only the operands of a GEMM are scored, and none is selected.")]
     heading = (
-        f"**What each format would do to it** · {operands:,} operand{'s' * (operands != 1)}, "
-        "each rounded along the axis it is contracted over"
+        f"**Error of each format** · {operands:,} operand{'s' * (operands != 1)}, "
+        "each rounded along the axis that its GEMM contracts"
     )
-    hint = "SQNR hides how a format fails: read it with the values flushed to zero and saturated."
+    hint = (
+        "SQNR alone does not show how a format fails. Read it together with the shares flushed to zero and saturated."
+    )
     return [Text(heading, "heading"), *figures, Text(hint, "hint")]
 
 
@@ -210,7 +212,7 @@ def _how(found: list[Distribution]) -> str:
 
 
 def _law_note(found: list[Distribution], law: str) -> str:
-    """How to read a Q-Q plot, and what was fitted where there is one group."""
+    """How to read a Q-Q plot, and what was fitted if there is one group."""
     reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading
@@ -301,7 +303,7 @@ def _by_group(opened: Catalog, where: Filter, by: str, axis: str = "log2") -> Dr
 
 
 DISTRIBUTION = Question(
-    text="How do the values lie?",
+    text="How are the values distributed?",
     title="Explore",
     icon=":material/query_stats:",
     help="Histograms, Q–Q plots, boxes and statistics of any selection",

@@ -107,7 +107,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     try:
         reference, own = (selected.opened.load(tensor_id) for tensor_id in ids)
     except (CatalogError, TensorFileError) as error:
-        return Drawn(problems=(f"The values of one of the two are not to be had: {error}.",))
+        return Drawn(problems=(f"The values of one of the two tensors cannot be read: {error}.",))
     if reference.shape != own.shape or not reference.numel():
         return Drawn(problems=("The two tensors are not of one shape: nothing to compare.",))
     fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
@@ -127,7 +127,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
 
 
 DRIFT = Question(
-    text="Is it rounding, or has it drifted?",
+    text="Is the difference rounding or drift?",
     title="Rounding or drift",
     icon=":material/alt_route:",
     help="bf16’s tensor, the same rounded, the quantized run’s",

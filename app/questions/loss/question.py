@@ -1,4 +1,4 @@
-"""What costs the loss? The predicted change of the loss by operand, beside its SQNR."""
+"""Which operands cost the most loss? The predicted change of the loss by operand, beside its SQNR."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         table,
         board.caption(f"{len(table):,} places (layer, module, tensor)"),
         note=board.definition,
-        hint="Choose a bar to look into its tensor.",
+        hint="Click a bar to open its tensor.",
         height=ranking_charts.ranking_height(table),
         choose="tensor_id",
     )
@@ -60,8 +60,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         charts.scatter(table, measure, f"Loss and SQNR in {board.format}", over),
         table,
         board.caption(f"{len(table):,} places (layer, module, tensor)"),
-        note="If SQNR told what costs the loss, the points would fall from left to right.",
-        hint="Choose a point to look into its tensor.",
+        note="If SQNR predicted the loss, the points would fall from left to right.",
+        hint="Click a point to open its tensor.",
         height=height,
         choose="tensor_id",
     )
@@ -85,7 +85,7 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
         lines.append(f"; the two rankings agree with ρ = {found.agreement:.2f}")
     lines.append(". ")
     if math.isnan(found.reliability):
-        lines.append("With one micro-batch the ranking holds for its tokens only: record several.")
+        lines.append("The ranking comes from one micro-batch and holds only for its tokens: record several.")
     elif found.reliability < RELIABLE:
         lines.append(
             f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f} only: record more tokens before "
@@ -110,7 +110,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 LOSS = Question(
-    text="What costs the loss?",
+    text="Which operands cost the most loss?",
     title="Loss",
     icon=":material/trending_down:",
     help="Predicted change of the loss by operand, beside its SQNR",

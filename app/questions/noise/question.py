@@ -1,4 +1,4 @@
-"""Are steps more than noise? Weights that flip between rounded values, and gradients against their rounding noise."""
+"""Are gradients larger than their noise? Also weights that flip between rounded values."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
 
 
 NOISE = Question(
-    text="Are steps more than noise?",
+    text="Are gradients larger than their noise?",
     title="Noise",
     icon=":material/ssid_chart:",
     help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",

@@ -1,4 +1,4 @@
-"""Is it normal? Q-Q against fitted laws, another tensor or the filter's selection, and boxes."""
+"""Are the values normally distributed? Q-Q against fitted laws, another tensor or the filter's selection, and boxes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _sketch(d: Distribution) -> sketch.Sketch:
 
 
 NORMALITY = Question(
-    text="Is it normal?",
+    text="Are the values normally distributed?",
     title="Is it normal",
     icon=":material/show_chart:",
     help="Q–Q plots against laws, other tensors and selections",

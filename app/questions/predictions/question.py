@@ -1,4 +1,4 @@
-"""Is the prediction true? Predicted loss changes of recipes beside the gaps that were measured."""
+"""Do the predictions hold in training? Predicted loss changes of recipes beside the gaps that were measured."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 def _verdict(table: pd.DataFrame) -> str:
     first, mean = (Correlation.of(table["predicted"], table[name]) for name in ("first", "gap"))
     if math.isnan(mean.rho):
-        return f"Only {len(table)} recipes can be compared: four or more tell whether predictions rank them."
+        return f"Only {len(table)} recipes can be compared: at least four are needed to check the ranking."
     text = (
         f"Over {len(table)} recipes predictions rank the gap of the first iteration with {first.text} and the mean "
         f"gap over training with {mean.text}."
     )
     if mean.low <= 0:
-        return f"{text} For training, the prediction is not table to hold: do not act on it."
+        return f"{text} For training, these runs do not show that the prediction holds: do not rely on it."
     return f"{text} One seed each: repeat with others." if table["seeds"].max() == 1 else text
 
 
 PREDICTIONS = Question(
-    text="Is the prediction true?",
+    text="Do the predictions hold in training?",
     title="Predictions",
     icon=":material/fact_check:",
     help="Predicted loss changes of recipes beside the gaps that were measured in training",

@@ -1,4 +1,4 @@
-"""Which tensors suffer most? A ranked board over layer, module, operation and tensor."""
+"""Which tensors lose the most precision? Layers, modules, operations and tensors, ranked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     if table.empty:
         return board.nothing
     worst = table.iloc[0]
-    verdict = f"{worst['place']} suffers most: {measure.label} {measure.quantity(worst['value'])}."
+    extreme = "lowest" if measure.low_is_bad else "highest"
+    verdict = f"{measure.label}: {extreme} in {worst['place']}, {measure.quantity(worst['value'])}."
     scaled = with_scale(board.format) if measure.key == "sqnr_db" and worst["flush_to_zero"] else None
     if scaled and str(scaled) in board.opened.scored_formats():
         same = compute.ranking(board.opened, board.where, str(scaled), measure.key).set_index("place")["value"]
@@ -40,7 +41,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         table,
         board.caption(f"{len(table):,} places (layer, module, operation, tensor)"),
         note=board.definition,
-        hint="Choose a bar to look into its worst tensor.",
+        hint="Click a bar to open its worst tensor.",
         height=charts.ranking_height(table),
         choose="tensor_id",
     )
@@ -74,10 +75,10 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 RANKING = Question(
-    text="Which tensors suffer most?",
+    text="Which tensors lose the most precision?",
     title="Ranking",
     icon=":material/leaderboard:",
-    help="A ranked board over layer, module, operation and tensor",
+    help="Layers, modules, operations and tensors, ranked",
     page="worst",
     view="board",
     draw=draw,

@@ -68,7 +68,12 @@ RUNGS = {
     "seeds": Column("Seeds", width=60),
     "gap": Column("Mean gap", "%+.5f", 90, help="Of loss − bf16’s loss, in nats per token, over iterations and seeds"),
     "deviation": Column("sd", "%.5f", 75, help="Sample standard deviation of the seeds’ mean gaps"),
-    "change": Column("Change", "%+.5f", 85, help="From the step before; of a rung without one part, from the whole"),
+    "change": Column(
+        "Change",
+        "%+.5f",
+        85,
+        help="Change from the previous step; for a recipe without one ingredient, from the whole recipe",
+    ),
     "verdict": Column("Verdict", width=220, help=SEPARATED),
     "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),
     "gradient_bias": Column("Gradient bias", "%.3g", 105, help=MEASURES["gradient_bias"].definition),
@@ -147,7 +152,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     latest = costs.head(style.MAX_GROUPS)
     first = source(where, f"{len(costs)} runs and their bf16 runs, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus the bf16 run’s at the same iteration, in nats per token."
-    part = f"the {len(latest)} dearest of {len(costs)} runs · " if len(costs) > len(latest) else ""
+    part = f"the {len(latest)} runs with the largest gaps of {len(costs)} · " if len(costs) > len(latest) else ""
     chart = charts.costs(latest, f"{part}mean over the recorded iterations")
     height = charts.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
@@ -181,7 +186,7 @@ def _answer(costs: pd.DataFrame) -> str:
             f"(nats per token, mean gap to bf16{several})."
         )
     first = costs.iloc[0]
-    advice = "To tell the parts apart, collect FA_… and linear_… recipes."
+    advice = "To compare the parts, collect FA_… and linear_… recipes."
     return f"{first['label']} costs the most loss: {first['gap']:+.4f} nats per token. {advice}"
 
 
@@ -293,11 +298,11 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
     """What the spread over seeds separates, and what it does not."""
     judged = rungs[rungs["verdict"] != ""]
     if judged["seeds"].max() == 1:
-        return f"One seed separates nothing. To collect more: binade ablate {chosen.name} --seeds 3."
+        return f"One seed cannot separate recipes. To collect more: binade ablate {chosen.name} --seeds 3."
     apart = [f"{row.rung} is {row.verdict} ({row.change:+.4f})" for row in judged[judged["separated"]].itertuples()]
     alike = [f"{row.rung} is {row.verdict}" for row in judged[~judged["separated"]].itertuples()]
     if not apart:
-        return f"The spread over {judged['seeds'].max()} seeds separates no rung from the one it is compared with."
+        return f"The spread over {judged['seeds'].max()} seeds separates no step from the one it is compared with."
     together = f" By the spread over {judged['seeds'].max()} seeds, {'; '.join(alike)}." * bool(alike)
     return f"Separated: {'; '.join(apart)} (nats per token).{together}"
 

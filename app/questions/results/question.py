@@ -1,4 +1,4 @@
-"""Which GEMM loses it? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
+"""Which GEMM has the largest error? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         table,
         words,
         note="Bright is bad.",
-        hint="Choose a cell to look into its result.",
+        hint="Click a cell to open its result.",
         height=depth_charts.depth_height(cells),
         choose="tensor_id",
     )
     items: list[Figure | Table] = [heat]
     if table["operands_db"].notna().any():
         height = 380 + style.legend_height(sorted(set(table["gemm"])))
-        chart = charts.against(table, "Do the operands tell?", "above the line: better than independent errors")
+        chart = charts.against(table, "Measured and predicted error", "above the line: better than independent errors")
         items.append(Figure("results_against_operands", chart, table, words, height=height, choose="tensor_id"))
     items.append(Table("results", table.sort_values("result_db", ignore_index=True), COLUMNS, choose="tensor_id"))
     return Drawn(tuple(items), _verdict(compute.pooled(found, ("gemm",)), table))
@@ -87,7 +87,7 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
 
 
 RESULTS = Question(
-    text="Which GEMM loses it?",
+    text="Which GEMM has the largest error?",
     title="GEMMs",
     icon=":material/calculate:",
     help="Errors of results in forward, dgrad and wgrad, beside those of their operands",

@@ -1,4 +1,4 @@
-"""Where it hurts: any metric by place (layer, module, operation, tensor), depth, iteration or direction.
+"""Worst tensors: any metric by place (layer, module, operation, tensor), depth, iteration or direction.
 
 Everything is aggregated in DuckDB. A table's `value` is the metric, its `tensor_id` the tensor that is worst by it.
 """

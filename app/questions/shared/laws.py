@@ -1,4 +1,4 @@
-"""Is it normal? Quantiles of a distribution against those of a law fitted to it, or of another distribution."""
+"""Quantiles of a distribution against those of a law fitted to it, or of another distribution."""
 
 from __future__ import annotations
 

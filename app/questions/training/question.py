@@ -1,4 +1,4 @@
-"""Does it change in training? Any metric by iteration and layer."""
+"""Does the error change during training? Any metric by iteration and layer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         table,
         board.caption(f"{len(table):,} points of iteration and layer"),
         note=board.definition,
-        hint="Choose a point to look into its worst tensor.",
+        hint="Click a point to open its worst tensor.",
         height=420,
         choose="tensor_id",
     )
@@ -87,7 +87,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 TRAINING = Question(
-    text="Does it change in training?",
+    text="Does the error change during training?",
     title="Training",
     icon=":material/timeline:",
     help="Any metric by iteration and layer",

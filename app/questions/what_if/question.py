@@ -79,7 +79,7 @@ COLUMNS = {
     ),
     "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale shared out"),
     "nbytes": Column(
-        "Size", width=75, help="Of all the values in this format", text=lambda row: bytes_text(row["nbytes"])
+        "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
 MOST_TENSORS = 12
@@ -203,7 +203,9 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""
-        chart = distribution_charts.histogram(histogram, f"as captured, and after each round trip{of}", "values")
+        chart = distribution_charts.histogram(
+            histogram, f"as recorded, and after rounding to each format{of}", "values"
+        )
         height = 360 + style.legend_height([d.group for d in shown])
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
         items.append(Figure("trial_histogram", chart, histogram, words, height=height))

@@ -1,4 +1,4 @@
-"""Why does it suffer? Magnitudes over the codebook, channels, tokens."""
+"""Why does it lose precision? Magnitudes over the codebook, channels, tokens."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 WHY = Question(
-    text="Why do they suffer?",
+    text="Why do they lose precision?",
     title="Why",
     icon=":material/search_insights:",
     help="Magnitudes over the format’s codebook, channels, tokens",

@@ -284,7 +284,7 @@ def test_list_shows_everything(command, capsys):
 def test_list_shows_one_kind(command, capsys):
     assert command("list", "recipes") == 0
     out = capsys.readouterr().out
-    assert "nvidia_nvfp4          NVIDIA NVFP4 pre-training (code, excerpt; not all is certain)" in out
+    assert "nvidia_nvfp4          NVIDIA NVFP4 pre-training (code, excerpt; partly uncertain)" in out
     assert "without=A+B" in out and "llama32-1b" not in out
     assert "    linear.dgrad    nvfp4(rounding=stochastic) × nvfp4(block=16x16)\n" in out
     assert "    linear.wgrad    fp8_e4m3(block=1x128) × rounded fp8_e4m3(block=1x128)\n" in out

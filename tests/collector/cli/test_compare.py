@@ -709,7 +709,7 @@ class TestCommand:
         (broken.directory / file).write_bytes(content)
         assert command("compare", str(tmp_path / "runs"), "--format", "csv") == 0
         out, err = capsys.readouterr()
-        assert one_line(err) and err.startswith(f"binade: passed over: {broken.run_id} cannot be read: ")
+        assert one_line(err) and err.startswith(f"binade: skipped: {broken.run_id} cannot be read: ")
         assert [row["recipe"] for row in read_csv(out)] == ["bf16"]
 
     def test_nothing_but_damaged_runs_is_exit_1(self, command, capsys, made):
@@ -719,7 +719,7 @@ class TestCommand:
         out, err = capsys.readouterr()
         *passed_over, last = err.splitlines()
         assert out == "" and len(passed_over) == 2 and "holds no runs that can be read" in last
-        assert all(line.startswith("binade: passed over: ") for line in passed_over)
+        assert all(line.startswith("binade: skipped: ") for line in passed_over)
 
     @pytest.mark.parametrize(
         ("damage", "said", "left"),
@@ -755,7 +755,7 @@ class TestCommand:
         file.write_bytes(b"x")
         assert command("compare", "--format", "csv") == 0
         out, err = capsys.readouterr()
-        assert err == "binade: passed over: mxfp8: 1 of its gradients cannot be read\n"
+        assert err == "binade: skipped: mxfp8: 1 of its gradients cannot be read\n"
         assert read_csv(out)[1]["gradient_cosine"] == ""
         monkeypatch.setattr("binade.collector.cli.compare.MAX_GRADIENT_VALUES", TENSOR.numel() - 1)
         assert command("compare", "--format", "csv") == 0
