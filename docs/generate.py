@@ -36,11 +36,13 @@ def options() -> list[str]:
     """Every command with its options; those that others share with `binade run`, once."""
     group = build()
     found = []
+    filters = ""
     training = {param.opts[0] for param in training_params("run")}
     for words, command in commands(group, click.Context(group, info_name="binade")):
         shared = training if words in ("binade batch", "binade quick", "binade ablate") else set()
         own = [param for param in command.params if param.opts[0] not in shared]
-        usage = " ".join(command.collect_usage_pieces(click.Context(command)))
+        context = click.Context(command)
+        usage = " ".join(command.collect_usage_pieces(context))
         found += [f"### {words}", f"    {words} {usage}", cleandoc(command.help or "")]
         if shared:
             absent = sorted(f"`{name}`" for name in shared.difference(*(param.opts for param in command.params)))
@@ -51,7 +53,13 @@ def options() -> list[str]:
                 titles.setdefault(param.title, []).append(param)
         for title, members in titles.items():
             about = max((option.about for option in members), key=len)
-            usages = [" ".join([o.opts[0], *([o.metavar] if o.metavar and not o.is_flag else [])]) for o in members]
+            if title == "Filter" and filters:
+                found.append(f"**Filter**: the filter options of `{filters}`.")
+                continue
+            filters = words if title == "Filter" else filters
+            usages = [
+                f"{o.opts[0]} {'' if o.is_flag else o.metavar or o.make_metavar(context)}".strip() for o in members
+            ]
             rows = [
                 (f"`{usage}`".replace("|", "\\|"), str(option.help).replace("|", "\\|"))
                 for usage, option in zip(usages, members, strict=True)

@@ -145,7 +145,7 @@ class RunConfig:
     ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
         help="Record only what these ranks hold")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
-        help="Formats to try on every recorded operand. It takes time, hardly any space", placeholder="no format")
+        help="Formats to try on every recorded operand. Takes time, but hardly any space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
         help="Also measure the error of each GEMM's result, what rounding does to the loss, single blocks, and what "
         "follows channels and weights over iterations",

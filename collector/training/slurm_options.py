@@ -13,7 +13,7 @@ from binade.collector.training.option import Group, check_options, declared, opt
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
-START = Group("How it is started", "All but --launcher and --dry-run need --launcher slurm.")
+START = Group("How it starts", "All but --launcher and --dry-run need --launcher slurm.")
 
 
 class Launcher(StrEnum):
