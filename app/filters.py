@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import streamlit as st
@@ -41,4 +42,20 @@ def sidebar(catalog: Catalog) -> Filter:
                 for name in [name for name in names if name in everything]:
                     options = list(dict.fromkeys([*possible.get(name, []), *getattr(chosen, name)]))
                     st.multiselect(TITLES[name], options, key=key(name), help=HELP.get(name), placeholder="all")
-    return chosen_filter()
+    chosen = chosen_filter()
+    _chips(chosen)
+    return chosen
+
+
+def _chips(chosen: Filter) -> None:
+    """Show the filter's values above the page; a click removes one."""
+    chips = {f"{TITLES[name]}: {value} ✕": (name, value) for name, values in chosen.items() for value in values}
+    if chips:
+        label = "Filter: click a value to remove it"
+        st.pills(label, list(chips), key="chips", on_change=_remove, args=(chips,), label_visibility="collapsed")
+
+
+def _remove(chips: Mapping[str, tuple[str, str | int]]) -> None:
+    name, value = chips[st.session_state["chips"]]
+    st.session_state[key(name)] = [other for other in st.session_state[key(name)] if other != value]
+    st.session_state["chips"] = None

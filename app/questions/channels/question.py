@@ -1,4 +1,4 @@
-"""Do outliers stay in the same channels? The hot channels of each tensor, and whether they stay hot over iterations."""
+"""Do outlier channels persist? The hot channels of each tensor, and whether they stay hot over iterations."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _verdict(found: compute.Persistence) -> str:
 
 
 CHANNELS = Question(
-    text="Do outliers stay in the same channels?",
+    text="Do outlier channels persist?",
     title="Channels",
     icon=":material/view_column:",
     help="Hot channels over iterations, and how many of them stay hot, by layer",

@@ -1,4 +1,4 @@
-"""Which operands cost the most loss? The predicted change of the loss by operand, beside its SQNR."""
+"""What does rounding cost in loss? The predicted change of the loss by operand, beside its SQNR."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 LOSS = Question(
-    text="Which operands cost the most loss?",
+    text="What does rounding cost in loss?",
     title="Loss",
     icon=":material/trending_down:",
     help="Predicted change of the loss by operand, beside its SQNR",

@@ -1,4 +1,4 @@
-"""Are gradients larger than their noise? Also weights that flip between rounded values."""
+"""Are gradients above the noise? Also weights that flip between rounded values."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _of_gradients_verdict(gradients: pd.DataFrame, fmt: str) -> str:
 
 
 NOISE = Question(
-    text="Are gradients larger than their noise?",
+    text="Are gradients above the noise?",
     title="Noise",
     icon=":material/ssid_chart:",
     help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",

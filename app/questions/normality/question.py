@@ -1,4 +1,4 @@
-"""Are the values normally distributed? Q-Q against fitted laws, another tensor or the filter's selection, and boxes."""
+"""Are the values Gaussian? Q-Q against fitted laws, another tensor or the filter's selection, and boxes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _sketch(d: Distribution) -> sketch.Sketch:
 
 
 NORMALITY = Question(
-    text="Are the values normally distributed?",
+    text="Are the values Gaussian?",
     title="Is it normal",
     icon=":material/show_chart:",
     help="Q–Q plots against laws, other tensors and selections",

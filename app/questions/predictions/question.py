@@ -1,4 +1,4 @@
-"""Do the predictions hold in training? Predicted loss changes of recipes beside the gaps that were measured."""
+"""Do the predictions hold? Predicted loss changes of recipes beside the gaps that were measured."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _verdict(table: pd.DataFrame) -> str:
 
 
 PREDICTIONS = Question(
-    text="Do the predictions hold in training?",
+    text="Do the predictions hold?",
     title="Predictions",
     icon=":material/fact_check:",
     help="Predicted loss changes of recipes beside the gaps that were measured in training",

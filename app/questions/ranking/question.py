@@ -1,4 +1,4 @@
-"""Which tensors lose the most precision? Layers, modules, operations and tensors, ranked."""
+"""Which tensors lose precision? Layers, modules, operations and tensors, ranked."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 RANKING = Question(
-    text="Which tensors lose the most precision?",
+    text="Which tensors lose precision?",
     title="Ranking",
     icon=":material/leaderboard:",
     help="Layers, modules, operations and tensors, ranked",

@@ -1,4 +1,4 @@
-"""Which GEMM has the largest error? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
+"""Which GEMM has the most error? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
 
 
 RESULTS = Question(
-    text="Which GEMM has the largest error?",
+    text="Which GEMM has the most error?",
     title="GEMMs",
     icon=":material/calculate:",
     help="Errors of results in forward, dgrad and wgrad, beside those of their operands",

@@ -1,4 +1,4 @@
-"""Does the error change during training? Any metric by iteration and layer."""
+"""Does the error grow in training? Any metric by iteration and layer."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 TRAINING = Question(
-    text="Does the error change during training?",
+    text="Does the error grow in training?",
     title="Training",
     icon=":material/timeline:",
     help="Any metric by iteration and layer",
