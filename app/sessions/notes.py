@@ -16,7 +16,7 @@ DEEPEST = 30  # quotes, lists, emphasis or brackets within each other; a browser
 TOO_DEEP = "These notes are nested too deeply to be laid out. As they were written:"
 
 
-LINK = re.compile(r"(?<!\\)\[([^][\\]*)\]\(<?(https?://[^\s<>()]+)>?\)")
+LINK = re.compile(r"(?<![\\!])\[([^][\\]*)\]\(<?(https?://[^\s<>()]+)>?\)")
 STAYS_TEXT = (
     (re.compile(r"!\["), r"\\!\\["),  # pictures
     (re.compile(r"\]\("), r"]\\("),  # links with a text
