@@ -1,13 +1,17 @@
-"""binade serve: the app on 127.0.0.1. binade report: every chart as files. binade bundle: sessions with their runs."""
+"""binade serve: the app. binade report: every chart as files. binade bundle: sessions with their runs."""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import socket
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
@@ -16,17 +20,18 @@ from binade.data.filter import FilterError
 from binade.filter_options import filter_of
 from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, resolve_root, root_option
 
-HOST = "127.0.0.1"
 
-
-def in_use(port: int) -> bool:
-    with socket.socket() as probe:
+def _cannot_bind(host: str, port: int) -> str:
+    """Why the app cannot listen there, or ""."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
-        except OSError:
-            return True
-    return False
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"port {port} is taken: stop what uses it, or choose another (PORT={port + 1} make run)"
+            return f"cannot listen on {host}, port {port}: {error.strerror}"
+    return ""
 
 
 def _settings() -> dict[str, Any]:
@@ -43,14 +48,24 @@ def _options(settings: dict[str, Any], prefix: str = "--") -> list[str]:
     return options
 
 
-def _serve(port: int, allow_host: tuple[str, ...]) -> int:
-    """Open the app on 127.0.0.1."""
-    if in_use(port):
-        advice = f"stop what uses it, or choose another (PORT={port + 1} make run)"
-        return fail(f"port {port} is taken: {advice}")
-    from binade.app.guard import loopback
+def _serve(
+    host: str,
+    port: int,
+    allow_host: tuple[str, ...],
+    login: bool,
+    trust_proxy_header: str,
+    proxy: str,
+    operators: str,
+    read_only: bool,
+) -> int:
+    """Open the app on 127.0.0.1, or share it (docs/serving.md)."""
+    from binade.app import sharing
+    from binade.data import access
     from binade.data.runs import RunError, is_a_file
 
+    shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators)
+    if problem := _cannot_bind(host, port):
+        return fail(problem)
     try:
         root = resolve_root(None)
     except RunError as error:
@@ -61,16 +76,25 @@ def _serve(port: int, allow_host: tuple[str, ...]) -> int:
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
 
+    if login:
+        shared = replace(shared, hosts=(*shared.hosts, _login_host()))
+    if read_only:
+        os.environ[access.SETTING] = "1"
+    # Else uvicorn would believe what any program on this machine says about where a request comes from.
+    os.environ["FORWARDED_ALLOW_IPS"] = ""
+    sharing.current = shared
     # Our pages are declared in main.py. By default, Streamlit would treat app/pages as pages of its older kind until
     # main.py has run once: an address like /runs, opened first, would be blank.
     PagesManager.uses_pages_directory = False
     # The tests validate every chart against Vega-Lite's schema; repeating it here takes longer than drawing.
     disable_debug_mode()
     server = Path(__file__).with_name("server.py")
-    print(f"Binade: http://{HOST}:{port}", flush=True)
+    print(f"Binade: http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
     try:
-        options = ["--server.address", HOST, "--server.port", str(port), *_options(_settings())]
-        cli.main(["run", str(server), *options, "--", *loopback(port), *allow_host], standalone_mode=False)
+        options = ["--server.address", host, "--server.port", str(port), *_options(_settings())]
+        if shared.header:
+            options += ["--server.trustedUserHeaders", json.dumps({shared.header: sharing.USER})]
+        cli.main(["run", str(server), *options], standalone_mode=False)
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
@@ -78,6 +102,23 @@ def _serve(port: int, allow_host: tuple[str, ...]) -> int:
     sys.stderr.flush()
     # Streamlit's threads keep DuckDB's objects alive; an ordered shutdown would print a page of leak warnings.
     os._exit(status)
+
+
+def _login_host() -> str:
+    """The Host header of the address that users come back to from signing in. Raises SharingError where Streamlit's
+    settings of the provider are incomplete."""
+    from streamlit import auth_util
+    from streamlit.errors import StreamlitAuthError
+
+    from binade.app.sharing import SharingError
+
+    if not auth_util.is_authlib_installed():
+        raise SharingError("--login needs the package Authlib: pip install 'binade[login]'")
+    try:
+        auth_util.validate_auth_credentials("default")
+    except StreamlitAuthError as error:
+        raise SharingError(f"--login: {' '.join(str(error).split())} See docs/serving.md") from None
+    return urlsplit(str(auth_util.get_secrets_auth_section()["redirect_uri"])).netloc.lower()
 
 
 @click.pass_context
@@ -149,11 +190,37 @@ serve = Command(
     params=[
         Option(["--port"], type=click.IntRange(1, 65535), default=8501, metavar="N", help="Port  [default: 8501]"),
         Option(
+            ["--host"],
+            default="127.0.0.1",
+            metavar="ADDRESS",
+            help="Address to listen on; others than this machine's own need --login or --trust-proxy-header  "
+            "[default: 127.0.0.1]",
+        ),
+        Option(
             ["--allow-host"],
             multiple=True,
             metavar="HOST[:PORT]",
             help="Also accept this host name, as the browser shows it: localhost:9000 with ssh -L 9000:localhost:8501",
         ),
+        Option(
+            ["--login"],
+            is_flag=True,
+            help="Users sign in with the OpenID Connect provider of .streamlit/secrets.toml",
+        ),
+        Option(
+            ["--trust-proxy-header"],
+            default="",
+            metavar="NAME",
+            help="Header with the user's name, such as X-Forwarded-User, from the proxy that authenticates users",
+        ),
+        Option(["--proxy"], default="", metavar="ADDRESS", help="The address that this proxy connects from"),
+        Option(
+            ["--operators"],
+            default="",
+            metavar="FILE|NAMES",
+            help="Users who may launch, cancel, delete, save and upload; others only look  [default: all may]",
+        ),
+        Option(["--read-only"], is_flag=True, help="Nobody may; as with BINADE_READ_ONLY=1"),
     ],
     callback=_serve,
     help=_serve.__doc__,

@@ -1,13 +1,15 @@
-"""Rejects requests to other host names, and from other origins. No Streamlit."""
+"""Rejects requests to other host names, from other origins, past the proxy, and of files that no page asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from binade.app import uploads
+from binade.app.sharing import Sharing, address_of
 
 HEADERS = {
     "Content-Security-Policy": "frame-ancestors 'none'",
@@ -16,41 +18,63 @@ HEADERS = {
 }
 
 
-def loopback(port: int) -> tuple[str, ...]:
-    """The Host headers of this machine's own browsers."""
-    return tuple(name if port == 80 else f"{name}:{port}" for name in ("127.0.0.1", "localhost", "[::1]"))
-
-
 @dataclass(frozen=True)
 class Guard:
-    """ASGI middleware that answers 403 if the Host is not one of `hosts`, in lower case (DNS rebinding), or the Origin
-    is another site's. A websocket must have an Origin. No page may show the app in a frame."""
+    """ASGI middleware that answers 403 if the Host is not one of `sharing.hosts` (DNS rebinding), the Origin is another
+    site's, or, behind a proxy, the request is not the proxy's or does not name its user once. A websocket must have an
+    Origin. No page may show the app in a frame. Files are refused as `uploads` says."""
 
     app: ASGIApp
-    hosts: Collection[str]
+    sharing: Sharing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
-        refused = self._refused(Headers(scope=scope), scope["type"] == "websocket")
+        headers, websocket = Headers(scope=scope), scope["type"] == "websocket"
+        refused, status = self._refused(headers, scope), 403
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        if not refused:
-            return await self.app(scope, receive, answer)
-        if scope["type"] == "websocket":
+        if websocket and refused:
             return await send({"type": "websocket.close", "code": 1008})
-        await PlainTextResponse(refused + "\n", status_code=403)(scope, receive, answer)
+        if websocket:
+            try:
+                return await self.app(scope, receive, answer)
+            finally:
+                uploads.close_disconnected()
+        file = uploads.PATH.fullmatch(scope["path"]) if scope["method"] == "PUT" else None
+        if file and not refused:
+            length = None if "transfer-encoding" in headers else headers.get("content-length")
+            status, refused = uploads.begin(file["session"], length)
+        if refused:
+            return await PlainTextResponse(refused + "\n", status_code=status)(scope, receive, answer)
+        try:
+            await self.app(scope, receive, answer)
+        finally:
+            if file:
+                uploads.end(**file.groupdict())
 
-    def _refused(self, headers: Headers, websocket: bool) -> str:
+    def _refused(self, headers: Headers, scope: Scope) -> str:
         """The reason to refuse the request, or ""."""
         host, origin = headers.get("host", "").lower(), headers.get("origin")
-        if host not in self.hosts:
+        if self.sharing.header:
+            if not self._from_proxy(scope):
+                return f"Refused: only the proxy at {self.sharing.proxy} may connect to this address"
+            names = headers.getlist(self.sharing.header)
+            if len(names) != 1 or not names[0].strip():
+                return f"Refused: expected one header {self.sharing.header} with a name from the proxy"
+        if host not in self.sharing.hosts:
             allow = f" To allow it: binade serve --allow-host {host}" if host else ""
-            return f"Unknown host {host!r}; known are {', '.join(self.hosts)}.{allow}"
-        if (origin is not None or websocket) and origin not in (f"http://{host}", f"https://{host}"):
+            return f"Unknown host {host!r}; known are {', '.join(self.sharing.hosts)}.{allow}"
+        if (origin is not None or scope["type"] == "websocket") and origin not in (f"http://{host}", f"https://{host}"):
             return f"Refused: the Origin is {origin!r}, expected http://{host}"
         return ""
+
+    def _from_proxy(self, scope: Scope) -> bool:
+        try:
+            return str(address_of((scope.get("client") or ("",))[0])) == self.sharing.proxy
+        except ValueError:
+            return False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import streamlit as st
 
+from binade.app import uploads, users
 from binade.app.pages import question_page
 from binade.app.pages.registry import PAGES, Page
 from binade.app.sessions import draft
@@ -31,6 +32,7 @@ def navigate(default: str = "overview") -> None:
     """Declare the pages, so that they can link to each other, and run the one that the address names."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
     st.html(Path(__file__).with_name("app.css"))
+    known = users.sign_in()
     declared = {
         page.name: st.Page(
             _shown(page),
@@ -43,11 +45,15 @@ def navigate(default: str = "overview") -> None:
         if not (page.writes and read_only())
     }
     st.session_state["pages"] = declared
-    chosen = st.navigation(list(declared.values()), position="top")
+    chosen = st.navigation(list(declared.values()), position="top" if known else "hidden")
+    if not known:
+        return
     draft.follow_link()
     draft.notices()
     chosen.run()
     draft.panel()
+    users.panel()
+    uploads.end_page()
 
 
 if __name__ == "__main__":

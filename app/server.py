@@ -1,14 +1,15 @@
-"""What `binade serve` runs: streamlit run app/server.py -- HOST:PORT ..., the Host headers that are answered."""
+"""What `binade serve` runs: streamlit run app/server.py, in its own process."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from starlette.middleware import Middleware
 from streamlit.starlette import App
 
+from binade.app import sharing, users
 from binade.app.guard import Guard
+from binade.data import access
 
-HOSTS = [host.lower() for host in sys.argv[1:]]
-app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, hosts=HOSTS)])
+access.restrict(users.reason)
+app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, sharing=sharing.current)])

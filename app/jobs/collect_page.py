@@ -14,7 +14,7 @@ from binade.collector import jobs
 from binade.collector.jobs import JobError
 from binade.collector.recipes.files import label
 from binade.collector.training.config import DATASETS, ConfigError, RunConfig
-from binade.data.access import ReadOnlyError, read_only
+from binade.data.access import ReadOnlyError, reason
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
@@ -29,8 +29,8 @@ FAILED = (JobError, ReadOnlyError, RunError, OSError)
 
 def page() -> None:
     st.title("Collect", anchor=False)
-    if read_only():
-        st.info("The app was started read-only: runs cannot be launched here.", icon=":material/lock:")
+    if why := reason():
+        st.info(plain(f"Runs cannot be launched here: {why}."), icon=":material/lock:")
         st.stop()
     st.session_state["page"] = "collect"
     _begin()

@@ -25,7 +25,7 @@ from binade.app.questions.view import open_tensor
 from binade.app.state import catalog
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobView, State
-from binade.data.access import ReadOnlyError, read_only
+from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
@@ -112,7 +112,9 @@ def _head(root: Path, views: list[JobView]) -> None:
     ended = len(views) - running - queued
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.caption(f"{running} running · {queued} queued · {ended} ended", width="content")
-        if not read_only():
+        if why := reason():
+            st.caption(plain(f"Only to look at: {why}"), width="content")
+        else:
             with st.container(horizontal=True, vertical_alignment="center", width="content", gap="small"):
                 st.caption("At once", width="content")
                 st.session_state["jobs_at_once"] = jobs.at_once(root)

@@ -6,7 +6,7 @@ import streamlit as st
 
 from binade.app.address import plain
 from binade.app.state import catalog_page, explain_empty, sandbox
-from binade.data.access import read_only
+from binade.data.access import reason
 from binade.data.catalog import Catalog
 from binade.data.sandbox import MEMORY, ROWS, SECONDS, QueryError
 from binade.data.text import csv_table
@@ -22,8 +22,8 @@ LONGEST = 4000  # characters of a statement that the address can hold
 
 @catalog_page("SQL", needs_tensors=False)
 def page(opened: Catalog) -> None:
-    if read_only():
-        st.info("SQL is off: the app was started read-only.", icon=":material/lock:")
+    if why := reason():
+        st.info(plain(f"SQL is off: {why}."), icon=":material/lock:")
         return
     if not opened.totals().tensors:
         explain_empty(opened)

@@ -6,22 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pandas as pd
-from markdown_it import MarkdownIt
 
 from binade.app.figure import Figure
 from binade.app.params import read_filter
 from binade.app.report import runs as run_tables
 from binade.app.report.section import Section, Table
-from binade.app.sessions import notes as session_notes
 from binade.app.sessions.pins import draw, missing_runs
 from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
-
-
-def notes_html(session: Session) -> str:
-    """The notes as HTML: no tag of their own, no picture, no link that runs a script."""
-    return MarkdownIt("js-default", {"html": False}).render(session_notes.safe(session.notes)) if session.notes else ""
 
 
 def filter_of(opened: Catalog, session: Session) -> Filter:

@@ -39,7 +39,7 @@ from binade.app.report import contents, sessions, stats
 from binade.app.report.page import page
 from binade.app.report.rendering import Picture, RenderError, Renderers
 from binade.app.report.section import Section, Table, merged
-from binade.app.sessions import storage
+from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
 from binade.data.catalog import Catalog
@@ -285,7 +285,7 @@ def _top(opened: Catalog, where: Filter, session: Session | None) -> dict[str, o
             ("Size", bytes_text(totals.nbytes)),
             ("Runs", f"{totals.runs:,}"),
         ),
-        "notes": sessions.notes_html(session) if session else "",
+        "notes": notes.to_html(session.notes) if session else "",
     }
 
 

@@ -18,7 +18,7 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
 from binade.app.state import catalog
-from binade.data.access import ReadOnlyError, read_only
+from binade.data.access import ReadOnlyError, reason
 from binade.data.catalog import Catalog
 from binade.data.runs import RunError, resolve_root
 
@@ -148,7 +148,7 @@ def show(view: View) -> NoReturn:
     """Go to a view; if its page is not served, go to the open session with a notice."""
     state = st.session_state
     if view.page not in state["pages"]:
-        notice = f"The session's page, {view.page.upper()}, is not served read-only: its notes and pins are here."
+        notice = f"The session's page, {view.page.upper()}, is not for viewers: its notes and pins are here."
         notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
     state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
@@ -206,8 +206,8 @@ def panel() -> None:
             st.caption("No session open. Pin a chart or save this view to start one.")
         left, right = st.columns(2, vertical_alignment="center")
         with left:
-            if read_only():
-                st.button("Save", disabled=True, help="The app was started read-only", width="stretch")
+            if why := reason():
+                st.button("Save", disabled=True, help=plain(f"Not possible: {why}"), width="stretch")
             else:
                 _save(draft, view)
         with right:

@@ -1,25 +1,55 @@
-"""Notes as they may be shown: Markdown whose pictures stay text, so that opening someone's session loads nothing."""
+"""Notes as they may be shown: Markdown whose pictures stay text, so that opening someone's session loads nothing, and
+whose links show their addresses, so that nobody clicks on another one than they read."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 from markdown_it import MarkdownIt
+from markdown_it.renderer import RendererHTML
+from markdown_it.token import Token
 
 DEEPEST = 30  # quotes, lists, emphasis or brackets within each other; a browser fails at thousands
 TOO_DEEP = "These notes are nested too deeply to be formatted. Their source:"
 
 
+LINK = re.compile(r"(?<![\\!])\[([^][\\]*)\]\(<?(https?://[^\s<>()]+)>?\)")
+STAYS_TEXT = (
+    (re.compile(r"!\["), r"\\!\\["),  # pictures
+    (re.compile(r"\]\("), r"]\\("),  # links with a text
+    (re.compile(r"(?<![^\r\n])([ \t>*+\d.)-]*\[(?:[^][\\]|\\.)*\]):", re.DOTALL), r"\1\\:"),  # [name]: address
+    (re.compile(r"<(?=[a-z][a-z0-9+.-]*:)(?!https?:|mailto:)", re.IGNORECASE), "&lt;"),
+)
+
+
 @lru_cache(maxsize=16)
 def safe(notes: str) -> str:
-    """The notes without pictures. Every picture in Markdown begins with "![", which becomes two plain letters; raw HTML
-    is for the one who draws to leave escaped, as st.markdown does by default. Notes nested beyond DEEPEST become a
-    block of plain text."""
+    """The notes without pictures, and without links whose text is not their address: [text](https://...) becomes
+    text <https://...>, any other form stays text. Raw HTML is for the one who draws to leave escaped, as st.markdown
+    does by default. Notes nested beyond DEEPEST become a block of plain text."""
     if _brackets(notes) >= DEEPEST or _depth(notes) >= DEEPEST:
         lines = re.split(r"\r\n|\r|\n", notes)
         return "\n".join([TOO_DEEP, "", *(f"    {line}" for line in lines)])
-    return re.sub(r"!\[", r"\\!\\[", notes)
+    shown = LINK.sub(r"\1 <\2>", notes)
+    for pattern, text in STAYS_TEXT:
+        shown = pattern.sub(text, shown)
+    return shown
+
+
+def to_html(notes: str) -> str:
+    """The notes as HTML for a page without Streamlit: `safe`, and no tag of their own."""
+    reader = MarkdownIt("js-default", {"html": False})
+    reader.normalizeLinkText = str  # type: ignore[assignment, method-assign]  # else xn--... is shown as the letters that it means
+    reader.add_render_rule("link_open", _link_open)
+    return str(reader.render(safe(notes)))
+
+
+def _link_open(self: RendererHTML, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
+    tokens[index].attrSet("rel", "noopener noreferrer")
+    return self.renderToken(tokens, index, options, env)
 
 
 def _depth(notes: str) -> int:

@@ -11,7 +11,7 @@ import pandas as pd
 import streamlit as st
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
-from binade.app import show
+from binade.app import show, uploads
 from binade.app.address import chosen_filter, follow, plain, write
 from binade.app.figure import Drawn
 from binade.app.formatting import bytes_text
@@ -23,7 +23,7 @@ from binade.app.sessions.draft import Draft
 from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
 from binade.app.state import catalog_page
-from binade.data.access import ReadOnlyError, read_only
+from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
@@ -41,8 +41,8 @@ def page(opened: Catalog) -> None:
         "Part", PARTS, key="part", required=True, format_func=lambda name: PARTS[name], label_visibility="collapsed"
     )
     write(chosen_filter(), params)
-    if read_only():
-        st.caption("The app was started read-only: sessions can be opened, and nothing saved or deleted.")
+    if why := reason():
+        st.caption(plain(f"Sessions can be opened, and nothing saved or deleted: {why}."))
     {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[part or "saved"](opened)
 
 
@@ -329,14 +329,14 @@ def _compare(opened: Catalog) -> None:
 
 
 def _import(opened: Catalog) -> None:
-    if read_only():
-        st.info("The app was started read-only: nothing can be imported.", icon=":material/lock:")
+    if why := reason():
+        st.info(plain(f"Nothing can be imported: {why}."), icon=":material/lock:")
         return
     st.markdown(
         "A session file (.json) or a bundle (.zip), as this page exports them. It is checked before anything is kept. "
         "If a session of the same id exists here, the imported one becomes its next version."
     )
-    given = st.file_uploader("File", type=["json", "zip"], key="import_file")
+    given = uploads.uploader("File", ["json", "zip"], "import_file")
     st.caption("A bundle too large to send through the browser: `binade bundle import FILE.zip`")
     if given is None or not st.button("Import", type="primary"):
         return
@@ -346,6 +346,7 @@ def _import(opened: Catalog) -> None:
         st.error(plain(str(error)), icon=":material/error:")
         return
     opened.sync()
+    uploads.drop()
     st.success(plain(summary), icon=":material/check:")
     if session:
         for problem in pins.missing_runs(opened.root, session):

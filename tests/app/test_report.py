@@ -345,6 +345,7 @@ def test_the_report_tells_how_it_was_made(drawn):
 
 def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     notes = f"# Found\n\n**fc1** is *worst* {HOSTILE} ![p](http://a.b/c.png) [go](javascript:alert(1)) <b>raw</b>"
+    notes += " [bank](https://evil.example/d)"
     pins = (
         Pin("worst", {"view": ["board"], "metric": ["absmax"]}, "ranking", "The worst\nof all"),
         Pin("worst", {}, "no_such_chart", ""),
@@ -368,7 +369,9 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     assert "Pin 2: The view has no chart" in text and kept.runs[0].hash in text
     assert not [tag for tag, _ in tags.tags if tag in ("img", "b")]
     assert not [a for _, attributes in tags.tags for a in attributes if a.startswith("on")]
-    assert not [a["href"] for tag, a in tags.tags if tag == "a" and not a["href"].startswith("#")]
+    links = [a for tag, a in tags.tags if tag == "a" and not a["href"].startswith("#")]
+    assert links == [{"href": "https://evil.example/d", "rel": "noopener noreferrer"}]
+    assert ">https://evil.example/d</a>" in text and "[go](javascript:alert(1))" in text
     assert json.loads((output / "tensor_stats.json").read_text())["filter"] == {"quant_type": ["mxfp8"]}
 
 

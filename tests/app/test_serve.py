@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from click.testing import CliRunner
 from streamlit import config
 from streamlit.web import bootstrap, cli
 
 from binade.app.cli import _options, _settings
+from binade.app.sharing import SharingError, address_of, sharing_of
 from binade.cli import main
+from binade.collector import jobs
+from binade.data import access
 from tests.browser.driver import free_port
 
 
@@ -34,3 +38,49 @@ def test_a_root_that_is_a_file(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.splitlines() == [
         f"binade: {tmp_path / 'runs'} is a file: the root of the runs must be a directory"
     ]
+
+
+PROXIED = {"header": "X-User", "proxy": "10.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"host": "0.0.0.0"}, "ssh -L 8501:127.0.0.1:8501 MACHINE"),
+        ({"host": "::"}, "ssh -L"),
+        ({"host": "192.0.2.1", "operators": "ada"}, "ssh -L"),
+        ({"host": "machine"}, "--host machine"),
+        ({"header": "X-User"}, "--proxy ADDRESS"),
+        ({"proxy": "10.0.0.1"}, "--trust-proxy-header NAME"),
+        ({"header": "X-User", "proxy": "10.0.0.0/8"}, "--proxy 10.0.0.0/8"),
+        ({"login": True, **PROXIED}, "choose one"),
+        ({"operators": "ada"}, "give --login or --trust-proxy-header"),
+        ({"operators": "./none", **PROXIED}, "no such file"),
+        ({"operators": " , ", **PROXIED}, "names nobody"),
+    ],
+)
+def test_options_that_would_let_anybody_in_are_refused(options, named):
+    with pytest.raises(SharingError, match=named):
+        sharing_of(**{"host": "127.0.0.1", "port": 8501} | options)
+
+
+def test_hosts_and_operators(tmp_path):
+    shared = sharing_of("192.0.2.1", 80, ("Runs.Example",), **PROXIED, operators="ada, bob")
+    assert {"192.0.2.1", "127.0.0.1", "runs.example"} <= {*shared.hosts} and shared.operators == {"ada", "bob"}
+    assert "[2001:db8::1]:81" in sharing_of("2001:db8::1", 81, **PROXIED).hosts
+    (tmp_path / "names").write_text("# of the team\nada\n\nbob@example.org  # on leave\n")
+    assert sharing_of("::1", 81, **PROXIED, operators=str(tmp_path / "names")).operators == {"ada", "bob@example.org"}
+    assert str(address_of("::ffff:10.0.0.1")) == "10.0.0.1"
+
+
+def test_a_viewer_can_launch_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "_reason_of_user", str)
+    access.restrict(lambda: "bob is a viewer")
+    with pytest.raises(access.ReadOnlyError, match="bob is a viewer"):
+        jobs.add(tmp_path, ["quick", "mxfp8"])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_public_address_without_users(capsys):
+    assert main(["serve", "--host", "0.0.0.0", "--port", str(free_port())]) == 2
+    assert "docs/serving.md" in capsys.readouterr().err

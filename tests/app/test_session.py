@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -331,15 +332,49 @@ def test_notes_nested_too_deeply_are_plain(text: str):
 
 
 def test_notes_within_reason_are_left_alone():
-    text = "# A\n\n" + "\n".join("  " * depth + "- *a* **b _c_** [d](e(f))" for depth in range(8)) + "\n> > > quoted"
+    text = "# A\n\n" + "\n".join("  " * depth + "- *a* **b _c_** `a[0]: x`" for depth in range(8)) + "\n> > > quoted"
     assert notes.safe(text) == text
 
 
-@settings(max_examples=250)
-@given(some.text("![]()a \\\n`<>", max_size=40))
-def test_notes_hold_no_picture(text: str):
-    def kinds(tokens: list) -> set[str]:
-        return {token.type for token in tokens} | {kind for token in tokens for kind in kinds(token.children or [])}
+HOSTILE_LINKS = (
+    "[bank](https://evil.example/a?b=c) [own](/?session=x) [t](https://evil.example 'title') [m](<https://evil.example>)",
+    "[go](javascript:alert(1)) [d](data:text/html,x) <data:image/png;base64,AA==> <JavaScript:alert(1)> <a@b.example>",
+    "[a][b] [b] [b][] ![a][b]\n\n[b]: https://evil.example/y.png\n> - [c]: data:text/html,x\r[c]: https://evil.example\n\n[c]",
+    "![alt](http://evil.example/x.png) [![p](http://a.example)](https://evil.example) <https://xn--ggle-55da.example>",
+    "\\\\[a](https://evil.example) \\\\![a](https://evil.example) \\\\<javascript:alert(1)> <https://a@evil.example>",
+    "<a href='https://evil.example'>bank</a> $\\href{https://evil.example}{bank}$ [a\n](https://evil.example)",
+)
 
-    shown = notes.safe(f"{text}![alt](http://elsewhere/x.png) ![a][b]\n\n[b]: http://elsewhere/y.png")
-    assert "image" not in kinds(MarkdownIt("commonmark", {"html": False}).parse(shown))
+
+class Links(HTMLParser):
+    """The links of a page, each with its attributes and its text, and whether there is a picture."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.links: list[tuple[dict[str, str | None], str]] = []
+        self.pictures = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.pictures += tag == "img"
+        if tag == "a":
+            self.links.append((dict(attrs), ""))
+
+    def handle_data(self, data: str) -> None:
+        if self.links:
+            self.links[-1] = (self.links[-1][0], self.links[-1][1] or data)
+
+
+@settings(max_examples=250)
+@given(some.text("![]()a:1. \\\n\r`<>", max_size=40), some.sampled_from(HOSTILE_LINKS))
+def test_notes_hold_no_picture_and_links_show_where_they_go(text: str, links: str):
+    found = Links(notes.to_html(f"{text}{links}"))
+    assert not found.pictures
+    for attributes, shown in found.links:
+        assert attributes["href"] in (shown, f"mailto:{shown}") and shown.startswith(("http://", "https://", "a@"))
+        assert attributes["rel"] == "noopener noreferrer"
+
+
+def test_the_address_of_a_link_stands_beside_its_text():
+    ((attributes, shown),) = Links(notes.to_html("see [the paper](https://arxiv.example/abs/1) for more")).links
+    assert attributes["href"] == shown == "https://arxiv.example/abs/1"

@@ -174,7 +174,7 @@ def test_read_only(visit: Visit, root: Path, monkeypatch: pytest.MonkeyPatch):
     assert not [button for button in at.button if button.label == "Delete"]
     at = press(at, "Read")
     assert [button.disabled for button in at.button if button.label == "Save"] == [True]
-    assert "nothing can be imported" in words(turn_to(at, "import"))
+    assert "Nothing can be imported" in words(turn_to(at, "import"))
     assert storage.load(root, one.id).number == 1
 
 
@@ -185,9 +185,9 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
     at = visit(root, "overview", session=one.id)
     assert at.title[0].value == "Sessions" and charts(at) == 1
-    assert "SQL, is not served read-only" in words(at)
+    assert "SQL, is not for viewers" in words(at)
     at = press(at, "Its view")
-    assert at.title[0].value == "Sessions" and words(at).count("SQL, is not served read-only") == 1
+    assert at.title[0].value == "Sessions" and words(at).count("SQL, is not for viewers") == 1
 
 
 def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):

@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -41,14 +41,15 @@ PORTS: list[int] = []  # of apps that have ended: a browser has the scripts of a
 
 
 @contextmanager
-def serving(root: Path) -> Iterator[str]:
+def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str, str] | None = None) -> Iterator[str]:
     """The real app on a root, in a process of its own; yields its address. Where a test fails meanwhile, what the app
-    said is printed."""
-    port = PORTS.pop() if PORTS else free_port()
+    said is printed. options: of `binade serve`."""
+    port = port or (PORTS.pop() if PORTS else free_port())
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
-        options = {"env": {"TENSOR_SAVE_DIR": str(root)}, "stdout": output, "stderr": subprocess.STDOUT}
-        app = start_python("-m", "binade", "serve", "--port", port, **options)
+        environment = {"TENSOR_SAVE_DIR": str(root), **(env or {})}
+        command = ("-m", "binade", "serve", "--port", str(port), *options)
+        app = start_python(*command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             until(lambda: answers(app, address), f"the app to answer at {address}")
             yield address
@@ -71,6 +72,8 @@ def answers(app: subprocess.Popen, address: str) -> bool:
     try:
         with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
             return bool(answer.status == 200)
+    except urllib.error.HTTPError as refusal:
+        return refusal.code == 403  # it answers its proxy only
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
 

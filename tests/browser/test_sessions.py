@@ -120,7 +120,9 @@ def test_a_link_to_what_is_absent_shows_the_rest(visit: Visit, served: str, own_
 
 HOSTILE = (
     "**bold** <img src='http://203.0.113.1/a.png' onerror='document.title=\"taken\"'> "
-    "![p](http://203.0.113.1/b.png) ![r][x] [click](javascript:document.title='taken')\n\n[x]: http://203.0.113.1/c.png"
+    "![p](http://203.0.113.1/b.png) ![r][x] [click](javascript:document.title='taken') [bank](https://203.0.113.1/d) "
+    "<data:text/html,x> [e](data:text/html,x) [r][x] $\\href{https://203.0.113.1/f}{bank}$ [own](/?session=x)"
+    "\n\n[x]: http://203.0.113.1/c.png"
 )
 
 
@@ -177,3 +179,6 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     settle(page)
     assert page.locator("[data-testid=stMarkdown] img").count() == 0 and page.title() != "taken"
     assert not [url for url in page.requests if "203.0.113.1" in url]
+    links = page.locator("[data-testid=stMarkdown] a").evaluate_all("all => all.map(a => [a.href, a.text, a.rel])")
+    assert ["https://203.0.113.1/d", "https://203.0.113.1/d", "noopener noreferrer"] in links
+    assert all(href == text and set(rel.split()) >= {"noopener", "noreferrer"} for href, text, rel in links)

@@ -1,0 +1,104 @@
+"""How `binade serve` shares the app: who is let in, and who of them may change something. No Streamlit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+USER = "binade_user"  # in Streamlit's st.user: what the proxy's header says
+
+
+class SharingError(ValueError):
+    """The options of `binade serve` do not fit together."""
+
+    exit_status = 2
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """hosts      Host headers that are answered, in lower case
+    header     of the proxy at the address `proxy`, with the name of the user that it has authenticated; "": no proxy
+    login      whether users sign in with Streamlit's OpenID Connect
+    operators  the users who may change something; None: everybody
+    """
+
+    hosts: tuple[str, ...] = ()
+    header: str = ""
+    proxy: str = ""
+    login: bool = False
+    operators: frozenset[str] | None = None
+
+    @property
+    def has_users(self) -> bool:
+        return self.login or bool(self.header)
+
+
+current = Sharing()  # of this process: `binade serve` sets it before Streamlit starts
+
+
+def address_of(text: str) -> IPv4Address | IPv6Address:
+    """An IP address; one of IPv4 as a socket of IPv6 shows it (::ffff:127.0.0.1) is that of IPv4. Raises ValueError."""
+    address = ip_address(text)
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def loopback(port: int) -> tuple[str, ...]:
+    """The Host headers of this machine's own browsers."""
+    return tuple(name if port == 80 else f"{name}:{port}" for name in (LOOPBACK, "localhost", "[::1]"))
+
+
+def sharing_of(
+    host: str,
+    port: int,
+    allow_host: tuple[str, ...] = (),
+    header: str = "",
+    proxy: str = "",
+    login: bool = False,
+    operators: str = "",
+) -> Sharing:
+    """From the options of `binade serve`. Raises SharingError where they would let in users that nobody has
+    authenticated, or do not fit together."""
+    try:
+        address = address_of(host)
+    except ValueError:
+        raise SharingError(f"--host {host}: expected an IP address, such as {LOOPBACK} or 0.0.0.0") from None
+    if bool(header) != bool(proxy):
+        raise SharingError(
+            "--trust-proxy-header NAME and --proxy ADDRESS belong together: the header is believed from there only"
+        )
+    if proxy:
+        try:
+            proxy = str(address_of(proxy))
+        except ValueError:
+            raise SharingError(f"--proxy {proxy}: expected the IP address that the proxy connects from") from None
+    if login and header:
+        raise SharingError("--login and --trust-proxy-header: choose one, so that each user has one name")
+    if not (address.is_loopback or login or header):
+        raise SharingError(
+            f"--host {host} would let in everybody who reaches this machine. Serve on {LOOPBACK} and forward the port: "
+            f"ssh -L {port}:{LOOPBACK}:{port} MACHINE. Or authenticate users: --login or --trust-proxy-header "
+            "(docs/serving.md)"
+        )
+    own = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
+    hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in own), *allow_host)
+    names = _names(operators) if operators else None
+    if names is not None and not (login or header):
+        raise SharingError("--operators needs users with names: give --login or --trust-proxy-header as well")
+    return Sharing(tuple(name.lower() for name in hosts), header, proxy, login, names)
+
+
+def _names(given: str) -> frozenset[str]:
+    """Of a file, one in each line, or separated by commas."""
+    path = Path(given)
+    if path.is_file():
+        lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
+    elif "/" in given or path.suffix == ".txt":
+        raise SharingError(f"--operators {given}: there is no such file")
+    else:
+        lines = given.split(",")
+    names = frozenset(line.strip() for line in lines if line.strip())
+    if not names:
+        raise SharingError(f"--operators {given}: it names nobody; --read-only lets nobody change anything")
+    return names

@@ -1,0 +1,101 @@
+"""The files that browsers send. Streamlit takes files for any open tab at any time and keeps them until the tab closes.
+
+Here a session may send files only while its page shows an uploader, and holds the latest one only. Each file has at
+most LARGEST bytes with what frames it in the request (Streamlit counts the body's as well: server.maxUploadSize), all
+files in the server together MOST.
+"""
+
+from __future__ import annotations
+
+import re
+from threading import Lock
+
+import streamlit as st
+from streamlit import runtime
+from streamlit.runtime.scriptrunner import get_script_run_ctx
+from streamlit.runtime.uploaded_file_manager import UploadedFile
+
+LARGEST = 64 << 20
+MOST = 256 << 20
+SHOWN = "uploader_shown"  # in the session's state
+PATH = re.compile(r"/_stcore/upload_file/(?P<session>[^/]+)/(?P<file>[^/]+)/?")
+
+_lock = Lock()
+_held: dict[str, int] = {}  # session that may send files -> bytes that it holds
+_sending: dict[str, int] = {}  # session -> bytes that it is sending
+
+
+def uploader(label: str, types: list[str], key: str) -> UploadedFile | None:
+    """st.file_uploader for one file, which this session may send while its page shows this."""
+    if runtime.exists():
+        with _lock:
+            _held.setdefault(_session(), 0)
+    st.session_state[SHOWN] = True
+    return st.file_uploader(label, types, key=key)
+
+
+def end_page() -> None:
+    """Drop the file of this session if the page that has been drawn shows no uploader."""
+    if not st.session_state.pop(SHOWN, False):
+        close(_session())
+
+
+def drop() -> None:
+    """Drop the file of this session: it has been used."""
+    with _lock:
+        if _session() in _held:
+            _held[_session()] = 0
+            _drop(_session())
+
+
+def _session() -> str:
+    context = get_script_run_ctx()
+    return context.session_id if context else ""
+
+
+def close(session: str) -> None:
+    """Drop what a session holds, and take no more."""
+    with _lock:
+        if _held.pop(session, None) is not None:
+            _drop(session)
+
+
+def close_disconnected() -> None:
+    """Drop what the sessions hold whose tabs are closed."""
+    for session in [*_held]:
+        if not runtime.get_instance().is_active_session(session):
+            close(session)
+
+
+def begin(session: str, length: str | None) -> tuple[int, str]:
+    """(HTTP status to refuse a file with, else 0; the reason). The file that the session holds makes room for it."""
+    with _lock:
+        if session not in _held:
+            return 403, "No page of yours takes a file now"
+        if length is None or not length.isdecimal():
+            return 411, "Files are sent with a Content-Length"
+        if (size := int(length)) > LARGEST:
+            return 413, f"The file has more than {LARGEST >> 20} MiB: use binade bundle import on the machine itself"
+        if session in _sending:
+            return 429, "One file at a time"
+        others = sum(_held.values()) - _held[session] + sum(_sending.values())
+        if size + others > MOST:
+            return 429, "Other users are sending large files: try again in a minute"
+        _drop(session)
+        _held[session], _sending[session] = 0, size
+        return 0, ""
+
+
+def end(session: str, file: str) -> None:
+    """A file has been sent, or not: count what is there now. It is dropped if the page has gone meanwhile."""
+    with _lock:
+        _sending.pop(session, None)
+        found = runtime.get_instance().uploaded_file_mgr.get_files(session, [file])
+        if session in _held:
+            _held[session] = sum(len(each.data) for each in found)
+        else:
+            _drop(session)
+
+
+def _drop(session: str) -> None:
+    runtime.get_instance().uploaded_file_mgr.remove_session_files(session)

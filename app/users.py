@@ -1,0 +1,50 @@
+"""The user of a page: their name, what they may do, and signing in."""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from binade.app import sharing
+from binade.app.address import plain
+
+
+def name() -> str:
+    """The name of the user whose page runs: the proxy's, or the e-mail address of an account. "" where nobody is known,
+    as in a thread that draws for no page.
+
+    An address that the provider has not verified could be anybody's: such an account is named by its subject.
+    """
+    if sharing.current.header:
+        return str(st.user.get(sharing.USER) or "")
+    if sharing.current.login and st.user.get("is_logged_in"):
+        verified = str(st.user.get("email_verified", True)).lower() == "true"
+        return str((verified and st.user.get("email")) or st.user.get("sub") or "")
+    return ""
+
+
+def reason() -> str:
+    """Why this user may only look, or "" (see `data.access.restrict`)."""
+    operators = sharing.current.operators
+    if operators is None or (own := name()) in operators:
+        return ""
+    return f"{own} is a viewer, not one of the operators" if own else "nobody is signed in"
+
+
+def sign_in() -> bool:
+    """Whether the user is known where they have to be. If not, the page is one to sign in."""
+    if not sharing.current.has_users or name():
+        return True
+    st.title("Binade", anchor=False)
+    st.markdown("Sign in to see the runs.")
+    st.button("Sign in", type="primary", icon=":material/login:", on_click=st.login)
+    return False
+
+
+def panel() -> None:
+    """Who is signed in, in the sidebar, with a button to sign out where the app itself let them in."""
+    if not sharing.current.has_users:
+        return
+    with st.sidebar.container(horizontal=True, vertical_alignment="center", key="user"):
+        st.caption(plain(f"{name()} · {'viewer' if reason() else 'operator'}"))
+        if sharing.current.login:
+            st.button("Sign out", type="tertiary", on_click=st.logout)

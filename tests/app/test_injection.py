@@ -1,0 +1,95 @@
+"""What runs and sessions of others say is text in every chart: no expression, no field, no address."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import vl_convert
+
+from binade.app.figure import Drawn
+from binade.app.pages.registry import PAGES
+from binade.app.sessions import pins
+from binade.app.sessions.session import Pin
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS
+from tests.app.reports import tensors
+from tests.app.test_pins import CASES
+from tests.data.builder import make_run
+
+pytestmark = pytest.mark.slow
+MARK = "203.0.113.9"
+PAYLOADS = (
+    f"'] || warn('{MARK}') || datum['x",
+    f'"; fetch("http://{MARK}/a"); "',
+    f"http://{MARK}/b.png",
+    f'{{"expr": "data({MARK})"}}',
+    f"datum.x:Q[0]\\.{MARK}",
+)
+# Of a specification: where text is shown or compared as it is. Everything else has a meaning of its own.
+TEXTS = {"title", "text", "subtitle", "domain", "sort", "values", "datum"}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Catalog]:
+    """Two runs whose names, modules and tensors are payloads."""
+    root: Path = tmp_path_factory.mktemp("hostile")
+    for seed, payload in enumerate(PAYLOADS[:2]):
+        named = [(x, {"module": PAYLOADS[2 + i % 3], **about}) for i, (x, about) in enumerate(tensors(seed))]
+        make_run(root, named, dataset=payload, model=PAYLOADS[2], size=PAYLOADS[3], recipe="mxfp8", command=payload)
+    with Catalog.open(root) as catalog:
+        yield catalog
+
+
+def marked(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The paths of all texts and names that have MARK."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if MARK in name:
+                yield (*path, "the name of a field")
+            yield from marked(value, (*path, name))
+    elif isinstance(node, list):
+        for value in node:
+            yield from marked(value, path)
+    elif isinstance(node, str) and MARK in node:
+        yield path
+
+
+def check(drawn: Drawn) -> int:
+    """How many of the figures show a payload; none of them means anything but text."""
+    for figure in drawn.figures:
+        rows = [row for table in figure.spec.get("datasets", {}).values() for row in table]
+        assert not {path for row in rows for path in marked(row) if path[-1] in ("url", "the name of a field")}
+        spec = {name: value for name, value in figure.spec.items() if name != "datasets"}
+        assert not [path for path in marked(spec) if path[-1] not in TEXTS], figure.name
+    return sum(MARK in json.dumps(figure.spec) for figure in drawn.figures)
+
+
+def test_payloads_in_runs_are_text(opened: Catalog):
+    shown = 0
+    for page, view in CASES:
+        drawn = pins.draw(opened, Pin(page, {name: [text] for name, text in view.items()}))
+        shown += check(drawn)
+        for figure in drawn.figures:
+            svg = vl_convert.vegalite_to_svg(
+                figure.sized_chart.to_dict(), allowed_base_urls=[]
+            )  # raises for any request
+            for element in ElementTree.fromstring(svg).iter():
+                links = [text for name, text in element.attrib.items() if name.endswith("href")]
+                assert all(text.startswith(("data:image/png;base64,", "#")) for text in links)
+                assert not any(name.startswith("on") for name in element.attrib)
+    assert shown > 5
+
+
+def test_payloads_in_pins_are_refused(opened: Catalog):
+    """A pin that asks for what is not here draws what it draws without it, or nothing, and says so."""
+    for page in (page for page in PAGES.values() if page.draw and page.params):
+        for number, name in enumerate((*FIELDS, "tensor", *page.params(opened))):
+            payload = f"{PAYLOADS[number % len(PAYLOADS)]} or another"
+            drawn = pins.draw(opened, Pin(page.name, {name: [payload]}, caption=payload))
+            check(drawn)
+            assert "another" not in json.dumps([figure.spec for figure in drawn.figures]) and drawn.problems
