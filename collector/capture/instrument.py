@@ -137,8 +137,11 @@ def instrument(
     ]
     # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
     exchanges = any(layer.exchanges for layer in layers)
+    # The passes of a run that is watched are counted in every step; if the model is itself a layer, it stays attached.
+    counts = recorder is not None and recorder.watching.follows
     eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
-    fixed = exchanges or any(part != Part() for part in recipe.every_part())
+    itself = counts and any(layer.module in models for layer in layers)
+    fixed = exchanges or itself or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False
 
@@ -155,11 +158,14 @@ def instrument(
             for layer, how in zip(layers, quantized, strict=True):
                 attached.callback(layer.attach(how))
             for each, clock, watch, besides in zip(models, clocks, watches, rest, strict=True):
-                attached.enter_context(around_forward(each, clock, watch))
+                if not counts:
+                    attached.enter_context(around_forward(each, clock, watch))
                 if recorder and besides:
                     attached.enter_context(recording(each, recorder, besides))
 
         follow()
+        for each, clock, watch in zip(models, clocks, watches, strict=True) if counts else ():
+            undo.enter_context(around_forward(each, clock, watch))
         if recorder:
             recorder.followers.append(follow)
             undo.callback(recorder.followers.remove, follow)
