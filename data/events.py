@@ -33,6 +33,7 @@ class Event:
     trigger  the condition that fired, as written
     place    the tensor or module: "layer1.fc1 input"
     until    of a capture, its last iteration
+    order    of what is not finite: its place among the calls and gradients of the step, which tells ranks apart
     """
 
     kind: EventKind
@@ -43,6 +44,7 @@ class Event:
     trigger: str | None = None
     place: str | None = None
     until: int | None = None
+    order: int | None = None
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, " if self.rank else ""
@@ -57,8 +59,8 @@ def append_event(directory: Path, event: Event) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """A run's events by iteration and rank. A line that is damaged or cut short ends those of its file. Raises OSError
-    for a file that cannot be read."""
+    """A run's events by iteration, order and rank. A line that is damaged or cut short ends those of its
+    file. Raises OSError for a file that cannot be read."""
     found = []
     for path in (directory / "events.jsonl", *sorted(directory.glob("ranks/rank*.events.jsonl"))):
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -66,4 +68,4 @@ def read_events(directory: Path) -> list[Event]:
                 found.append(parse_json(Event, line))
             except ValueError:
                 break
-    return sorted(found, key=lambda event: (event.iteration, event.rank))
+    return sorted(found, key=lambda event: (event.iteration, event.order or 0, event.rank))

@@ -26,6 +26,7 @@ from binade.app.state import catalog
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobView, State
 from binade.data.access import ReadOnlyError, read_only
+from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
@@ -283,6 +284,9 @@ def _details(root: Path, view: JobView) -> None:
     _log(root, view)
 
 
+SHOWN_EVENTS = 5  # the last ones
+
+
 def _progress(view: JobView, losses: pd.DataFrame) -> None:
     done = jobs.progress(view)
     if view.active:
@@ -298,6 +302,8 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
     cells[3].metric("Loss", "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}", border=True)
+    for event in read_events(view.run.directory)[-SHOWN_EVENTS:]:
+        st.warning(plain(str(event)), icon=":material/notifications:")
     if status.tensors_without_raw:
         st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
 

@@ -1,5 +1,5 @@
 """Follows what a Recorder measures, on the writer's thread: it keeps the ring of the last steps, judges triggers, and
-writes and announces events. Only `requested` is read by the training loop, which never waits for it.
+writes and announces events. The training loop reads `requested` and `fired` alone, and never waits.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ class Monitor:
     """The ring, triggers and events of one rank of a run.
 
     requested   how many captures have been asked for
+    fired       the triggers that have fired so far
     """
 
     def __init__(self, options: WatchOptions, writer: RunWriter, alerts: Sequence[Alert] = ()) -> None:
         self.requested = 0
+        self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
         self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring)
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)
+        self._non_finite: int | None = None  # the iteration of the last one that was announced
         self._captured_bytes = 0
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
 
@@ -89,9 +92,18 @@ class Monitor:
             ring = f"; steps {before[0]} to {before[-1]} before it are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
             self._fired, self._trigger = iteration, fired.trigger.text
+            self.fired = (*self.fired, fired.trigger.text)
             self._reason = f"{fired.trigger.text} in iteration {iteration}: {fired.reason}"
         if found and not full and self._options.capture_steps:
             self.requested += 1
+
+    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
+        """A step's first NaN or Inf was made there; said once in a cool-down."""
+        last = self._non_finite
+        if last is not None and iteration <= last + self._options.cooldown:
+            return
+        self._non_finite = iteration
+        self.announce(EventKind.NON_FINITE, iteration, text, place=place, order=order)
 
     def captures(self, steps: range) -> None:
         """These iterations are recorded whole, as was asked for."""
@@ -113,9 +125,10 @@ class Monitor:
         trigger: str | None = None,
         place: str | None = None,
         until: int | None = None,
+        order: int | None = None,
     ) -> None:
         """Write an event of this rank and give it to the alerts. An alert that fails gets no more, with a warning."""
-        event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until)
+        event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, order)
         append_event(self._writer.directory, event)
         LOG.warning("%s", event)
         for alert in list(self._alerts):

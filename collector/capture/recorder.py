@@ -34,6 +34,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
 from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
+from binade.data.events import EventKind
 from binade.data.export import Sink
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow, Trace
@@ -106,7 +107,7 @@ class Recorder:
                 of their own and the operation "evaluation" in place of "forward"
     sink        what also gets the rows once they are on the disk: TensorBoard, Weights & Biases or a file; see
                 data.export.Sink. If it fails, it gets no more, with a warning, and the run goes on
-    watch, stats, trigger, capture_steps, ring, ring_bytes, cooldown, capture_bytes
+    watch, stats, trigger, capture_steps, ring, ring_bytes, find_nan, cooldown, capture_bytes
                 follow a long run: see docs/watching.md and WatchOptions. With watch or ring, iterations is 0 by default
     alert       functions that are called with each data.events.Event, on the writer's thread; see capture.alerts
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
@@ -147,6 +148,7 @@ class Recorder:
         capture_steps: int = WatchOptions.capture_steps,
         ring: int = WatchOptions.ring,
         ring_bytes: int = WatchOptions.ring_bytes,
+        find_nan: bool = False,
         cooldown: int = WatchOptions.cooldown,
         capture_bytes: int = WatchOptions.capture_bytes,
         alert: Alert | Sequence[Alert] = (),
@@ -178,6 +180,7 @@ class Recorder:
             capture_steps,
             ring,
             ring_bytes,
+            find_nan,
             cooldown,
             capture_bytes,
         ).check()
@@ -189,6 +192,7 @@ class Recorder:
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
         self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
+        self.enders: list[Callable[[int], None]] = []  # called when an iteration or micro-batch ends
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -305,7 +309,12 @@ class Recorder:
             yield
         finally:
             self.recording = False
+        self._end_pass()
         self._publish()
+
+    def _end_pass(self) -> None:
+        for end in self.enders:
+            end(self.iteration)
 
     def settle(self) -> None:
         """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
@@ -333,6 +342,7 @@ class Recorder:
         """Publish what was captured, if that was another iteration; what follows belongs to this one."""
         if iteration == self.iteration:
             return
+        self._end_pass()
         self._done = self.iteration
         if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
@@ -349,6 +359,37 @@ class Recorder:
         if self.entered and self.watching.trigger:
             iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The conditions, as they are written."""
+        return tuple(trigger.text for trigger in self.watching.triggers)
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Those that have fired in this run, as far as is known."""
+        return self._monitor.fired if self.entered else ()
+
+    def changed(self, text: str, trigger: str | None) -> None:
+        """Write that what is quantized has changed with this iteration."""
+        if self.entered:
+            announce = self._monitor.announce
+            self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run a task on the writer's thread, in the order of what is written."""
+        self._writing.run(task)
+
+    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
+        """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
+        self._monitor.found_non_finite(iteration, order, place, text)
+
+    def keep(self, name: str, x: Tensor, site: Site) -> None:
+        """Record a tensor of the pass that runs, whether or not it is recorded otherwise."""
+        moment = Moment(self.iteration, self.micro_batch, True)
+        words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
+        identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
+        self._record(Observed(name, x.detach()), identity, moment, (), None, None, Shard())
 
     def _begin_capture(self) -> None:
         """Record whole steps if a trigger has fired: from this step on, or the next if this one has begun."""

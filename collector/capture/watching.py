@@ -46,6 +46,8 @@ class WatchOptions:
         help="Also record the N steps before a trigger fires. Every step is then measured like a watched one")
     ring_bytes: int = option(64 << 20, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
         help="Memory that those steps take at most", default_help="64M")
+    find_nan: bool = option(False, group=WATCH,
+        help="In every step, find the operation that makes the first NaN or Inf. This costs time in every step")
     cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,
         help="Steps after a trigger fired in which it does not fire again")
     capture_bytes: int = option(1 << 30, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",

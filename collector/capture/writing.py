@@ -95,7 +95,7 @@ class Writing:
             if not queued:
                 return False
             queued.pop(0)[1].acquire()
-        copy, arrived = _copy(x)
+        copy, arrived = copy_later(x)
         lock = _acquired()
         self._tasks.put(lambda: self._file(relative, copy, arrived, describe, lock))
         self._queued.append((nbytes, lock))
@@ -226,7 +226,7 @@ class Writing:
                 path.unlink()
 
 
-def _copy(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def copy_later(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """A copy of x on the host, and a function to call before the copy is read."""
     if x.device.type != "cuda":
         return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), lambda: None
