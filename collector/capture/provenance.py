@@ -31,6 +31,7 @@ from binade.collector.capture.writing import copy_later
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
+MOST_CALLS = 1 << 16  # of modules, that a step may have
 
 
 @dataclass
@@ -93,6 +94,9 @@ class Provenance:
         self.kept = False
         self.found = False  # only the writer's thread writes it
 
+    def __deepcopy__(self, _: object) -> Provenance:
+        return self  # a copy of the model has its hooks, which do nothing there
+
     def attach(self, undo: ExitStack) -> None:
         for name, module in self.modules.items():
             undo.callback(module.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True).remove)
@@ -126,8 +130,12 @@ class Provenance:
         return self.order
 
     def _begins(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.modules[name] is not module:
+            return None
         if not name:
             self.open.clear()  # of a pass that raised
+            if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
+                self.end(self.recorder.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
         call = _Call(name, self._next(), self._notes((args, kwargs)), self._notes(own))
         self.open.append(call)

@@ -190,7 +190,11 @@ def _check_recording(given: Mapping[str, Any]) -> None:
     nothing = "save_tensors" in given
     if nothing and given.get("record_tensors"):
         raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
-    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if given.get(name)]
+    chosen = [
+        name
+        for name in ("tensors", "modules", "capture_layers", "ranks", "watch", "trigger", "ring")
+        if given.get(name)
+    ]
     if nothing and chosen:
         flag = declared(RunConfig)[chosen[0]].flag
         raise ConfigError(f"--no-save-tensors records nothing, and {flag} chooses what is recorded: give one")

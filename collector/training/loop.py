@@ -142,6 +142,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         | {"python": platform.python_version()},
     }
     start = time.monotonic()
+    watches = ranks.rank in config.recording_ranks
+    watching = {each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}
     recorder = Recorder(
         root,
         label=f"{config.model_name}_{recipe.name}",
@@ -154,7 +156,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,
         enabled=True,
-        **{each.name: getattr(config, each.name) for each in fields(WatchOptions)},
+        **watching,
     )
     with recorder:
         writer = recorder.writer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
@@ -166,3 +167,15 @@ def test_overflow_of_a_format(tmp_path, recipe, dtype):
         assert (rows["infs"] + rows["nans"] > 0).tolist() == [False] * 3 + [True]
         kept = catalog.load(rows.loc["non_finite_operand2", "tensor_id"])
         assert torch.equal(kept, model.second.weight)
+
+
+def test_a_copy_of_the_model_is_not_traced(tmp_path):
+    model, x = Small(), torch.full((4, 8), torch.nan)
+    with Recorder(tmp_path, find_nan=True, iterations=0) as recorder, instrument(model, "bf16", recorder):
+        model(torch.ones(4, 8)).sum().backward()
+        copy = deepcopy(model)
+        copy(x).sum().backward()
+        recorder.step()
+    copy(x)
+    assert not read_events(recorder.writer.directory)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
