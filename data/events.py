@@ -6,6 +6,7 @@ Each rank but 0 has a file of its own in ranks/, so that each has one writer.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -59,8 +60,8 @@ def append_event(directory: Path, event: Event) -> None:
 
 
 def read_events(directory: Path) -> list[Event]:
-    """A run's events by iteration, order and rank. A line that is damaged or cut short ends those of its
-    file. Raises OSError for a file that cannot be read."""
+    """A run's events by iteration, those with an order first, and rank. A line that is damaged or cut short ends
+    those of its file. Raises OSError for a file that cannot be read."""
     found = []
     for path in (directory / "events.jsonl", *sorted(directory.glob("ranks/rank*.events.jsonl"))):
         for line in path.read_bytes().splitlines() if path.exists() else ():
@@ -68,4 +69,6 @@ def read_events(directory: Path) -> list[Event]:
                 found.append(parse_json(Event, line))
             except ValueError:
                 break
-    return sorted(found, key=lambda event: (event.iteration, event.order or 0, event.rank))
+    return sorted(
+        found, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
+    )

@@ -107,13 +107,17 @@ def _events(opened: Catalog, runs: pd.DataFrame) -> None:
         events = read_events(opened.root / run_id)
         found += [asdict(event) | {"kind": event.kind.value, "run": run_id} for event in reversed(events)]
     if found:
+        shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
         st.subheader("Events", anchor=False)
         st.dataframe(
             pd.DataFrame(found[:MOST_EVENTS]),
             hide_index=True,
             placeholder="–",
-            column_order=["kind", "iteration", "rank", "trigger", "text", "time", "run"],
-            column_config={"text": st.column_config.TextColumn("What happened", width=600)},
+            column_order=shown,
+            column_config={
+                **{name: st.column_config.Column(name.capitalize()) for name in shown},
+                "text": st.column_config.TextColumn("What happened", width=600),
+            },
         )
         if len(found) > MOST_EVENTS:
             st.caption(f"The latest {MOST_EVENTS} of {len(found):,} events.")

@@ -89,7 +89,7 @@ class Monitor:
         for fired in found:
             left = ", and nothing is captured: the captures have filled their budget" if full else ""
             before = [number for number, _ in self._before(iteration)]
-            ring = f"; steps {before[0]} to {before[-1]} before it are kept" if before else ""
+            ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
             self._fired, self._trigger = iteration, fired.trigger.text
             self.fired = (*self.fired, fired.trigger.text)
@@ -104,6 +104,7 @@ class Monitor:
             return
         self._non_finite = iteration
         self.announce(EventKind.NON_FINITE, iteration, text, place=place, order=order)
+        self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
         """These iterations are recorded whole, as was asked for."""

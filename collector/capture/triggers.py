@@ -135,13 +135,17 @@ class Triggers:
             if fired and (last is None or iteration > last + self.cooldown):
                 self._fired[trigger] = iteration
                 more = f", and {len(fired) - 1} more" * (len(fired) > 1)
-                found.append(Fired(trigger, fired[0][0], f"{fired[0][0]}: {fired[0][1]}{more}"))
+                where = "" if fired[0][0] == LOSS else f"{fired[0][0]}: "
+                found.append(Fired(trigger, fired[0][0], f"{where}{fired[0][1]}{more}"))
         return found
 
     def _holds(self, trigger: Trigger, place: str, value: float) -> str:
         """Why it fires now; "" if it does not."""
         if trigger.quantity == NAN:
-            return f"{value:,.0f} values are NaN or Inf" if value else ""
+            if place == LOSS:
+                return "the loss is NaN or Inf" if value else ""
+            count = "its" if math.isinf(value) else f"{value:,.0f}"  # only that there are some is known
+            return f"{count} values are NaN or Inf" if value else ""
         past = self._past.setdefault((trigger, place), _Past(deque(maxlen=trigger.window)))
         if math.isnan(value):  # undefined, as the SQNR of zeros
             past.held = 0

@@ -179,3 +179,17 @@ def test_a_copy_of_the_model_is_not_traced(tmp_path):
     copy(x)
     assert not read_events(recorder.writer.directory)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_is_found_fires_the_trigger_nan(tmp_path):
+    model = Small()
+    options = {"find_nan": True, "iterations": 0, "trigger": ("nan",), "capture_steps": 1}
+    with Recorder(tmp_path, **options) as recorder, instrument(model, "bf16", recorder):
+        for factor in (1.0, torch.inf, 1.0, 1.0):
+            model.factor = factor
+            model(torch.ones(4, 8)).sum().backward()
+            recorder.step()
+            recorder.settle()
+    found, fired, captured = read_events(recorder.writer.directory)
+    assert (found.kind, found.iteration, fired.kind, fired.trigger) == ("non-finite", 1, "trigger", "nan")
+    assert (captured.kind, captured.iteration) == ("capture", 3)

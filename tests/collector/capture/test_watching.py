@@ -94,7 +94,7 @@ def test_a_trigger_records_the_steps_around_it(tmp_path):
     assert (trigger.place, capture.kind, capture.iteration, capture.until) == (
         "layer1.fc1 weight", EventKind.CAPTURE, 7, 8,
     )  # fmt: skip
-    assert "steps 3 to 4 before it are kept" in trigger.text
+    assert "before it, iterations 3 to 4 are kept" in trigger.text
 
 
 def test_the_budgets_hold(tmp_path):
