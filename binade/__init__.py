@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from binade.collector import Recorder, coverage, instrument, instrument_provider
+    from binade.collector import Recorder, coverage, instrument, instrument_provider, schedule
     from binade.collector import TrainerCallback as TrainerCallback  # not in __all__: it needs transformers
     from binade.data.catalog import Catalog
     from binade.data.export import Sink
@@ -35,6 +35,7 @@ _HOME = {
     "coverage": "collector",
     "instrument": "collector",
     "instrument_provider": "collector",
+    "schedule": "collector",
     "Catalog": "data.catalog",
     "Filter": "data.filter",
     "Sink": "data.export",
@@ -52,6 +53,7 @@ __all__ = [
     "instrument",
     "instrument_provider",
     "quantize",
+    "schedule",
 ]
 
 

@@ -15,6 +15,7 @@ _HOME = {
     "coverage": "capture.instrument",
     "instrument": "capture.instrument",
     "instrument_provider": "capture.provider",
+    "schedule": "capture.schedule",
 }
 
 __all__ = [name for name in _HOME if name != "TrainerCallback"]  # which needs transformers

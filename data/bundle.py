@@ -53,7 +53,7 @@ MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20,
 CHUNK = 1 << 20
 # What a damaged archive trips zipfile and zlib over.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
-RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt")
+RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
@@ -203,7 +203,7 @@ class _Writer:
         status_file = self._temporary(f"status-{run.run_id}")
         status_file.write_text(json.dumps(asdict(status)))
         files.append((f"{prefix}/status.json", status_file))
-        for name in ("run.json", "loss.jsonl", "log.txt"):
+        for name in ("run.json", "loss.jsonl", "log.txt", "events.jsonl"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
         return _Plan(files, tensors, len(raw), left_out)

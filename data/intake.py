@@ -173,7 +173,7 @@ class Intake:
                     self._refuse(segment, error, incomplete)
                 continue
             batch.append(segment)
-            size += len(segment.tables["sketch"])
+            size += len(segment.tables["sketch"]) + len(segment.tables["tensor"])
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0

@@ -5,6 +5,7 @@
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
       log.txt        what the collector printed
       loss.jsonl     one line per iteration
+      events.jsonl   what happened beside: see data.events
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -74,9 +74,12 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
     return summarize_later(x, backend)()
 
 
-def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = None) -> Callable[[], Summary]:
+def summarize_later(
+    x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True
+) -> Callable[[], Summary]:
     """As `summarize`, but a function that returns the result: nothing waits for a GPU until it is called. x may be
-    overwritten before that. codes: the result of `counted(x)`, if it is known."""
+    overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, the summary has no
+    bins; of a finite float32 tensor on a CPU it also lacks absmin, skewness and kurtosis, which are NaN."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -87,12 +90,42 @@ def summarize_later(x: Tensor, backend: str = "auto", codes: Counted | None = No
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
 
         numel, fetch = x.numel(), triton_summary.one_pass(x)
-        return lambda: _from_pass(numel, fetch())
+        return lambda: _with(sketch, _from_pass(numel, fetch()))
     codes = codes or counted(x)
     if codes is None:
-        found = _from_pass(x.numel(), _one_pass(x))
+        found = (None if sketch else _moments(x)) or _with(sketch, _from_pass(x.numel(), _one_pass(x)))
         return lambda: found
-    return lambda: _from_codes(codes)
+    return lambda: _with(sketch, _from_codes(codes))
+
+
+def _with(sketch: bool, found: Summary) -> Summary:
+    return found if sketch else replace(found, bins=found.bins[:0], counts=found.counts[:0])
+
+
+def _moments(x: Tensor) -> Summary | None:
+    """What costs little of a tensor on the CPU; None if it is empty or not finite throughout."""
+    low, high = (float(v) for v in torch.aminmax(x)) if x.numel() else (math.nan, math.nan)
+    if not math.isfinite(high - low):
+        return None
+    std, mean = (float(v) for v in torch.std_mean(x, correction=0))
+    none = np.zeros(0, np.int64)
+    return Summary(
+        numel=x.numel(),
+        min=low,
+        max=high,
+        mean=mean,
+        std=std,
+        rms=math.hypot(std, mean),
+        absmax=max(abs(low), abs(high)),
+        absmin=math.nan,
+        skewness=math.nan,
+        kurtosis=math.nan,
+        zeros=x.numel() - int(torch.count_nonzero(x)),
+        nans=0,
+        infs=0,
+        bins=none.astype(np.int16),
+        counts=none,
+    )
 
 
 def _from_codes(codes: Counted) -> Summary:

@@ -20,12 +20,14 @@ from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
 from binade.app.pages import overview
 from binade.app.questions.shared import loss_chart
+from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.view import open_tensor
 from binade.app.state import catalog
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobView, State
 from binade.data.access import ReadOnlyError, read_only, reason
+from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 
@@ -287,6 +289,9 @@ def _details(root: Path, view: JobView) -> None:
     _log(root, view)
 
 
+SHOWN_EVENTS = 5  # the last ones
+
+
 def _progress(view: JobView, losses: pd.DataFrame) -> None:
     done = jobs.progress(view)
     if view.active:
@@ -302,6 +307,8 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     cells[1].metric("Tensors", f"{status.tensors:,}", border=True)
     cells[2].metric("Tensor files", bytes_text(status.bytes), border=True)
     cells[3].metric("Loss", "–" if losses.empty else f"{losses['loss'].iloc[-1]:.4f}", border=True)
+    for event in read_events(view.run.directory)[-SHOWN_EVENTS:]:
+        st.warning(plain(str(event)), icon=":material/notifications:")
     if status.tensors_without_raw:
         st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
 
@@ -317,7 +324,9 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
         note = thinned_note(step)
         caption = f"Data: run {run_id}, from its loss.jsonl. Loss: cross entropy in nats per token. {note}".strip()
         with cells[0]:
-            show.draw(Figure("job_losses", loss_chart.losses(losses), losses, caption, note, height), pin=False)
+            events = events_of({losses["group"].iloc[0]: view.run.directory} if view.run else {})
+            chart = loss_chart.losses(losses, events)
+            show.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
     with cells[-1]:
         if worst:
             tensor_id = show.draw(replace(worst, name="job_worst", height=height, hint=""), pin=False)

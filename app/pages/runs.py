@@ -12,6 +12,7 @@ from binade.app.figure import Drawn, Figure
 from binade.app.formatting import losses_of
 from binade.app.params import Param
 from binade.app.questions.shared import loss_chart
+from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Selection
@@ -44,5 +45,6 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     height = 380 + style.legend_height(list(dict.fromkeys(table["group"])))
     drawn = thinned_note(step)
     words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()
-    figure = Figure("losses", loss_chart.losses(table), table, words, note=drawn, height=height)
+    events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
+    figure = Figure("losses", loss_chart.losses(table, events), table, words, note=drawn, height=height)
     return Drawn((figure,), problems=(note,) * bool(note))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pandas as pd
 import streamlit as st
@@ -15,10 +16,12 @@ from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import catalog_page, explain_empty
 from binade.data.catalog import Catalog
+from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.notes import on_a_grid
 from binade.data.runs import IMPORT
 
+MOST_RUNS, MOST_EVENTS = 200, 200  # whose events are read, and that are shown
 STATES = {
     "done": "✓ done",
     "running": "● running",
@@ -38,6 +41,7 @@ def page(opened: Catalog) -> None:
         return
     _totals(runs)
     _table(runs, runs_with_reference(runs, opened.parts()))
+    _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
@@ -94,6 +98,29 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
     }
     shown = [name for name in columns if name not in ("reason", "source") or table[name].notna().any()]
     st.dataframe(table, hide_index=True, placeholder="–", column_order=shown, column_config=columns)
+
+
+def _events(opened: Catalog, runs: pd.DataFrame) -> None:
+    """What happened in the newest runs that have events, the latest first."""
+    found: list[dict[str, object]] = []
+    for run_id in runs["run_id"].head(MOST_RUNS):
+        events = read_events(opened.root / run_id)
+        found += [asdict(event) | {"kind": event.kind.value, "run": run_id} for event in reversed(events)]
+    if found:
+        shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
+        st.subheader("Events", anchor=False)
+        st.dataframe(
+            pd.DataFrame(found[:MOST_EVENTS]),
+            hide_index=True,
+            placeholder="–",
+            column_order=shown,
+            column_config={
+                **{name: st.column_config.Column(name.capitalize()) for name in shown},
+                "text": st.column_config.TextColumn("What happened", width=600),
+            },
+        )
+        if len(found) > MOST_EVENTS:
+            st.caption(f"The latest {MOST_EVENTS} of {len(found):,} events.")
 
 
 def _source(config: str) -> str | None:

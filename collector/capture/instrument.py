@@ -23,7 +23,9 @@ from binade.collector.capture.adapters.passes import Clock, Listener
 from binade.collector.capture.adapters.torch_modules import is_compiled
 from binade.collector.capture.adapters.watch import Watch
 from binade.collector.capture.delayed_scales import DelayedScales
+from binade.collector.capture.provenance import tracing
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.schedule import Pending, Switch
 from binade.collector.capture.step import others, recording
 from binade.collector.models.attention import CoreQuantization
 from binade.collector.models.parallel import Quantization
@@ -53,6 +55,7 @@ def instrument(
     seed: int = 0,
     iterations: int | None = None,
     scales_of: str | Path | None = None,
+    schedule: Sequence[Switch] = (),
 ) -> Iterator[None]:
     """Within this context the model's GEMMs run under the recipe, and the recorder records their tensors.
 
@@ -69,6 +72,7 @@ def instrument(
     seed       of stochastic rounding and random signs, which are drawn for each iteration, micro-batch, rank, layer
                and GEMM; a recomputed forward pass draws the same again
     iterations how many the model will be trained, for a recipe whose schedule depends on it
+    schedule   changes to bf16 in the run, see `binade.schedule`
     scales_of  the directory of a run whose delayed scales go on; a run's are written there when the context ends
 
     The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end, or once
@@ -98,7 +102,11 @@ def instrument(
         raise InstrumentError(str(error)) from None
 
     stages = recipe.stages(iterations)
-    varies = len(stages) > 1 or any(part.formats.varies for part in recipe.every_part())
+    pending = Pending({switch: [] for switch in schedule})
+    for switch in schedule:
+        if switch.when is not None and switch.when not in (recorder.triggers if recorder else ()):
+            raise InstrumentError(f"schedule waits for the trigger {switch.when!r}, which the Recorder does not have")
+    varies = bool(schedule) or len(stages) > 1 or any(part.formats.varies for part in recipe.every_part())
     counter = recorder or (Recorder(enabled=False) if varies else None)
     scales = DelayedScales(scales_of, recorder.rank if recorder else 0)
 
@@ -106,13 +114,18 @@ def instrument(
 
     def quantization(layer: Layer, product: Product, part_of: Callable[[Recipe], Part]) -> Quantization:
         parts = [(start, part_of(stage)) for start, stage in stages] if layer.site not in skipped else [(0, Part())]
+        changes = [switch for switch in schedule if layer.site in switch.sites(sites)]
+        for switch in changes:
+            parts = parts if switch.at is None else switch.applied(parts, switch.at)
         observed = recorder is not None and layer.site in recorded
         if layer.kernels and any(part != Part() for _, part in parts):
             watched_only[layer.name] = layer.kernels
         histories = scales.of(layer.site, product, (part.formats for _, part in parts))
         made = Quantization(parts[0][1].formats, backend, histories=histories)
-        if counter is not None and (observed or len(parts) > 1 or made.formats.varies):
-            made.tap = listener = Listener(counter, layer, parts, product, observed, seed, made)
+        if counter is not None and (observed or changes or len(parts) > 1 or made.formats.varies):
+            made.tap = listener = Listener(counter, layer, parts, product, observed, seed, made, bool(changes))
+            for switch in changes:
+                pending.listeners[switch].append(listener)
             made.running = listener.running
         return made
 
@@ -137,8 +150,11 @@ def instrument(
     ]
     # Where adapters exchange tensors, all ranks run the same code, whichever of them record.
     exchanges = any(layer.exchanges for layer in layers)
+    # The passes of a run that is watched are counted in every step; if the model is itself a layer, it stays attached.
+    counts = recorder is not None and recorder.watching.follows
     eager = not exchanges or any(is_compiled(module) for each in models for module in each.modules())
-    fixed = exchanges or any(part != Part() for part in recipe.every_part())
+    itself = counts and any(layer.module in models for layer in layers)
+    fixed = exchanges or itself or any(part != Part() for part in recipe.every_part())
     with ExitStack() as undo:
         attached, is_attached = undo.enter_context(ExitStack()), False
 
@@ -155,15 +171,29 @@ def instrument(
             for layer, how in zip(layers, quantized, strict=True):
                 attached.callback(layer.attach(how))
             for each, clock, watch, besides in zip(models, clocks, watches, rest, strict=True):
-                attached.enter_context(around_forward(each, clock, watch))
+                if not counts:
+                    attached.enter_context(around_forward(each, clock, watch))
                 if recorder and besides:
                     attached.enter_context(recording(each, recorder, besides))
 
+        def change() -> None:
+            for switch in pending.due(counter.iteration, counter.fired) if counter else ():
+                if recorder:
+                    recorder.changed(switch.text, switch.when)
+
         follow()
+        if counter and schedule:
+            counter.followers.append(change)
+            undo.callback(counter.followers.remove, change)
+            change()
+        for each, clock, watch in zip(models, clocks, watches, strict=True) if counts else ():
+            undo.enter_context(around_forward(each, clock, watch))
         if recorder:
             recorder.followers.append(follow)
             undo.callback(recorder.followers.remove, follow)
             undo.callback(scales.save, recorder)
+            for each in models if recorder.watching.find_nan else ():
+                undo.enter_context(tracing(each, recorder))
         yield
 
 

@@ -25,13 +25,16 @@ from torch import Tensor
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
+from binade.collector.capture.monitor import Alert, Monitor
 from binade.collector.capture.tried import Tried, try_formats
+from binade.collector.capture.watching import Stats, WatchOptions
 from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
 from binade.collector.training.config import DEFAULT_SCORES, ConfigError
 from binade.collector.training.ranks import Ranks, current_ranks
+from binade.data.events import EventKind
 from binade.data.export import Sink
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
 from binade.data.segment import Identity, Shard, TensorRow, Trace
@@ -104,6 +107,9 @@ class Recorder:
                 of their own and the operation "evaluation" in place of "forward"
     sink        what also gets the rows once they are on the disk: TensorBoard, Weights & Biases or a file; see
                 data.export.Sink. If it fails, it gets no more, with a warning, and the run goes on
+    watch, stats, trigger, capture_steps, ring, ring_bytes, find_nan, cooldown, capture_bytes
+                follow a long run: see docs/watching.md and WatchOptions. With watch or ring, iterations is 0 by default
+    alert       functions that are called with each data.events.Event, on the writer's thread; see capture.alerts
     enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
@@ -136,6 +142,16 @@ class Recorder:
         evaluation: bool = False,
         sink: Sink | None = None,
         enabled: bool | None = None,
+        watch: str | None = None,
+        stats: str = Stats.BASIC,
+        trigger: Sequence[str] = (),
+        capture_steps: int = WatchOptions.capture_steps,
+        ring: int = WatchOptions.ring,
+        ring_bytes: int = WatchOptions.ring_bytes,
+        find_nan: bool = False,
+        cooldown: int = WatchOptions.cooldown,
+        capture_bytes: int = WatchOptions.capture_bytes,
+        alert: Alert | Sequence[Alert] = (),
     ) -> None:
         self.root = resolve_root(root)
         self.label = label
@@ -157,11 +173,26 @@ class Recorder:
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
         self.replica = self.ranks.replica
-        self.iterations, self.micro_batches, self.evaluation = iterations, micro_batches, evaluation
+        self.watching = WatchOptions(
+            watch,
+            Stats(stats) if stats in tuple(Stats) else stats,  # type: ignore[arg-type]  # which `check` refuses
+            _names("trigger", trigger),
+            capture_steps,
+            ring,
+            ring_bytes,
+            find_nan,
+            cooldown,
+            capture_bytes,
+        ).check()
+        self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
+        # What is watched is not recorded besides, unless it says how many iterations are.
+        self.iterations = 0 if iterations is None and self.watching.follows else iterations
+        self.micro_batches, self.evaluation = micro_batches, evaluation
         self.sink = sink
         self.enabled = saving_enabled() if enabled is None else enabled
         self.entered = False
         self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
+        self.enders: list[Callable[[int], None]] = []  # called when an iteration or micro-batch ends
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -177,6 +208,9 @@ class Recorder:
         self.micro_batch = 0
         self._first: int | None = None
         self._recorded: int | None = None  # the latest iteration of which a micro-batch was
+        self._asked = True  # whether `at` was asked to record
+        self._captured_for = 0  # how many captures the triggers have asked for that were begun
+        self._capture = range(0)  # the iterations that are recorded whole since a trigger fired
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
         self._recomputed: set[Pass] = set()
@@ -213,7 +247,8 @@ class Recorder:
             if run_id is None:
                 raise PeerLostError("rank 0 could not start the run")
             self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
-        self._writing = Writing(self.writer, self.max_bytes, self.sink)
+        self._monitor = Monitor(self.watching, self.writer, self.alerts)
+        self._writing = Writing(self.writer, self.max_bytes, self.sink, self._monitor)
         self.entered = True
         self._tell_followers()
         return self
@@ -265,15 +300,21 @@ class Recorder:
     def at(self, iteration: int, micro_batch: int, record: bool = True) -> Iterator[None]:
         """Within this context tensors belong to this micro-batch, and are recorded or not. Publishes at the end. With
         activation checkpoints, run the backward pass before the next micro-batch begins."""
-        self.iteration, self.micro_batch, self.recording = iteration, micro_batch, record
-        self.positioned = True
-        self._recorded = iteration if record and self.enabled else self._recorded
+        self.iteration, self.micro_batch, self.positioned = iteration, micro_batch, True
+        self._begin_capture()
+        self._asked, self.recording = record, record or self._measures
+        self._recorded = iteration if self._whole and self.enabled else self._recorded
         self._tell_followers()
         try:
             yield
         finally:
             self.recording = False
+        self._end_pass()
         self._publish()
+
+    def _end_pass(self) -> None:
+        for end in self.enders:
+            end(self.iteration)
 
     def settle(self) -> None:
         """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
@@ -301,15 +342,76 @@ class Recorder:
         """Publish what was captured, if that was another iteration; what follows belongs to this one."""
         if iteration == self.iteration:
             return
+        self._end_pass()
         self._done = self.iteration
         if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
         self.iteration, self.micro_batch = iteration, 0
+        self._begin_capture()
         self._tell_followers()
 
     def _tell_followers(self) -> None:
         for follow in self.followers:
             follow()
+
+    def report_loss(self, loss: float | Tensor) -> None:
+        """Tell the triggers the loss of this iteration, in nats per token; nothing waits for a GPU."""
+        if self.entered and self.watching.trigger:
+            iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
+            self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
+
+    @property
+    def triggers(self) -> tuple[str, ...]:
+        """The conditions, as they are written."""
+        return tuple(trigger.text for trigger in self.watching.triggers)
+
+    @property
+    def fired(self) -> tuple[str, ...]:
+        """Those that have fired in this run, as far as is known."""
+        return self._monitor.fired if self.entered else ()
+
+    def changed(self, text: str, trigger: str | None) -> None:
+        """Write that what is quantized has changed with this iteration."""
+        if self.entered:
+            announce = self._monitor.announce
+            self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run a task on the writer's thread, in the order of what is written."""
+        self._writing.run(task)
+
+    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
+        """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
+        self._monitor.found_non_finite(iteration, order, place, text)
+
+    def keep(self, name: str, x: Tensor, site: Site) -> None:
+        """Record a tensor of the pass that runs, whether or not it is recorded otherwise."""
+        moment = Moment(self.iteration, self.micro_batch, True)
+        words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
+        identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
+        self._record(Observed(name, x.detach()), identity, moment, (), None, None, Shard())
+
+    def _begin_capture(self) -> None:
+        """Record whole steps if a trigger has fired: from this step on, or the next if this one has begun."""
+        if not self.entered or self._captured_for == self._monitor.requested:
+            return
+        self._captured_for = self._monitor.requested
+        first = self.iteration + (self.micro_batch > 0)
+        self._capture = range(first, first + self.watching.capture_steps)
+        self._writing.run(partial(self._monitor.captures, self._capture))
+
+    @property
+    def _measures(self) -> bool:
+        """Whether a trigger or the watch has this micro-batch measured."""
+        if self.iteration in self._capture:
+            return True
+        return self.micro_batch == 0 and not self.evaluating and self.watching.follows_step(self.iteration)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all of this iteration is recorded, not its basic statistics alone."""
+        watched = self.watching.stats == Stats.FULL and self.watching.watches(self.iteration) and self.micro_batch == 0
+        return self._asked or watched or self.iteration in self._capture
 
     @property
     def paused(self) -> bool:
@@ -321,7 +423,7 @@ class Recorder:
         """Whether nothing is recorded before this changes by `at`, or another run."""
         if self.positioned or not self.enabled:
             return not (self.recording and self.enabled)
-        return self._first is not None and self._is_over()
+        return self._first is not None and self._is_over() and not self._measures
 
     def idle(self) -> bool:
         """Whether nothing of this iteration is recorded, whatever the micro-batch."""
@@ -338,10 +440,13 @@ class Recorder:
         recording = self.recording and self.enabled and not self.paused
         if recording and not self.positioned:
             self._first = self.iteration if self._first is None else self._first
-            recording = not self._is_over() and (self.micro_batches is None or self.micro_batch < self.micro_batches)
-        if recording:
+            few = self.micro_batches is not None and self.micro_batch >= self.micro_batches
+            self._asked = not (self._is_over() or few)
+            recording = self._asked or self._measures
+        whole = self._whole
+        if recording and whole:
             self._recorded = self.iteration
-        return Moment(self.iteration, self.micro_batch, recording, self.evaluating)
+        return Moment(self.iteration, self.micro_batch, recording, self.evaluating, recording and not whole)
 
     def moment_of_step(self) -> Moment:
         """The current iteration, and whether a step of the optimizer is recorded now."""
@@ -461,15 +566,16 @@ class Recorder:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x = seen.tensor
         shown = x.reshape(seen.shape or x.shape)
-        traced = Measure.TRACE in self.measures and identity.tensor_name not in MAPS
+        whole = not moment.basic
+        traced = whole and Measure.TRACE in self.measures and identity.tensor_name not in MAPS
         trace = _trace_later(seen, shown, identity.tensor_name) if traced else None
         codes = counted(x) if x.device.type == "cpu" else None
-        summary = cache(summarize_later(x, codes=codes))  # the file has it too
-        tried = try_formats(seen, scores, gemm, Measure.BLOCKS in self.measures, codes)
+        summary = cache(summarize_later(x, codes=codes, sketch=whole))  # the file has it too
+        tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
         captured = datetime.now(UTC)
-        path = self._save(shown, identity, summary, fmt, captured)
+        path = self._save(shown, identity, summary, fmt, captured) if whole else None
         self._count += 1
         tensor_id = f"r{self.rank:02d}-{self._count:06d}"
 
@@ -538,13 +644,19 @@ class Recorder:
         relative = Path("tensors", quant_type, name)
         return relative if self._writing.offer(relative, x, description) else None
 
+    def _in_ring(self, moment: Moment) -> bool:
+        return moment.basic and not self.watching.watches(moment.iteration)
+
     def _publish(self) -> None:
         """Queue the captured rows as a segment, and the run's progress. Raises the error of an earlier write."""
         if not self.entered:
             return
         captured, self._captured = self._captured, []
         self._measured.clear()
-        rows = [Pending(path, partial(row, each in self._recomputed)) for each, path, row in captured]
+        rows = [
+            Pending(path, partial(row, each in self._recomputed), self._in_ring(each[1]))
+            for each, path, row in captured
+        ]
         self._recomputed = {(site, moment) for site, moment in self._recomputed if moment.iteration >= self.iteration}
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}
@@ -580,7 +692,9 @@ class _Observer:
         if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
             return
         kind = kind_of(self.product, LATER.get(name, name))
-        if seen.exact and Measure.RESULT in recorder.measures:
+        if self.moment.basic and name in LATER:
+            return
+        if not self.moment.basic and seen.exact and Measure.RESULT in recorder.measures:
             self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)
         if name in LATER:
             if kind and kind.observed in self.rows:
@@ -591,7 +705,7 @@ class _Observer:
                 rows += try_formats(seen, recorder.scores, gemm, before=same)
         elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
             self.rows[name] = self._record(seen, kind)
-        if Measure.LOSS in recorder.measures:
+        if Measure.LOSS in recorder.measures and not self.moment.basic:
             self._wait_for_gradient(seen)
 
     def _record(self, seen: Observed, kind: TensorKind) -> list[Tried]:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from binade.collector.capture.monitor import Monitor
 from binade.data.export import Sink
 from binade.data.runs import RunWriter
 from binade.data.segment import TensorRow, write_segment
@@ -42,11 +43,12 @@ Description = Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # metadata an
 
 @dataclass(frozen=True)
 class Pending:
-    """A row to be published: the file that it names, if any, relative to the run; and the function that makes the row
-    once the file is written."""
+    """A row to be published: the file that it names, if any, relative to the run; the function that makes the row once
+    the file is written; and whether it is kept in the monitor's ring, and only written if a trigger fires."""
 
     path: Path | None
     row: Callable[[], TensorRow]
+    ring: bool = False
 
 
 def _acquired() -> Lock:
@@ -57,12 +59,15 @@ def _acquired() -> Lock:
 
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
-    to the sink once it is on the disk; a sink that fails gets no more, with a warning."""
+    to the sink once it is on the disk; a sink that fails gets no more, with a warning. The monitor sees every row."""
 
-    def __init__(self, writer: RunWriter, max_bytes: int, sink: Sink | None = None) -> None:
+    def __init__(
+        self, writer: RunWriter, max_bytes: int, sink: Sink | None = None, monitor: Monitor | None = None
+    ) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
         self._sink = sink
+        self._monitor = monitor
         # Bytes of each queued file, and a lock that is released once it is written or was refused.
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -90,7 +95,7 @@ class Writing:
             if not queued:
                 return False
             queued.pop(0)[1].acquire()
-        copy, arrived = _copy(x)
+        copy, arrived = copy_later(x)
         lock = _acquired()
         self._tasks.put(lambda: self._file(relative, copy, arrived, describe, lock))
         self._queued.append((nbytes, lock))
@@ -102,6 +107,10 @@ class Writing:
         rows = list(pending)
         self._tasks.put(lambda: self._segment(rows, status))
         self._raise()
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Queue a task of the monitor."""
+        self._tasks.put(task)
 
     def settle(self) -> None:
         """Wait until all queued tasks are done. Raises a failure that has not been raised."""
@@ -165,8 +174,6 @@ class Writing:
         named = {each.path for each in kept if each.path}
         if kept and self._attempt(lambda: self._write(kept)):
             self._unnamed -= named
-            self._published += len(kept)
-            self._without_values += sum(each.path is None for each in kept)
         else:
             self._drop(named)
         self._update_status(**status)
@@ -177,7 +184,17 @@ class Writing:
 
     def _write(self, kept: list[Pending]) -> None:
         rows = [each.row() for each in kept]
-        write_segment(self._writer.directory / "segments", self._writer.next_segment_name(), rows)
+        if self._monitor:
+            ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
+            rows = self._monitor.see(rows, ring)
+        if not rows:
+            return
+        segments, name = self._writer.directory / "segments", self._writer.next_segment_name()
+        write_segment(segments, name, rows)
+        self._published += len(rows)
+        self._without_values += sum(row.path is None for row in rows)
+        if self._monitor:
+            self._monitor.wrote(segments / name, rows)
         self._attempt(lambda: self._send(rows))  # a warning may have been made an error
 
     def _send(self, rows: list[TensorRow] | None) -> None:
@@ -209,7 +226,7 @@ class Writing:
                 path.unlink()
 
 
-def _copy(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+def copy_later(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
     """A copy of x on the host, and a function to call before the copy is read."""
     if x.device.type != "cuda":
         return x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), lambda: None

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from binade.collector.capture.watching import WATCH
 from binade.collector.cli.megatron_fork import PASS_ON
 from binade.collector.errors import ConfigError
 from binade.collector.recipes.recipe import TEN_RECIPES
@@ -130,7 +131,7 @@ def training_params(command: str) -> list[click.Parameter]:
     params: list[click.Parameter] = []
     if command == "quick":
         params.append(click.Argument(["recipe"], required=False, metavar="[RECIPE]"))
-    for each in declared(RunConfig).values():
+    for each in sorted(declared(RunConfig).values(), key=lambda each: each.option.group is WATCH):  # that group last
         params += others.get(each.name, [])
         if each.name != "recipe":
             params.append(click_option(each, getattr(shown, each.name)))
@@ -189,7 +190,11 @@ def _check_recording(given: Mapping[str, Any]) -> None:
     nothing = "save_tensors" in given
     if nothing and given.get("record_tensors"):
         raise ConfigError("--save-tensors and --no-save-tensors contradict each other: give one")
-    chosen = [name for name in ("tensors", "modules", "capture_layers", "ranks") if given.get(name)]
+    chosen = [
+        name
+        for name in ("tensors", "modules", "capture_layers", "ranks", "watch", "trigger", "ring")
+        if given.get(name)
+    ]
     if nothing and chosen:
         flag = declared(RunConfig)[chosen[0]].flag
         raise ConfigError(f"--no-save-tensors records nothing, and {flag} chooses what is recorded: give one")

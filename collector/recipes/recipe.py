@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from binade.collector.models.site import Site
-from binade.quant.specs import GemmFormats
+from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 
 BF16 = "bf16"
 MODULES = "modules"
@@ -74,6 +74,17 @@ class Part:
         """What was requested for an operand: "mxfp8" also where that rounds a gradient to mxfp8_e5m2. It is recorded
         as the tensor's quant_type. The result of a GEMM has that of its first operand."""
         return dict(self.overrides).get(field, self.quant_type)
+
+    def without(self, gemm: str = "") -> Part:
+        """The part with one of its GEMMs in bf16, or all."""
+        if not gemm:
+            return Part()
+        left = tuple(name for name in OPERAND_FIELDS if name.startswith(gemm))
+        rounded = tuple(name for name in self.formats.of_rounded if name not in left)
+        changes: dict[str, Any] = dict.fromkeys(left)
+        overrides = tuple(each for each in self.overrides if each[0] not in left)
+        formats = replace(self.formats, **changes, of_rounded=rounded)
+        return replace(self, formats=formats, overrides=(*overrides, *((name, BF16) for name in left)))
 
     def rounded_to(self, field: str) -> str:
         """The spec that an operand is rounded to, as text."""

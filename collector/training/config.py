@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.inputs import BYTE, DATASETS, check_inputs
 from binade.collector.errors import ConfigError
 from binade.collector.models.directory import gguf_of, name_of, shape_of
@@ -78,7 +79,7 @@ class Backend(StrEnum):
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(WatchOptions):
     """One run. Each field declares its option; see collector.training.option."""
 
     # fmt: off
@@ -276,6 +277,7 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first choice that cannot be run."""
     check_options(config)
+    assert config.triggers is not None  # raises for one that cannot be read
     published = shape_of(config.model, config.size)
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.instrument import instrument
 from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.watching import WatchOptions
 from binade.collector.datasets.loading import open_dataset
 from binade.collector.datasets.samples import SampleStream, open_stream
 from binade.collector.models.causal_lm import CausalLM
@@ -141,6 +142,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         | {"python": platform.python_version()},
     }
     start = time.monotonic()
+    watches = ranks.rank in config.recording_ranks
+    watching = {each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}
     recorder = Recorder(
         root,
         label=f"{config.model_name}_{recipe.name}",
@@ -153,6 +156,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         max_bytes=config.max_bytes // len(config.recording_ranks),
         ranks=ranks,
         enabled=True,
+        **watching,
     )
     with recorder:
         writer = recorder.writer
@@ -308,6 +312,8 @@ def _finish_iteration(
 ) -> None:
     """Record the loss. The last warm-up iteration is -1. data_sha256 is of all tokens read so far."""
     writer, loss = recorder.writer, step.loss
+    if iteration >= 0:
+        recorder.report_loss(loss)
     if not math.isfinite(loss):
         raise DivergedError(f"the loss is {loss} at iteration {iteration}: training diverged")
     timed = {"time": time.time(), "seconds": step.seconds, "recorded": recorded}

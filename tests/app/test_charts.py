@@ -14,9 +14,10 @@ import torch
 
 from binade import quant
 from binade.app import style
-from binade.app.questions.shared import distribution_charts, distributions, format_charts, laws, loss_chart
+from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.collector.recipes.recipe import TEN_RECIPES
+from binade.data.events import Event, EventKind, append_event
 from binade.data.segment import TENSOR_SCHEMA
 
 FORMATS = ["bf16", "hifp8", "mxfp8", "mxfp4"]
@@ -168,6 +169,19 @@ def test_a_format_has_its_colour_wherever_it_is_named(groups):
     for group, color in zip(groups, style.colors(groups), strict=True):
         (name,) = [name for name in quant.FORMATS if style.format_in(group) == name]
         assert name in group and color == style.FORMAT_COLORS[name]
+
+
+def test_events_are_rules_at_their_iterations(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for iteration, kind in ((2, EventKind.SCHEDULE), (1, EventKind.TRIGGER), (1, EventKind.CAPTURE)):
+        append_event(tmp_path, Event(kind, iteration, "dgrad is left", "t"))
+    events = event_marks.events_of({"mxfp8": tmp_path, "none": tmp_path / "missing"})
+    made = spec(loss_chart.losses(losses(["mxfp8", "none"]), events))
+    (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
+    assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
+        (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
+    ]  # fmt: skip
+    assert len(made["layer"]) == 3 and made["layer"][1]["mark"]["type"] == "rule"
 
 
 def test_recipes_of_one_format_differ():

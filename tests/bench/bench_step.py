@@ -1,6 +1,6 @@
 """What recording costs: a training step, bare, quantized and recorded, beside what plain hooks do on the same tensors.
 
-    python -m tests.bench.bench_step [--device cuda] [--full] [--rounds N]
+    python -m tests.bench.bench_step [--device cuda] [--full] [--rounds N] [--only watched]
 
 All variants train the same model on the same batch in turn, round after round; a ratio is of medians to the bare
 step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
@@ -39,6 +39,7 @@ from binade.quant.gemm import Observed
 from tests.bench.bench_quantize import versions
 
 RECIPE = "mxfp8"
+TRIGGERS = ("sqnr_db < 12 for 3", "saturated > 99%", "absmax > 800 x median(20)", "loss > mean + 4 sd", "nan")
 ALL = tuple(Measure)  # the results' errors first
 
 
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="the published width, on a CPU one layer of it")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--only", default="", metavar="WORD", help="the bare step and those whose name has this word")
     given = parser.parse_args()
     device = torch.device(given.device)
     shape = MODELS["llama32-1b"]["full" if given.full else "tiny"]
@@ -140,6 +142,18 @@ def main() -> None:
 
             variants[name], settle[name] = run, keep.settle
 
+        def watched(name: str, recipe: str = "bf16", **options: object) -> None:
+            """A model of its own that stays instrumented; its recorder watches every step, or none of these."""
+            own, keep = build(shape, device, given.sequence_length), recorder(**options)
+            stack.enter_context(instrument(own.model, recipe, keep, backend="torch"))
+            number = iter(range(1, 1 << 30))
+
+            def run() -> None:
+                with keep.at(next(number), 0, record=False):
+                    own()
+
+            variants[name], settle[name] = run, keep.settle
+
         variants: dict[str, Callable[[], None]] = {
             "bare": step,
             "hooks: min, max, mean, std": hooked(four_numbers),
@@ -157,6 +171,13 @@ def main() -> None:
         recorded("recorded: + raw, all of bf16", scores=DEFAULT_SCORES)
         recorded(f"recorded: {RECIPE} by torch, without results", RECIPE, scores=DEFAULT_SCORES, measures=ALL[1:])
         recorded(f"recorded: {RECIPE} by torch, all", RECIPE, scores=DEFAULT_SCORES, measures=ALL)
+        watched("watched: not in this step", watch="every 1000000 steps")
+        watched("watched: not in this step, find_nan", watch="every 1000000 steps", find_nan=True)
+        watched("watched: basic", watch="every step")
+        watched("watched: basic, and five triggers", watch="every step", trigger=TRIGGERS, capture_steps=0)
+        watched(f"watched: {RECIPE} by torch, not in this step", RECIPE, watch="every 1000000 steps")
+        watched(f"watched: {RECIPE} by torch, basic", RECIPE, watch="every step")
+        variants = {name: run for name, run in variants.items() if name == "bare" or given.only in name}
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
         for number in range(given.rounds + 1):
             for name, run in variants.items():

@@ -6,12 +6,14 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared import event_marks
 
 MOST_POINTS = 300  # that are marked, beside the line through them
 
 
-def losses(table: pd.DataFrame) -> alt.LayerChart:
-    """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0."""
+def losses(table: pd.DataFrame, events: pd.DataFrame | None = None) -> alt.LayerChart:
+    """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0. events: as of
+    `event_marks.events_of`, a rule for each."""
     groups = style.groups_of(table)
     tooltip = [
         alt.Tooltip("group:N", title="run"),
@@ -35,7 +37,6 @@ def losses(table: pd.DataFrame) -> alt.LayerChart:
         )
     )
     start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
-    result: alt.LayerChart = (start + lines).properties(
-        title=style.title("Training loss", "cross entropy of each iteration")
-    )
+    layers = start + lines if events is None or events.empty else start + event_marks.rules(events) + lines
+    result: alt.LayerChart = layers.properties(title=style.title("Training loss", "cross entropy of each iteration"))
     return result

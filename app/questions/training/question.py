@@ -13,6 +13,7 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import losses_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
+from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned, thinned_note
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Board
@@ -74,7 +75,8 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     shown, step = thinned(pd.DataFrame(rows), style.MARKS)
     height = 340 + style.legend_height(style.groups_of(shown))
     words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
-    return [Figure("losses", loss_chart.losses(shown), shown, words, note=thinned_note(step), height=height)]
+    events = events_of(dict(zip(table["label"], (opened.root / run_id for run_id in table["run_id"]), strict=True)))
+    return [Figure("losses", loss_chart.losses(shown, events), shown, words, note=thinned_note(step), height=height)]
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

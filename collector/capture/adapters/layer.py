@@ -20,12 +20,14 @@ from binade.data.segment import Shard
 
 @dataclass(frozen=True)
 class Moment:
-    """The iteration and micro-batch of a forward pass, whether it is recorded, and whether it is an evaluation."""
+    """The iteration and micro-batch of a forward pass, whether it is recorded, whether it is an evaluation, and whether
+    only the basic statistics are recorded."""
 
     iteration: int
     micro_batch: int
     recording: bool
     evaluation: bool = False
+    basic: bool = False
 
 
 Detach = Callable[[], None]

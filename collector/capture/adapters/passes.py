@@ -62,6 +62,7 @@ class Listener:
     recorded       whether the product is recorded while the recorder records
     seed           of the run
     quantization   of the product: its formats are those of the pass that runs
+    changes        whether `stages` may change in the run
     """
 
     def __init__(
@@ -73,10 +74,11 @@ class Listener:
         recorded: bool,
         seed: int,
         quantization: Quantization,
+        changes: bool = False,
     ) -> None:
         self.recorder, self.layer, self.product = recorder, layer, product
         self.stages, self.quantization = stages, quantization
-        self.varies = len(stages) > 1 or stages[0][1].formats.varies
+        self.varies = changes or len(stages) > 1 or stages[0][1].formats.varies
         self.recorded, self.seed = recorded, seed
         self.passed: deque[Moment] = deque(maxlen=IN_FLIGHT)
         self.moment, self.again = Moment(0, 0, False), False

@@ -1,0 +1,49 @@
+"""What a Recorder can be given as `alert`, beside a function of your own: a webhook, and scalars of another logger."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
+
+from binade.collector.errors import ConfigError
+from binade.data.events import Event
+from binade.data.text import describe
+
+TIMEOUT = 5.0  # seconds
+
+
+def webhook(url: str) -> Callable[[Event], None]:
+    """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and its
+    like show. In a thread of its own, for 5 seconds at most; a failure is a warning. Raises ConfigError for another
+    scheme than http and https."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise ConfigError(f"webhook {url!r} is no URL: http:// or https:// was expected")
+
+    def post(event: Event) -> None:
+        content = json.dumps(asdict(event) | {"text": f"binade: {event}"}).encode()
+        request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+        try:
+            urllib.request.urlopen(request, timeout=TIMEOUT).close()
+        except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
+            warnings.warn(f"the webhook was not told of iteration {event.iteration}: {describe(error)}", stacklevel=2)
+
+    def alert(event: Event) -> None:
+        Thread(target=post, args=(event,), name="webhook", daemon=True).start()
+
+    return alert
+
+
+def scalars(writer: Any) -> Callable[[Event], None]:
+    """Writes 1 as binade/<kind of event> at the event's iteration. writer: TensorBoard's SummaryWriter or a run of
+    Weights & Biases. Raises ConfigError for anything else."""
+    if callable(getattr(writer, "add_scalar", None)):
+        return lambda event: writer.add_scalar(f"binade/{event.kind}", 1, event.iteration)
+    if callable(getattr(writer, "log", None)):
+        return lambda event: writer.log({f"binade/{event.kind}": 1, "binade/iteration": event.iteration})
+    raise ConfigError(f"{type(writer).__name__} takes no scalars: a SummaryWriter or a run of wandb was expected")

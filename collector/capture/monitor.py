@@ -1,0 +1,140 @@
+"""Follows what a Recorder measures, on the writer's thread: it keeps the ring of the last steps, judges triggers, and
+writes and announces events. The training loop reads `requested` and `fired` alone, and never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from binade.collector.capture.triggers import LOSS, NAN, Triggers
+from binade.collector.capture.watching import WatchOptions
+from binade.collector.models.site import Site
+from binade.data.events import Event, EventKind, append_event
+from binade.data.runs import RunWriter, now
+from binade.data.segment import ERROR_COLUMNS, MOMENTS, TensorRow
+from binade.data.tensor_kinds import Operation
+from binade.data.text import describe
+
+LOG = logging.getLogger("binade")
+Alert = Callable[[Event], None]
+ROW_BYTES = 2048  # what a row of the ring takes, about
+
+
+class Monitor:
+    """The ring, triggers and events of one rank of a run.
+
+    requested   how many captures have been asked for
+    fired       the triggers that have fired so far
+    """
+
+    def __init__(self, options: WatchOptions, writer: RunWriter, alerts: Sequence[Alert] = ()) -> None:
+        self.requested = 0
+        self.fired: tuple[str, ...] = ()
+        self._options, self._writer, self._alerts = options, writer, list(alerts)
+        self._triggers = Triggers(options.triggers, options.cooldown)
+        self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring)
+        self._trigger = self._reason = ""  # of the last one that fired
+        self._capture = range(0)
+        self._non_finite: int | None = None  # the iteration of the last one that was announced
+        self._captured_bytes = 0
+        self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
+
+    def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
+        """Judge the rows of a step. ring: those of them that are kept in memory only. Returns those to write: the
+        others, and what is in the ring if a trigger fires."""
+        kept = {id(row) for row in ring}
+        written = [row for row in rows if id(row) not in kept]
+        if self._options.trigger:
+            self._judge(rows)
+        if self._fired is not None:  # by these rows, or by the loss since the last ones
+            before = [row for _, each in self._before(self._fired) for row in each]
+            self._ring.clear()
+            self._fired = None
+            return [*before, *rows]
+        if ring:
+            self._ring.append((ring[0].identity.iteration or 0, ring))
+            while sum(len(each) for _, each in self._ring) * ROW_BYTES > self._options.ring_bytes:
+                self._ring.popleft()
+        return written
+
+    def _before(self, iteration: int) -> list[tuple[int, list[TensorRow]]]:
+        return [each for each in self._ring if each[0] >= iteration - self._options.ring]
+
+    def _judge(self, rows: list[TensorRow]) -> None:
+        measured: dict[str, dict[str, float]] = {}
+        iteration = 0
+        for row in rows:
+            where = row.identity
+            if where.micro_batch or where.operation == Operation.EVALUATION:
+                continue
+            iteration = where.iteration or 0
+            name = f"{Site(where.layer_index or 0, where.module or '', where.expert).name} {where.tensor_name}"
+            values = {each: float(getattr(row.summary, each)) for each in MOMENTS}
+            values |= {each: float(getattr(row.error, each)) for each in ERROR_COLUMNS} if row.error else {}
+            measured[name] = values | {NAN: row.summary.nans + row.summary.infs}
+        self._fire(iteration, measured)
+
+    def see_loss(self, iteration: int, loss: float) -> None:
+        """Judge the loss of an iteration."""
+        self._fire(iteration, {LOSS: {LOSS: loss, NAN: not math.isfinite(loss)}})
+
+    def _fire(self, iteration: int, measured: dict[str, dict[str, float]]) -> None:
+        found = self._triggers.see(iteration, measured)
+        full = self._captured_bytes >= self._options.capture_bytes
+        for fired in found:
+            left = ", and nothing is captured: the captures have filled their budget" if full else ""
+            before = [number for number, _ in self._before(iteration)]
+            ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
+            self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
+            self._fired, self._trigger = iteration, fired.trigger.text
+            self.fired = (*self.fired, fired.trigger.text)
+            self._reason = f"{fired.trigger.text} in iteration {iteration}: {fired.reason}"
+        if found and not full and self._options.capture_steps:
+            self.requested += 1
+
+    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
+        """A step's first NaN or Inf was made there; said once in a cool-down."""
+        last = self._non_finite
+        if last is not None and iteration <= last + self._options.cooldown:
+            return
+        self._non_finite = iteration
+        self.announce(EventKind.NON_FINITE, iteration, text, place=place, order=order)
+        self._fire(iteration, {place: {NAN: math.inf}})
+
+    def captures(self, steps: range) -> None:
+        """These iterations are recorded whole, as was asked for."""
+        self._capture = steps
+        text = f"iterations {steps[0]} to {steps[-1]} are recorded whole, for {self._reason}"
+        self.announce(EventKind.CAPTURE, steps[0], text, self._trigger, until=steps[-1])
+
+    def wrote(self, segment: Path, rows: Sequence[TensorRow]) -> None:
+        """A segment with these rows is on the disk."""
+        if any(row.identity.iteration in self._capture for row in rows):
+            files = [*segment.iterdir(), *(self._writer.directory / row.path for row in rows if row.path)]
+            self._captured_bytes += sum(file.stat().st_size for file in files)
+
+    def announce(
+        self,
+        kind: EventKind,
+        iteration: int,
+        text: str,
+        trigger: str | None = None,
+        place: str | None = None,
+        until: int | None = None,
+        order: int | None = None,
+    ) -> None:
+        """Write an event of this rank and give it to the alerts. An alert that fails gets no more, with a warning."""
+        event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, order)
+        append_event(self._writer.directory, event)
+        LOG.warning("%s", event)
+        for alert in list(self._alerts):
+            try:
+                alert(event)
+            except Exception as error:
+                self._alerts.remove(alert)
+                warnings.warn(f"an alert gets no more of the run, which goes on: {describe(error)}", stacklevel=2)

@@ -1,0 +1,248 @@
+"""Finds the operation that makes the first NaN or Inf of a step.
+
+Each call of a module notes whether its inputs, parameters, results and gradients are finite. The culprit is the first
+module, in the order of execution, whose operands are finite and whose result is not: the innermost, since it ends
+before those that contain it. What a module computes between its parts is its own.
+
+On a GPU the notes stay there until the step ends, and travel in one copy that nothing waits for; so the operands of the
+first such operation are gone when it is known. They are kept on a CPU, and on a GPU if it happens again in the steps
+after that.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from binade.collector.capture.adapters import without_compiling
+from binade.collector.capture.adapters.dtensor import is_dtensor
+from binade.collector.capture.adapters.engine import place
+from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.writing import copy_later
+from binade.quant.quantizer import DTYPES
+
+FORWARD, BACKWARD = "forward", "backward"
+MOST_CALLS = 1 << 16  # of modules, that a step may have
+
+
+@dataclass
+class _Note:
+    """Whether a tensor is finite. extremes: its smallest and largest value, on its device. A mask may have -Inf."""
+
+    extremes: tuple[Tensor, Tensor]
+    mask: bool
+    bad: bool = False
+
+    def decide(self, low: float, high: float) -> None:
+        self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
+
+
+@dataclass
+class _Call:
+    """A call of a module. The notes of what it makes have their place in the order of execution."""
+
+    name: str
+    started: int
+    operands: list[_Note]
+    parameters: list[_Note]
+    results: list[tuple[int, _Note]] = field(default_factory=list)
+    arriving: list[tuple[int, _Note]] = field(default_factory=list)  # gradients of its results
+    leaving: list[tuple[int, _Note]] = field(default_factory=list)  # of its inputs and parameters
+
+    def origins(self) -> Iterator[tuple[int, str, str]]:
+        """(order, place, what happened) where something not finite begins."""
+        name = self.name or "the model"
+        if any(note.bad for note in self.parameters):
+            text = "has a parameter that was not finite before the step: the last update of the weights made it"
+            yield self.started, name, f"{name} {text}"
+        elif any(note.bad for note in self.operands):
+            if not self.name:
+                yield self.started, "data", "the model's input is not finite: the data made it"
+        elif (at := _first(self.results)) is not None:
+            yield at, name, f"{name}, {FORWARD}: its inputs are finite, its result is not"
+        elif (at := _first(self.arriving)) is not None:
+            if not self.name:
+                yield at, "loss", "the gradient of the model's result is not finite: the loss made it"
+        elif (at := _first(self.leaving)) is not None:
+            yield at, name, f"{name}, {BACKWARD}: the gradient of its result is finite, the one that it computes is not"
+
+
+def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
+    return min((at for at, note in notes if note.bad), default=None)
+
+
+class Provenance:
+    """Follows the calls of the modules of a model."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self.recorder, self.modules = recorder, dict(model.named_modules())
+        self.order = 0
+        self.open: list[_Call] = []
+        self.ended: list[_Call] = []
+        self.last: dict[nn.Module, _Call] = {}
+        self.waiting: list[_Note] = []  # notes on a GPU
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
+        self.kept = False
+        self.found = False  # only the writer's thread writes it
+
+    def __deepcopy__(self, _: object) -> Provenance:
+        return self  # a copy of the model has its hooks, which do nothing there
+
+    def attach(self, undo: ExitStack) -> None:
+        for name, module in self.modules.items():
+            undo.callback(module.register_forward_pre_hook(partial(self._begins, name), with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(self._ends, with_kwargs=True).remove)
+            for parameter in module.parameters(recurse=False):
+                if parameter.requires_grad and parameter.is_leaf:
+                    hook = partial(self._parameter, module)
+                    undo.callback(parameter.register_hook(hook).remove)
+
+    def _note(self, x: Tensor) -> _Note | None:
+        if not (x.is_floating_point() and x.numel()) or is_dtensor(x):
+            return None
+        version = 0 if x.is_inference() else x._version
+        known = self.known.get(id(x))
+        if known and known[0]() is x and known[1] == version:
+            return known[2]
+        low, high = torch.aminmax(x.detach())
+        note = _Note((low, high), not x.requires_grad)
+        if x.is_cuda and not self.found:
+            self.waiting.append(note)
+        else:
+            note.decide(float(low), float(high))
+        self.known[id(x)] = weakref.ref(x), version, note
+        return note
+
+    def _notes(self, value: object) -> list[_Note]:
+        return [note for x in tensors_in(value) if (note := self._note(x))]
+
+    def _next(self) -> int:
+        self.order += 1
+        return self.order
+
+    def _begins(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.modules[name] is not module:
+            return None
+        if not name:
+            self.open.clear()  # of a pass that raised
+            if len(self.ended) > MOST_CALLS:  # where nothing tells the steps apart
+                self.end(self.recorder.iteration)
+        own = [p for p in module.parameters(recurse=False) if not p.is_meta]
+        call = _Call(name, self._next(), self._notes((args, kwargs)), self._notes(own))
+        self.open.append(call)
+        self.last[module] = call
+        return (_seen(args, view := partial(self._listened, call)), _seen(kwargs, view))
+
+    def _listened(self, call: _Call, x: Tensor) -> Tensor:
+        """x as the module takes it: a view, whose gradient is this call's share alone."""
+        if not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()) or is_dtensor(x):
+            return x
+        note, view = self._note(x), x.view_as(x)
+        view.register_hook(partial(self._gradient, call.leaving))  # type: ignore[no-untyped-call]
+        if note:
+            self.known[id(view)] = weakref.ref(view), view._version, note
+        return view
+
+    def _gradient(self, of: list[tuple[int, _Note]], gradient: Tensor) -> None:
+        if note := self._note(gradient.detach()):
+            note.mask = False
+            of.append((self._next(), note))
+
+    def _parameter(self, module: nn.Module, gradient: Tensor) -> None:
+        if call := self.last.get(module):
+            self._gradient(call.leaving, gradient)
+
+    def _ends(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        call = next((each for each in reversed(self.open) if each is self.last.get(module)), None)
+        if call is None:
+            return
+        del self.open[self.open.index(call) :]
+        at = self._next()
+        for y in tensors_in(result):
+            if note := self._note(y):
+                call.results.append((at, note))
+            if y.requires_grad and not is_dtensor(y):
+                y.register_hook(partial(self._gradient, call.arriving))  # type: ignore[no-untyped-call]
+        self.ended.append(call)
+        made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
+        if made and not self.kept and self.recorder.entered:
+            self.kept = True
+            self._keep(call.name, [("operand", x) for x in tensors_in((args, kwargs))], result)
+
+    def _keep(self, name: str, operands: list[tuple[str, Tensor]], result: Any) -> None:
+        """Record the operands and the result of the culprit."""
+        site = place(self.modules, name)[0]
+        own = self.modules[name].parameters(recurse=False)
+        shown = [*operands, *(("operand", x) for x in own), *(("result", x) for x in tensors_in(result))]
+        counts = dict.fromkeys(("operand", "result"), 0)
+        for what, x in shown:
+            if isinstance(x, Tensor) and x.dtype in DTYPES and x.dim():
+                counts[what] += 1
+                self.recorder.keep(f"non_finite_{what}{counts[what]}", x, site)
+
+    def end(self, iteration: int) -> None:
+        """A step has ended: have the writer's thread look at it."""
+        ended, self.ended = self.ended, []
+        waiting, self.waiting = self.waiting, []
+        self.known.clear()
+        self.last = {module: call for module, call in self.last.items() if call in self.open}
+        if not self.recorder.entered or not (waiting or any(True for call in ended for _ in call.origins())):
+            return
+        arrived = None
+        if waiting:
+            device = waiting[0].extremes[0].device
+            flat = [x.to(device, non_blocking=True) for note in waiting for x in note.extremes]
+            arrived = copy_later(torch.stack([x.float() for x in flat]))
+        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived))
+
+    def _judge(
+        self,
+        iteration: int,
+        calls: list[_Call],
+        waiting: list[_Note],
+        arrived: tuple[Tensor, Callable[[], None]] | None,
+    ) -> None:
+        """On the writer's thread."""
+        if arrived:
+            arrived[1]()
+            for note, (low, high) in zip(waiting, arrived[0].view(-1, 2).tolist(), strict=True):
+                note.decide(low, high)
+        if origins := sorted(origin for call in calls for origin in call.origins()):
+            self.found = True
+            order, where, text = origins[0]
+            self.recorder.found_non_finite(iteration, order - calls[0].started, where, text)
+
+
+def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested tuples, lists and dicts with their tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_seen(each, change) for each in value)
+    if type(value) is dict:
+        return {name: _seen(each, change) for name, each in value.items()}
+    return value
+
+
+@contextmanager
+def tracing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Within it, the first operation of a step that makes a NaN or Inf is found and written as an event."""
+    traced = Provenance(model, recorder)
+    with ExitStack() as undo:
+        undo.enter_context(without_compiling())
+        traced.attach(undo)
+        recorder.enders.append(traced.end)
+        undo.callback(recorder.enders.remove, traced.end)
+        try:
+            yield
+        finally:  # also of a step that raises
+            traced.end(recorder.iteration)

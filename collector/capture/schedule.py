@@ -1,0 +1,85 @@
+"""Changes to bf16 in a run that trains: of a layer, a GEMM or everything, from a step on or when a trigger fires."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from binade.collector.capture.adapters.passes import Listener
+from binade.collector.capture.triggers import Trigger
+from binade.collector.errors import ConfigError
+from binade.collector.models.site import Site
+from binade.collector.recipes.recipe import Part
+from binade.collector.recipes.selection import Selection
+from binade.data.tensor_kinds import Gemm
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A change to bf16; see `schedule`."""
+
+    layers: str
+    gemm: str
+    at: int | None
+    when: str | None
+
+    @property
+    def text(self) -> str:
+        """What is left: "dgrad of first 2"."""
+        what = f"the {self.gemm} GEMM" if self.gemm else "quantization"
+        return f"{what} is left for bf16 in {self.layers or 'all layers'}"
+
+    def sites(self, sites: Sequence[Site]) -> frozenset[Site]:
+        """Raises SelectionError for layers that the model does not have."""
+        return Selection.parse(self.layers).of(sites)
+
+    def applied(self, stages: Sequence[tuple[int, Part]], start: int) -> list[tuple[int, Part]]:
+        """The stages of a product (see adapters.passes.Listener), with this change from iteration `start` on."""
+        before = [stage for stage in stages if stage[0] < start]
+        current = next((part for at, part in reversed(stages) if at <= start), stages[0][1])
+        later = [(at, part.without(self.gemm)) for at, part in stages if at > start]
+        return [*before, (start, current.without(self.gemm)), *later]
+
+
+def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: str | None = None) -> Switch:
+    """Leave quantization in a run that trains: a change to be given to `instrument(schedule=[...])`.
+
+        binade.schedule(at=1000)                                            # everything, from iteration 1000 on
+        binade.schedule(layers="last 2", gemm="dgrad", when="sqnr_db < 12 for 3")
+
+    layers  as in `skip` of instrument; default: all
+    gemm    forward, dgrad or wgrad; default: all three
+    at      the iteration from which it holds
+    when    one of the Recorder's triggers: it holds from the step after the one in which that is known to have fired
+
+    It is written to the run as an event. Raises ConfigError unless exactly one of at and when is given, for another
+    GEMM, and for a trigger that cannot be read.
+    """
+    if (at is None) == (when is None):
+        raise ConfigError("a schedule needs one of at=ITERATION and when=TRIGGER")
+    if gemm and gemm not in tuple(Gemm):
+        raise ConfigError(f"gemm={gemm!r} is unknown: {', '.join(Gemm)}")
+    if at is not None and at < 0:
+        raise ConfigError(f"at={at} is no iteration: 0 or more was expected")
+    return Switch(layers, gemm, at, None if when is None else Trigger.parse(when).text)
+
+
+@dataclass
+class Pending:
+    """The changes of an instrumented model that are still to come.
+
+    listeners   of the products of each change
+    """
+
+    listeners: dict[Switch, list[Listener]]
+
+    def due(self, iteration: int, fired: Sequence[str]) -> list[Switch]:
+        """Make the changes that are due, and return them. fired: the triggers that have."""
+        found = [
+            each for each in self.listeners if (each.at is not None and each.at <= iteration) or each.when in fired
+        ]
+        for switch in found:
+            for listener in self.listeners.pop(switch):
+                if switch.when is not None:
+                    listener.stages = switch.applied(listener.stages, iteration)
+        return found

@@ -1,0 +1,84 @@
+"""How a Recorder follows a long run: which steps it measures, what makes it capture more, and for how long.
+
+Plain data, no torch: the command line declares its options here too.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from binade.collector.capture.triggers import Trigger
+from binade.collector.training.option import Group, check_options, option
+
+EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
+WATCH = Group(
+    "Watching a long run",
+    "A watched step is measured cheaply; it has no sketch and no values. A TRIGGER is a condition on what was measured "
+    "of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
+    "'loss > mean + 4 sd', nan. When one fires, the steps that follow are recorded whole.",
+)
+
+
+class Stats(StrEnum):
+    """What is recorded of a watched step."""
+
+    BASIC = "basic"  # moments, counts and the error of the format in force
+    FULL = "full"  # as of a recorded step
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """What a Recorder and `binade run` share. The fields are keywords of the one and options of the other."""
+
+    # fmt: off
+    watch: str | None = option(None, group=WATCH, metavar="WHEN", pattern=EVERY,
+        expected="write 'every 100 steps' or 'every step'",
+        help="Watch steps beside those that are recorded: 'every 100 steps'", default_help="none")
+    stats: Stats = option(Stats.BASIC, group=WATCH, metavar="NAME",
+        help="What a watched step records: basic: moments, counts and the error of the format in force; full: all")
+    trigger: tuple[str, ...] = option((), group=WATCH, metavar="TRIGGER,...", default_help="none",
+        help="Record whole steps when a condition holds on a measured step")
+    capture_steps: int = option(2, group=WATCH, metavar="K", minimum=0,
+        help="Steps recorded whole after a trigger fires")
+    ring: int = option(0, group=WATCH, metavar="N", minimum=0, maximum=10_000,
+        help="Also record the N steps before a trigger fires. Every step is then measured like a watched one")
+    ring_bytes: int = option(64 << 20, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
+        help="Memory that those steps take at most", default_help="64M")
+    find_nan: bool = option(False, group=WATCH,
+        help="In every step, find the operation that makes the first NaN or Inf. This costs time in every step")
+    cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,
+        help="Steps after a trigger fired in which it does not fire again")
+    capture_bytes: int = option(1 << 30, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
+        help="Triggers capture nothing more once captures take this much on the disk", default_help="1G")
+    # fmt: on
+
+    @property
+    def every(self) -> int:
+        """One step in how many is watched; 0 for none."""
+        found = EVERY.fullmatch(self.watch or "")
+        return int(found[1] or 1) if found else 0
+
+    @property
+    def triggers(self) -> tuple[Trigger, ...]:
+        """Raises ConfigError for one that cannot be read, as `check` does."""
+        return tuple(map(Trigger.parse, self.trigger))
+
+    @property
+    def follows(self) -> bool:
+        """Whether any step is measured that is not recorded anyway."""
+        return bool(self.every or self.ring)
+
+    def follows_step(self, iteration: int) -> bool:
+        """Whether a step is measured for being watched, or for the ring."""
+        return bool(self.ring) or self.watches(iteration)
+
+    def watches(self, iteration: int) -> bool:
+        return bool(self.every) and iteration % self.every == 0
+
+    def check(self) -> WatchOptions:
+        """Raise ConfigError for a value that is not allowed."""
+        check_options(self)
+        assert self.triggers is not None
+        return self

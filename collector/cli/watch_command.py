@@ -1,0 +1,90 @@
+"""binade watch: follows the runs of a root in a terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from binade.terminal import Command, Option, print_text, resolve_root
+
+if TYPE_CHECKING:  # they import pyarrow: --help does not wait for it
+    from binade.data.runs import RunInfo
+
+SECONDS = 1.0  # between two looks
+
+
+def _lines(root: Path, seen: dict[str, tuple[str, int]]) -> Iterator[str]:
+    """What is new since the last look: a line for each event, and for each run that has gone on. seen: of each run its
+    last line and how many of its events were shown."""
+    from binade.data.events import read_events
+    from binade.data.runs import RUNNING, list_runs
+
+    for run in list_runs(root)[0]:
+        before, shown = seen.get(run.run_id, ("", 0))
+        events = read_events(run.directory)
+        if events or run.status.state == RUNNING or before:
+            yield from (f"{run.run_id}: {event}" for event in events[shown:])
+            line = _progress(run, len(events))
+            if line != before:
+                yield line
+            seen[run.run_id] = line, len(events)
+
+
+def _progress(run: RunInfo, events: int) -> str:
+    status = run.status
+    loss = "" if status.loss_last is None else f", loss {status.loss_last:.4f}"
+    ended = f", {status.reason}" if status.reason else ""
+    return (
+        f"{run.run_id}: {status.state.value}, iteration {status.iteration}{loss}, {status.tensors:,} tensors, "
+        f"{events} event{'s' * (events != 1)}{_latest(run)}{ended}"
+    )
+
+
+def _latest(run: RunInfo) -> str:
+    """The extremes of what was written last; "" of a run without tensors."""
+    from binade.data.segment import read_tables
+
+    if not run.segments:
+        return ""
+    try:
+        table = read_tables(run.directory / "segments" / run.segments[-1])["tensor"]
+    except (OSError, ValueError):  # deleted meanwhile, or damaged: the index says so
+        return ""
+    text = ""
+    for column, title, pick in (("sqnr_db", "lowest SQNR (dB)", min), ("absmax", "largest magnitude", max)):
+        rows = table.select([column, "layer_index", "module", "tensor_name", "iteration"]).to_pylist()
+        known = [row for row in rows if row[column] is not None and math.isfinite(row[column])]
+        if known:
+            row = pick(known, key=lambda row: row[column])
+            where = f"layer{row['layer_index']}.{row['module']} {row['tensor_name']}, iteration {row['iteration']}"
+            text += f"; {title} {row[column]:.4g} ({where})"
+    return text
+
+
+def _watch(root: str | None, once: bool, **_: Any) -> None:
+    folder, seen = resolve_root(root), dict[str, tuple[str, int]]()
+    while True:
+        for line in _lines(folder, seen):
+            print_text(line)
+        if once:
+            if not seen:
+                print_text(f"{folder}: no run is running, and none has events")
+            return
+        time.sleep(SECONDS)
+
+
+watch = Command(
+    "watch",
+    params=[
+        click.Argument(["root"], required=False, metavar="[ROOT]"),
+        Option(["--once"], is_flag=True, help="Print what there is, and end"),
+    ],
+    callback=_watch,
+    help="Follow the runs of a root: their events, such as triggers that fire, their iterations and losses.",
+    cancelled="no longer watched",
+)

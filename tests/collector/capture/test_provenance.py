@@ -1,0 +1,195 @@
+"""The first NaN or Inf of a step is traced to the operation that made it, wherever it is planted."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from binade.collector import Recorder, instrument
+from binade.collector.capture.adapters.products import tensors_in
+from binade.collector.models.model import GPTModel
+from binade.collector.training.config import MODELS
+from binade.data.catalog import Catalog
+from binade.data.events import read_events
+from tests.collector.small_model import batch, build
+
+pytestmark = pytest.mark.slow
+
+
+class Planted(torch.autograd.Function):
+    """The identity, whose gradient has one NaN."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        gradient.view(-1)[-1] = torch.nan
+        return gradient
+
+
+@contextmanager
+def planted(module: nn.Module, where: str):
+    """One NaN in the module's result, or in the gradient of its input."""
+    own, before = module.forward, vars(module).get("forward")
+
+    def forward(x, *args, **kwargs):
+        if where == "backward":
+            return own(Planted.apply(x), *args, **kwargs)
+        result = own(x, *args, **kwargs)
+        y = result[0] if isinstance(result, tuple) else result
+        spoiled = y.clone()
+        spoiled[(-1,) * y.dim()] = torch.nan
+        return (spoiled, *result[1:]) if isinstance(result, tuple) else spoiled
+
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+def culprits(root, model, steps, recipe="bf16", **options) -> list[str]:
+    """The places that are named, of the steps: functions that run the model forward and backward."""
+    with Recorder(root, find_nan=True, iterations=0, cooldown=0, **options) as recorder:
+        with instrument(model, recipe, recorder, backend="torch"):
+            for step in steps:
+                step()
+                model.zero_grad()
+                recorder.step()
+    return [event.place for event in read_events(recorder.writer.directory)]
+
+
+def families() -> dict[str, GPTModel]:
+    shape = MODELS["deepseek2_lite"]["tiny"]
+    deepseek = GPTModel(replace(shape, layers=2, vocab=384))
+    deepseek.initialize(0)
+    return {"llama": build(layers=2), "deepseek": deepseek}
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_names_the_module_that_a_nan_is_planted_in(tmp_path, family, where):
+    """Every module of a model, one a step."""
+    model = families()[family]
+    called = {}
+    tokens, labels = batch()
+
+    def run():
+        F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+
+    def note(name, module, args, result):
+        if next(tensors_in((result,))).is_floating_point():  # not the tokens of each expert
+            called.setdefault(name, args)
+
+    handles = [each.register_forward_hook(partial(note, name)) for name, each in model.named_modules()]
+    run()
+    for handle in handles:
+        handle.remove()
+    takes_gradient = {name for name, args in called.items() if args and args[0].requires_grad}
+    chosen = list(called if where == "forward" else takes_gradient)
+    assert len(chosen) > 15
+
+    def step(name):
+        def planting():
+            # Routing by NaN fails in the model: what made it is found nevertheless.
+            fails = suppress(RuntimeError) if "router" in name else nullcontext()
+            with planted(model.get_submodule(name), where), fails:
+                run()
+
+        return planting
+
+    assert culprits(tmp_path, model, [run, *map(step, chosen), run]) == [name or "the model" for name in chosen]
+
+
+class Small(nn.Module):
+    """A linear layer, what the model itself computes, and another layer."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.to(dtype)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)) * self.factor)
+
+
+def test_overflow_data_loss_weights_and_what_is_between_modules(tmp_path):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    model = Small()
+
+    def run(x=x, factor=1.0, scale=1.0):
+        model.factor = factor
+        (model(x).square().sum() * scale).backward()
+
+    def with_a_bad_weight():
+        kept = model.norm.weight.data.clone()
+        model.norm.weight.data[3] = torch.inf
+        run()
+        model.norm.weight.data.copy_(kept)
+
+    bad = x.clone()
+    bad[1, 2] = torch.nan
+    steps = [run, lambda: run(bad), lambda: run(scale=torch.nan), lambda: run(factor=torch.inf), with_a_bad_weight]
+    assert culprits(tmp_path, model, steps) == ["data", "loss", "the model", "norm"]
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.float16), ("hifp8(overflow=inf)", torch.float32)])
+def test_overflow_of_a_format(tmp_path, recipe, dtype):
+    """A product beyond 65,504 in fp16; an operand beyond HiF8's range where that becomes Inf. The operands are kept."""
+    x = torch.full((4, 8), 100.0, dtype=dtype)
+    model = Small(dtype)
+    model.norm.weight.data.fill_(1000.0)
+    model.norm.bias.data.fill_(60000.0)
+    model.second.weight.data.fill_(2.0)
+    if recipe != "bf16":
+        model.norm.bias.data.fill_(1e6)
+
+    def run():
+        model(x).float().square().sum().backward()
+
+    assert culprits(tmp_path, model, [run], recipe) == ["second"]
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors().set_index("tensor_name")
+        assert list(rows.index) == [*(f"non_finite_operand{number}" for number in (1, 2, 3)), "non_finite_result1"]
+        assert (rows["infs"] + rows["nans"] > 0).tolist() == [False] * 3 + [True]
+        kept = catalog.load(rows.loc["non_finite_operand2", "tensor_id"])
+        assert torch.equal(kept, model.second.weight)
+
+
+def test_a_copy_of_the_model_is_not_traced(tmp_path):
+    model, x = Small(), torch.full((4, 8), torch.nan)
+    with Recorder(tmp_path, find_nan=True, iterations=0) as recorder, instrument(model, "bf16", recorder):
+        model(torch.ones(4, 8)).sum().backward()
+        copy = deepcopy(model)
+        copy(x).sum().backward()
+        recorder.step()
+    copy(x)
+    assert not read_events(recorder.writer.directory)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_is_found_fires_the_trigger_nan(tmp_path):
+    model = Small()
+    options = {"find_nan": True, "iterations": 0, "trigger": ("nan",), "capture_steps": 1}
+    with Recorder(tmp_path, **options) as recorder, instrument(model, "bf16", recorder):
+        for factor in (1.0, torch.inf, 1.0, 1.0):
+            model.factor = factor
+            model(torch.ones(4, 8)).sum().backward()
+            recorder.step()
+            recorder.settle()
+    found, fired, captured = read_events(recorder.writer.directory)
+    assert (found.kind, found.iteration, fired.kind, fired.trigger) == ("non-finite", 1, "trigger", "nan")
+    assert (captured.kind, captured.iteration) == ("capture", 3)

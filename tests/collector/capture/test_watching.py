@@ -1,0 +1,131 @@
+"""A Recorder that watches: what of which step is on the disk, and what a trigger adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from binade.collector import Recorder, instrument
+from binade.collector.training.config import ConfigError
+from binade.data.catalog import Catalog
+from binade.data.events import EventKind, read_events
+from binade.quant.summary import summarize, summarize_later
+from tests.collector.small_model import build, loss
+
+NAMES = ("input", "weight")
+pytestmark = pytest.mark.slow
+BASIC = {"tensors": 8, "sketched": 0, "kept": 0}
+WHOLE = {"tensors": 8, "sketched": 8, "kept": 8}
+
+
+Found = dict[int, dict[str, int]]
+
+
+def trained(
+    root, steps: int, at_step=lambda step, model: None, **options
+) -> tuple[Recorder, dict[int, dict[str, int]]]:
+    """Train under mxfp8; of each iteration what is on the disk."""
+    model = build(layers=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        Recorder(root, **{"tensors": NAMES, "scores": ()} | options) as recorder,
+        instrument(model, "mxfp8", recorder, backend="torch"),
+    ):
+        for step in range(steps):
+            at_step(step, model)
+            found = loss(model)
+            recorder.report_loss(found)
+            found.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+            recorder.settle()
+    with Catalog.open(root) as catalog:
+        counts = catalog._frame(
+            "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(s.key)::BIGINT AS sketched FROM tensor "
+            "LEFT JOIN (SELECT DISTINCT key FROM sketch) s USING (key) GROUP BY ALL ORDER BY ALL"
+        )
+    return recorder, {row.pop("iteration"): row for row in counts.to_dict("records")}
+
+
+def test_a_watched_step_has_the_statistics_of_a_recorded_one_without_sketch_and_values(tmp_path):
+    _, found = trained(tmp_path / "watched", 7, watch="every 3 steps", tensors=())
+    assert found == {step: BASIC | {"tensors": 35} for step in (0, 3, 6)}
+    trained(tmp_path / "recorded", 4, raw=False, measures=(), tensors=())
+    tables = []
+    for root in ("watched", "recorded"):
+        with Catalog.open(tmp_path / root) as catalog:
+            table = catalog.tensors()
+            tables.append(table[table["iteration"] == 3].sort_values("tensor_id", key=lambda ids: ids.str[-2:]))
+    keys = ["layer_index", "module", "tensor_name"]
+    watched, recorded = (table.set_index(keys).sort_index() for table in tables)
+    same = ["absmax", "rms", "kurtosis", "zeros", "sqnr_db", "flush_to_zero", "saturated", "format", "shape", "numel"]
+    assert watched[same].equals(recorded[same])
+    assert watched["sqnr_db"].notna().sum() == 18
+
+
+def test_without_the_sketch_a_float32_tensor_has_the_same_moments():
+    x = torch.randn(37, 65, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    x[3, 4:9] = 0
+    few, all_ = summarize_later(x, sketch=False)(), summarize(x)
+    assert not few.counts.size
+    for name in ("min", "max", "absmax", "zeros", "nans", "infs", "numel"):
+        assert getattr(few, name) == getattr(all_, name)
+    for name in ("mean", "std", "rms"):
+        assert getattr(few, name) == pytest.approx(getattr(all_, name), rel=1e-5)
+    x[0, 0], x[1, 1] = torch.nan, -torch.inf
+    few = summarize_later(x, sketch=False)()
+    assert (few.nans, few.infs, few.counts.size) == (1, 1, 0)
+    assert few.rms == summarize(x).rms
+
+
+def test_a_trigger_records_the_steps_around_it(tmp_path):
+    def jump(step, model):
+        if step == 5:
+            model.layers[0].mlp.linear_fc1.weight.data[0, 0] = 1e32
+
+    options = {"watch": "every 100 steps", "trigger": ("absmax > 1e30",), "ring": 2, "capture_steps": 2}
+    alerts = []
+    recorder, found = trained(tmp_path, 9, jump, alert=alerts.append, **options)
+    assert found == {0: BASIC, 3: BASIC, 4: BASIC, 5: BASIC, 7: WHOLE, 8: WHOLE}
+    trigger, capture = alerts
+    assert read_events(recorder.writer.directory) == alerts
+    assert (trigger.kind, trigger.iteration, trigger.trigger) == (EventKind.TRIGGER, 5, "absmax > 1e30")
+    assert (trigger.place, capture.kind, capture.iteration, capture.until) == (
+        "layer1.fc1 weight", EventKind.CAPTURE, 7, 8,
+    )  # fmt: skip
+    assert "before it, iterations 3 to 4 are kept" in trigger.text
+
+
+def test_the_budgets_hold(tmp_path):
+    """The ring's memory, the captures' bytes, and the cool-down."""
+    options = {"watch": "every step", "trigger": ("absmax > 0",), "capture_steps": 1}
+    recorder, found = trained(tmp_path / "bytes", 8, cooldown=1, capture_bytes=1, **options)
+    events = read_events(recorder.writer.directory)
+    assert [event.iteration for event in events if event.kind == EventKind.TRIGGER] == [0, 2, 4, 6]
+    # The second capture was asked for before the first was on the disk.
+    assert sum(event.kind == EventKind.CAPTURE for event in events) == 2
+    assert "filled their budget" in events[-1].text
+    assert sum(each["kept"] > 0 for each in found.values()) == 2
+    trigger = {"trigger": ("loss > 1 for 5",), "ring": 3, "capture_steps": 0}
+    assert list(trained(tmp_path / "ring", 6, **trigger)[1]) == [1, 2, 3, 4]
+    assert list(trained(tmp_path / "small", 6, ring_bytes=8 * 2048, **trigger)[1]) == [3, 4]
+
+
+def test_an_alert_that_fails_is_dropped(tmp_path):
+    def fails(event):
+        raise RuntimeError("no such channel")
+
+    with pytest.warns(UserWarning, match="no such channel"):
+        _, found = trained(tmp_path, 3, trigger=("absmax > 0",), watch="every step", cooldown=0, alert=fails)
+    assert len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [({"watch": "often"}, "every 100 steps"), ({"stats": "some"}, "basic, full"), ({"ring": -1}, "0 or more"),
+     ({"trigger": "nan"}, "tuple"), ({"trigger": ("foo",)}, "LIMIT")],
+)  # fmt: skip
+def test_refuses_what_it_cannot_do(tmp_path, option, text):
+    with pytest.raises(ConfigError, match=text):
+        Recorder(tmp_path, **option)
