@@ -33,11 +33,12 @@ def page(opened: Catalog) -> None:
     st.session_state["page"] = "runs"
     st.session_state["shown"] = {}
     runs = opened.runs()
-    if runs.empty:
+    every = opened.runs(damaged=True)
+    if every.empty:
         explain_empty(opened)
         return
     _totals(runs)
-    _table(runs, runs_with_reference(runs, opened.parts()))
+    _table(every, runs_with_reference(runs, opened.parts()))
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
@@ -62,7 +63,8 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
     source = runs["config"].map(_source).astype(object)
     seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
     table = runs.assign(
-        state=runs["state"].map(STATES),
+        state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
+        reason=runs["damage"].fillna(runs["reason"]),
         recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))),
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
