@@ -65,14 +65,14 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
     table = runs.assign(
         state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
         reason=runs["damage"].fillna(runs["reason"]),
-        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).fillna(runs["recipe"]),
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
     )
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
-        "state": text("State", width=85),
+        "state": text("State", width=95),
         "reason": text("Reason", width=220, help="Why it did not end as it should; double-click to read all of it"),
         "source": text("Imported from", width=220, help="Tensors that another tool logged, where they lie"),
         "recipe": text("Recipe", width=125, help="Or what was rounded, where the recipe alone does not say it"),

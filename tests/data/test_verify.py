@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from binade.data.catalog import Catalog
-from binade.data.runs import CRASHED, RUNNING, RunError, read_run
+from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunWriter, read_run
 from binade.data.store import TensorFileError
 from binade.data.verify import Verified, verify
 from tests.conftest import PROJECT, RECIPES
@@ -163,6 +163,15 @@ def test_a_run_that_is_being_recorded(root: Path):
     run.update(state=RUNNING, finished=None)
     add_segment(run, assorted(6), first=50)
     run.update(tensors=99)  # as another rank may have counted since
+    assert not verify(root).damaged and left_out(root) == []
+
+
+def test_a_renamed_run_that_goes_on(root: Path):
+    run = next(root.glob("*second*")).rename(root / "renamed")
+    writer = RunWriter.reopen(run)
+    add_segment(writer, assorted(6), first=50)
+    writer.finish(DONE)
+    run.rename(root / "again")
     assert not verify(root).damaged and left_out(root) == []
 
 
