@@ -9,11 +9,11 @@ from functools import wraps
 
 import streamlit as st
 
-from binade.app.address import follow
+from binade.app.address import follow, plain
 from binade.app.filters import sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
-from binade.data.catalog import Catalog
+from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 from binade.data.sandbox import Sandbox
@@ -65,10 +65,14 @@ def catalog_page(
             opened = catalog()
             st.title(title, anchor=False)
             _explain_refused(opened)
-            if needs_tensors and not opened.totals().tensors:
-                explain_empty(opened)
-            else:
-                draw(opened)
+            try:
+                if needs_tensors and not opened.totals().tensors:
+                    explain_empty(opened)
+                else:
+                    draw(opened)
+            except DamagedIndexError as error:
+                st.error(f"{error}.", icon=":material/error:")
+            _tell(opened)
 
         return page
 
@@ -98,12 +102,20 @@ def _explain_refused(opened: Catalog) -> None:
     """List the runs that could not be read, if there are any."""
     if opened.refused:
         count = len(opened.refused)
-        title = f"{count} run{'s' * (count != 1)} or part{'s' * (count != 1)} of runs cannot be read and are not shown"
+        title = f"{count} runs are damaged or cannot be read: no number on this page includes them"
         if count == 1:
-            title = "A run, or a part of one, cannot be read and is not shown"
+            title = "A run is damaged or cannot be read: no number on this page includes it"
         with st.expander(title, icon=":material/warning:"):
             for line in opened.refused:
                 st.text(line)
+
+
+def _tell(opened: Catalog) -> None:
+    """Show what was wrong with the index since this session looked last."""
+    seen = st.session_state.setdefault("index_notices", 0)
+    for notice in opened.notices[seen:]:
+        st.toast(plain(notice), icon=":material/build:")
+    st.session_state["index_notices"] = len(opened.notices)
 
 
 def explain_empty(opened: Catalog) -> None:

@@ -34,6 +34,7 @@ COMMANDS = {
         "report": "app.cli:report",
         "export": "collector.cli.export_command:export",
         "bundle": "app.cli:bundle",
+        "verify": "collector.cli.verify_command:verify",
     },
 }
 PLACES = {name: place for commands in COMMANDS.values() for name, place in commands.items()}

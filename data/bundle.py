@@ -35,7 +35,7 @@ from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
-from binade.data.segment import ADDED_LATER, TABLES, table_files
+from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import owner, staged_file, sweep
 from binade.data.text import describe
 from binade.data.untrusted import Record, RefusedError
@@ -57,7 +57,7 @@ RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
-    rf"|segments/{_NAME}/(?:{'|'.join(TABLES)})\.parquet|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
+    rf"|segments/{_NAME}/(?:(?:{'|'.join(TABLES)})\.parquet|{re.escape(MANIFEST)})|(?P<raw>tensors/(?:{_NAME}/){{0,3}}{_NAME}))"
 )
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _EXTRA = re.compile(r"[a-z]{1,40}\.json")
@@ -124,8 +124,11 @@ def write(
             writer = _Writer(archive, Path(folder))
             plans = [writer.plan(run, wanted) for run in runs]
             files = [file for plan in plans for file in plan.files]
+            digests = {name: digest for plan in plans for name, digest in plan.digests.items()}
             for index, (name, path) in enumerate(files):
                 writer.add(name, path)
+                if writer.listed[name]["sha256"] != digests.get(name, writer.listed[name]["sha256"]):
+                    raise SegmentError(f"{path} is damaged: binade verify checks the whole run")
                 done(index + 1, len(files))
             for name, content in (extras or {}).items():
                 writer.add_bytes(name, content)
@@ -136,7 +139,7 @@ def write(
                 "files": writer.listed,
             }
             archive.writestr(_entry(LIST), json.dumps(listed, indent=1), zipfile.ZIP_DEFLATED)
-    except (RunError, OSError, pa.ArrowException) as error:
+    except (RunError, SegmentError, OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or describe(error)
         raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
     tensors, with_values, left_out = (
@@ -162,6 +165,7 @@ def _bundled(root: Path, run_id: str) -> RunInfo:
 @dataclass(frozen=True)
 class _Plan:
     files: list[tuple[str, Path]]
+    digests: dict[str, str]  # the SHA-256 of tensor files, as their rows have them
     tensors: int
     with_values: int
     left_out: int
@@ -177,8 +181,12 @@ class _Writer:
         """The files of a run; rows are written anew where values are left out, and the status tells so."""
         prefix = f"runs/{run.run_id}"
         files, raw, left_out, tensors, nbytes = [], [], 0, 0, 0
+        digests: dict[str, str] = {}
         for segment in run.segments:
             directory = run.directory / "segments" / segment
+            written = run.manifest_of(segment)
+            for name, difference in written.differences(directory).items() if written else ():
+                raise SegmentError(f"{directory / name} {difference}")
             table = pq.read_table(directory / "tensor.parquet")
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
@@ -192,10 +200,14 @@ class _Writer:
             place, field = table.schema.get_field_index("path"), table.schema.field("path")
             rows = self._temporary(f"{run.run_id}-{segment}")
             pq.write_table(table.set_column(place, field, pa.array(paths, field.type)), rows)
-            files.append((f"{prefix}/segments/{segment}/tensor.parquet", rows))
-            for name, path in table_files(directory).items():
-                if name != "tensor":
-                    files.append((f"{prefix}/segments/{segment}/{name}.parquet", path))
+            packed = {f"{name}.parquet": path for name, path in (table_files(directory) | {"tensor": rows}).items()}
+            if written:
+                sums = self._temporary(f"{run.run_id}-{segment}-{MANIFEST}")
+                sums.write_bytes(manifest(written.run_id, segment, packed))
+                packed[MANIFEST] = sums
+                known = zip(paths, table["sha256"].to_pylist(), strict=True)
+                digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
+            files += [(f"{prefix}/segments/{segment}/{name}", path) for name, path in packed.items()]
         for path in dict.fromkeys(raw):
             files.append((f"{prefix}/{path}", run.directory / path))
             nbytes += (run.directory / path).stat().st_size
@@ -206,7 +218,7 @@ class _Writer:
         for name in ("run.json", "loss.jsonl", "log.txt", "events.jsonl"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
-        return _Plan(files, tensors, len(raw), left_out)
+        return _Plan(files, digests, tensors, len(raw), left_out)
 
     def _temporary(self, name: str) -> Path:
         return self.folder / f"{len(list(self.folder.iterdir()))}-{name}"[:200]

@@ -8,36 +8,35 @@ the source of truth: `sync` updates the index from them, adding each segment onc
 from __future__ import annotations
 
 import json
-import shutil
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import duckdb
 import pandas as pd
 import pyarrow as pa
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.intake import CUBES, Intake, schema, transaction
+from binade.data.index import Index, is_unavailable
+from binade.data.intake import CUBES, transaction
 from binade.data.runs import IMPORT, RunError, is_a_file, resolve_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
+from binade.data.text import describe
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, known_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
-SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
-INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
-SPILLED = ".index.duckdb.tmp"
-UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left")
+P = ParamSpec("P")
+T = TypeVar("T")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
@@ -72,6 +71,7 @@ SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iter
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors
+SOUND_RUNS = "run WHERE damage IS NULL"
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -90,15 +90,41 @@ class Totals:
     runs: int
 
 
+class DamagedIndexError(CatalogError):
+    """The index is damaged, and was so again after it was rebuilt."""
+
+    exit_status = 1
+
+
+def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
+    """A query that is tried once more if it finds the index damaged, after that was rebuilt."""
+
+    @wraps(query)
+    def ask(catalog: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        generation = catalog._index.generation
+        try:
+            return query(catalog, *args, **kwargs)
+        except duckdb.Error as error:
+            catalog._repair(error, generation)
+        try:
+            return query(catalog, *args, **kwargs)
+        except duckdb.Error as error:
+            if not catalog._index.is_damage(error):
+                raise
+            raise DamagedIndexError(
+                f"{catalog._index.path} cannot be read, though it was made anew: check the disk ({describe(error)})"
+            ) from error
+
+    return ask
+
+
 class Catalog:
     """The index over one root. Safe to use from several threads: each call has a cursor of its own."""
 
-    def __init__(self, root: Path, connection: duckdb.DuckDBPyConnection, in_memory: bool) -> None:
+    def __init__(self, root: Path, index: Index) -> None:
         self.root = root
-        self.in_memory = in_memory
-        self._intake = Intake(root)
+        self._index = index
         self._only: tuple[str, ...] | None = None
-        self._connection = connection
         self._lock = threading.Lock()
 
     @classmethod
@@ -110,34 +136,26 @@ class Catalog:
         path = resolve_root(root)
         if path.exists() and not path.is_dir():
             raise RunError(is_a_file(path))
-        index = path / "index.duckdb"
-        for _ in ("as it is", "rebuilt") if path.is_dir() else ():
-            try:
-                # Its name begins with a dot: it is no run.
-                limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(path / SPILLED)}
-                connection = duckdb.connect(str(index), config=SETTINGS | limits)
-            except duckdb.Error as error:
-                if any(reason in str(error) for reason in UNAVAILABLE):
-                    break
-            else:
-                catalog = cls(path, connection, in_memory=False)
-                with suppress(duckdb.Error):  # damaged, or no room for it
-                    if _prepare(connection):
-                        catalog._catch_up()
-                        return catalog
-                catalog.close()
-            _discard(index)
-        catalog = cls(path, _in_memory(), in_memory=True)
-        catalog._catch_up()
+        catalog = cls(path, Index(path))
+        catalog.sync()
         return catalog
 
     @property
+    def in_memory(self) -> bool:
+        return self._index.in_memory
+
+    @property
     def refused(self) -> list[str]:
-        """What the last synchronization passed over, one line each."""
-        return self._intake.refused
+        """What the last synchronization passed over, one line each: also the runs that are left out as damaged."""
+        return self._index.intake.refused
+
+    @property
+    def notices(self) -> list[str]:
+        """What was wrong with the index, one sentence each, oldest first. The answers do not suffer from it."""
+        return self._index.notices
 
     def close(self) -> None:
-        self._connection.close()
+        self._index.close()
 
     def __enter__(self) -> Catalog:
         return self
@@ -145,18 +163,25 @@ class Catalog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
-        cursor = self._connection.cursor()
-        try:
-            yield cursor
-        finally:
-            cursor.close()
+    def _cursor(self) -> AbstractContextManager[duckdb.DuckDBPyConnection]:
+        return self._index.cursor()
 
+    def _repair(self, error: duckdb.Error, generation: int) -> None:
+        """Make the index anew after a query has found it damaged, unless another one already has. Raises the error if
+        it has another cause."""
+        if not self._index.is_damage(error) and generation == self._index.generation:
+            raise error
+        with self._lock:
+            if generation == self._index.generation:
+                self._index.replace(in_memory=False)
+                self._synchronize()
+
+    @_repairing
     def _frame(self, sql: str, parameters: list[Any] | None = None) -> pd.DataFrame:
         with self._cursor() as cursor:
             return cursor.execute(sql, parameters or []).df()
 
+    @_repairing
     def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple[Any, ...]]:
         with self._cursor() as cursor:
             return cursor.execute(sql, parameters or []).fetchall()
@@ -170,24 +195,29 @@ class Catalog:
         longer be written (the disk is full), it is left unchanged and the segments are loaded into memory instead.
         """
         with self._lock:
+            return self._synchronize()
+
+    def _synchronize(self) -> int:
+        for attempt in ("as it is", "rebuilt"):
             try:
                 return self._catch_up()
-            except duckdb.Error:
+            except duckdb.Error as error:
                 if self.in_memory:
                     raise
-                self._connection.close()
-                self._connection, self.in_memory, self._intake = _in_memory(), True, Intake(self.root)
-                return self._catch_up()
+                self._index.replace(in_memory=attempt == "rebuilt" or is_unavailable(error))
+        return self._catch_up()
 
     def _catch_up(self) -> int:
         with self._cursor() as cursor:
-            return self._intake.catch_up(cursor)
+            return self._index.intake.catch_up(cursor)
 
     # Queries
 
-    def runs(self) -> pd.DataFrame:
-        """Every run, newest first: the columns of the table `run`."""
-        runs = self._frame("SELECT * FROM run ORDER BY started DESC, run_id DESC")
+    def runs(self, *, damaged: bool = False) -> pd.DataFrame:
+        """Every run, newest first: the columns of the table `run`. Those that are damaged on disk are left out, as they
+        are of every table, unless they are requested."""
+        chosen = "run" if damaged else SOUND_RUNS
+        runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC")
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
 
     def state(self) -> Hashable:
@@ -236,6 +266,7 @@ class Catalog:
         )[0]
         return Totals(*row)
 
+    @_repairing
     def facets(self, where: Filter | None = None) -> dict[str, list[Any]]:
         """For each field the values that occur among the tensors that match every *other* field of the filter, so that
         each choice selects something. Sorted; fields without a value are left out."""
@@ -273,6 +304,7 @@ class Catalog:
         """The merged binade sketch for every combination of these columns, in one pass: by's columns, bin, count."""
         return self._merged(", ".join(f"tensor.{self._column(name)}" for name in by), by, where)
 
+    @_repairing
     def _merged(
         self, columns: str, fields: Sequence[str], where: Filter | None, tensor_ids: list[str] | None = None
     ) -> pd.DataFrame:
@@ -619,13 +651,14 @@ class Catalog:
             [tensor_ids, tensor_ids],
         )
 
+    @_repairing
     def table(self, name: str) -> pa.Table:
         """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor:
             if name == "run":
-                return cursor.sql("FROM run").to_arrow_table()
+                return cursor.sql(f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}").to_arrow_table()
             if name == "tensor":
                 return cursor.sql("SELECT * EXCLUDE (key) FROM tensor").to_arrow_table()
             sql = f"SELECT tensor_id, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key)"
@@ -636,29 +669,30 @@ class Catalog:
         file out of its directory without being an import."""
         return self._file(tensor_id)[0]
 
-    def _file(self, tensor_id: str) -> tuple[Path, bool, str | None]:
-        """The tensor's file, whether another tool wrote it, and the tensor's key in it."""
+    def _file(self, tensor_id: str) -> tuple[Path, bool, str | None, str | None]:
+        """The tensor's file, whether another tool wrote it, the tensor's key in it, and the SHA-256 of one of ours."""
         rows = self._rows(
-            "SELECT run_id, path, file_key, config FROM tensor LEFT JOIN run USING (run_id) WHERE tensor_id = ?",
+            "SELECT run_id, path, file_key, sha256, config FROM tensor LEFT JOIN run USING (run_id)"
+            " WHERE tensor_id = ?",
             [tensor_id],
         )
         if not rows:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
-        run_id, given, key, config = rows[0]
+        run_id, given, key, digest, config = rows[0]
         if given is None:
             raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are there")
         if not Path(given).is_absolute():
-            return self.root / run_id / given, False, None
+            return self.root / run_id / given, False, None, digest
         if json.loads(config or "{}").get("kind") != IMPORT:
             raise CatalogError(f"{tensor_id} names a file out of its run's directory, which only an import may do")
-        return Path(given), True, key
+        return Path(given), True, key, None
 
     def load(self, tensor_id: str) -> Tensor:
         """The tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`, TensorFileError
-        for a damaged file."""
-        path, foreign, key = self._file(tensor_id)
+        for a damaged file: one that is not what the run wrote, too."""
+        path, foreign, key, digest = self._file(tensor_id)
         if not foreign:
-            return load(path)
+            return load(path, digest)
         from binade.data.foreign import load_foreign  # imports torch
 
         return load_foreign(path, key)
@@ -727,31 +761,3 @@ def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]
 
 def _union(select: str, sources: Sequence[str]) -> str:
     return " UNION ALL ".join(f"{select} {source}" for source in sources)
-
-
-def _in_memory() -> duckdb.DuckDBPyConnection:
-    connection = duckdb.connect(":memory:", config=SETTINGS)
-    connection.execute(schema())
-    return connection
-
-
-def _prepare(connection: duckdb.DuckDBPyConnection) -> bool:
-    """Create the tables in a new index; False for one made by another version of the schema."""
-    wanted = schema()
-    tables = connection.execute("SELECT table_name FROM information_schema.tables").fetchall()
-    if not tables:
-        connection.execute("BEGIN")
-        connection.execute(wanted)
-        connection.execute("CREATE TABLE origin AS SELECT ? AS schema", [wanted])
-        connection.execute("COMMIT")
-        return True
-    return ("origin",) in tables and connection.execute("FROM origin").fetchall() == [(wanted,)]
-
-
-def _discard(index: Path) -> None:
-    """Delete an index that cannot be used. It is derived data; the runs are not touched."""
-    for path in (index, index.with_name(index.name + ".wal"), index.with_name(SPILLED)):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
 has ended costs one `stat` of each of its files and segments, which shows that nothing has changed.
 
+A run with a segment that is damaged or missing is left out: only its row in the table `run` is there, with the reason.
+
 Sketches are also summed up ahead of queries, over the fields that queries use least: see CUBES.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,7 +26,7 @@ import pyarrow.compute as pc
 
 from binade.data.filter import FIELDS
 from binade.data.runs import CANCELLED, DONE, FAILED, RunError, RunInfo, read_run, run_directories
-from binade.data.segment import TABLES, read_tables, segment_names
+from binade.data.segment import TABLES, SegmentError, read_tables, segment_names
 from binade.data.text import describe
 
 T = TypeVar("T")
@@ -70,6 +72,16 @@ class _OnDisk:
         return self.mark is not None and self.run.status.state in (DONE, FAILED, CANCELLED)
 
 
+@dataclass(frozen=True)
+class _Damage:
+    """Why a run is left out: a segment is damaged or, where it is None, missing. seen: what `_seen` told then; the
+    segments are read again once it tells something else, or at the next call if it is None."""
+
+    reason: str
+    segment: str | None
+    seen: Hashable
+
+
 class Intake:
     """Adds what is new under a root to its index. `refused`: what the last call passed over, with the reason."""
 
@@ -77,6 +89,7 @@ class Intake:
         self.root = root
         self.refused: list[str] = []
         self._settled: dict[str, _OnDisk] = {}
+        self._damaged: dict[str, _Damage] = {}
 
     def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
         """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
@@ -95,28 +108,53 @@ class Intake:
             _drop(cursor, run_id)
         for run_id, found in changed.items():
             taken = known.get(run_id, {})
-            if any(taken.get(name, mtime) != mtime for name, mtime in found.segments.items()):
-                _drop(cursor, run_id)  # replaced on disk: index the run again
+            if any(found.segments.get(name) != mtime for name, mtime in taken.items() if name):
+                _drop(cursor, run_id)  # replaced or deleted on disk: index the run again
                 del known[run_id]
+        self._damaged = {
+            run_id: damage
+            for run_id, damage in self._damaged.items()
+            if run_id in changed and damage.seen is not None and damage.seen == _seen(changed[run_id], damage.segment)
+        }
+        still = set(self._damaged)
         incomplete = self._write_runs(cursor, [found.run for found in changed.values()])
         for run_id in incomplete & known.keys():
             _drop(cursor, run_id)
         new = [
-            (run_id, name, mtime)
+            (found, name, mtime)
             for run_id, found in changed.items()
             for name, mtime in found.segments.items()
-            if run_id not in incomplete and name not in known.get(run_id, {})
+            if run_id not in incomplete | still and name not in known.get(run_id, {})
         ]
         added = 0
-        for batch in self._read(new, incomplete):
-            taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, incomplete))
+        for batch in self._read(new):
+            taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
             added += len(taken_in)
             for cube in CUBES:
                 _sum_up(cursor, cube)
+        self._count(cursor, [found for run_id, found in changed.items() if run_id not in incomplete])
+        for run_id in self._damaged.keys() - still:
+            _drop(cursor, run_id)
+            _put_runs(cursor, [[*_run_row(changed[run_id].run), self._damaged[run_id].reason]])
+        self.refused += [damage.reason for damage in self._damaged.values()]
         self._settled = unchanged | {
-            run_id: found for run_id, found in changed.items() if found.settled and run_id not in incomplete
+            run_id: found
+            for run_id, found in changed.items()
+            if found.settled and run_id not in incomplete and run_id not in self._damaged
         }
         return added
+
+    def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
+        """Mark the runs of which the index holds fewer tensors than they say."""
+        counted = [found for found in runs if found.run.missing_rows(0) and found.run.run_id not in self._damaged]
+        rows = cursor.execute(
+            "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",
+            [[found.run.run_id for found in counted]],
+        ).fetchall()
+        for found in counted:
+            run_id = found.run.run_id
+            if missing := found.run.missing_rows(dict(rows).get(run_id, 0)):
+                self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(found, None))
 
     def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
         """The runs on disk by name: those that are as they were before, and the others, oldest first."""
@@ -150,7 +188,8 @@ class Intake:
 
         for run in runs:
             try:
-                row = _run_row(run)
+                damage = self._damaged.get(run.run_id)
+                row = [*_run_row(run), damage.reason if damage else None]
             except (ValueError, TypeError) as error:
                 refuse(run.run_id, error)
             else:
@@ -159,18 +198,21 @@ class Intake:
         _at_once(cursor, rows, _put_runs, lambda row, error: refuse(row[0], error))
         return refused
 
-    def _read(self, new: Iterable[tuple[str, str, int]], incomplete: set[str]) -> Iterator[list[_Segment]]:
-        """Read segments, of a run's id, a name and a modification time, in batches."""
+    def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
+        """Read segments, of a run, a name and a modification time, in batches. Of a damaged run no more are read."""
         batch: list[_Segment] = []
         size = 0
-        for run_id, name, mtime in new:
-            segment = _Segment(run_id, name, mtime, {})
-            directory = self.root / run_id / "segments" / name
+        for found, name, mtime in new:
+            run = found.run
+            if run.run_id in self._damaged:
+                continue
+            segment = _Segment(run.run_id, name, mtime, {})
+            directory = run.directory / "segments" / name
             try:
-                segment.tables.update(read_tables(directory))
+                segment.tables.update(read_tables(directory, run.manifest_of(name)))
             except (OSError, ValueError, TypeError, pa.ArrowException) as error:
                 if directory.exists():  # else it was deleted meanwhile
-                    self._refuse(segment, error, incomplete)
+                    self._refuse(segment, error, {run.run_id: found})
                 continue
             batch.append(segment)
             size += len(segment.tables["sketch"]) + len(segment.tables["tensor"])
@@ -180,9 +222,11 @@ class Intake:
         if batch:
             yield batch
 
-    def _refuse(self, segment: _Segment, error: Exception, incomplete: set[str]) -> None:
-        self.refused.append(f"segment {segment.run_id}/{segment.name} cannot be read: {describe(error)}")
-        incomplete.add(segment.run_id)
+    def _refuse(self, segment: _Segment, error: Exception, runs: Mapping[str, _OnDisk]) -> None:
+        reason = f"segment {segment.run_id}/{segment.name} is damaged: {describe(error)}"
+        lasting = isinstance(error, (SegmentError, FileNotFoundError, duckdb.IntegrityError, pa.ArrowInvalid))
+        seen = _seen(runs[segment.run_id], segment.name) if lasting else None
+        self._damaged.setdefault(segment.run_id, _Damage(reason, segment.name, seen))
 
 
 @dataclass(frozen=True)
@@ -337,6 +381,18 @@ def _mark(directory: Path, segments: Iterable[str]) -> tuple[tuple[int, ...], ..
     if max(each.st_mtime for each in found) > time.time() - RECENT:
         return None
     return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+
+
+def _seen(found: _OnDisk, segment: str | None) -> Hashable:
+    """A fingerprint of the files of a segment; where it is None, of which segments the run has, and of its count."""
+    if segment is None:
+        return *found.segments.items(), found.run.status.tensors
+    try:
+        with os.scandir(found.run.directory / "segments" / segment) as entries:
+            files = sorted((entry.name, entry.stat()) for entry in entries)
+    except OSError:
+        return None
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in files)
 
 
 def _run_row(run: RunInfo) -> list[Any]:

@@ -36,7 +36,7 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, adapter_of, parse_json, read_json, write_json
-from binade.data.segment import segment_digest, segment_names
+from binade.data.segment import Manifest, read_manifest, segment_digest, segment_names
 from binade.data.store import remove_directory, staged_directory, write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
@@ -106,6 +106,7 @@ class RunFile(TypedDict, total=False):
 
     run_id: Text
     started: Text
+    checksums: bool | None
     kind: Text
     command: Text
     model: Text
@@ -169,6 +170,21 @@ class RunInfo:
     @property
     def segments(self) -> list[str]:
         return segment_names(self.directory)
+
+    def manifest_of(self, segment: str) -> Manifest | None:
+        """None for a run of an earlier version, which has no checksums. Raises as `segment.read_manifest`."""
+        if not self.config.get("checksums"):
+            return None
+        return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
+
+    def missing_rows(self, rows: int) -> str | None:
+        """What is wrong if its segments hold so many rows; None if nothing is. A segment is published before it is
+        counted, so there may be more than the status says."""
+        state, counted = self.status.state, self.status.tensors
+        ended = state != RUNNING and not (state == CRASHED and self.config.get("kind") == IMPORT)  # it may drop rows
+        if not self.config.get("checksums") or not ended or rows >= counted:
+            return None
+        return f"its segments hold {rows} tensors: status.json says {counted}, so a segment is missing"
 
 
 def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
@@ -251,7 +267,7 @@ class RunWriter:
             with staged_directory(root / run_id) as part:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
                     (part / name).mkdir()
-                started = {"run_id": run_id, "started": now()}
+                started = {"run_id": run_id, "started": now(), "checksums": True}
                 write_atomic(part / "run.json", json.dumps(started | config, indent=1).encode())
                 writer = cls(run_id, part, status, ranks=ranks)
                 writer.update()
@@ -269,12 +285,13 @@ class RunWriter:
         check_writable("recording a run")
         try:
             before = read_status(directory)
+            run_id = read_json(RunFile, directory / "run.json").get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
         for left in [*directory.glob("segments/.*.part"), *directory.glob("segments/.*.old")]:  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
         last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
-        writer = cls(directory.name, directory, before, _segments=last)
+        writer = cls(run_id, directory, before, _segments=last)
         writer.update(state=RUNNING, reason=None, finished=None, **_process())
         return writer
 

@@ -20,7 +20,8 @@ CREATE TABLE run (
     bytes         BIGINT,               -- size of the tensor files
     loss_first    DOUBLE,               -- cross entropy in nats per token
     loss_last     DOUBLE,
-    config        VARCHAR               -- run.json, whole
+    config        VARCHAR,              -- run.json, whole
+    damage        VARCHAR               -- what is damaged on disk, a sentence: then no other table has rows of the run
 );
 
 CREATE TABLE tensor (
@@ -49,6 +50,7 @@ CREATE TABLE tensor (
     numel         BIGINT,
     nbytes        BIGINT,               -- numel times the dtype's size
     path          VARCHAR,              -- tensor file, relative to the run's directory, of an imported tensor absolute; null if not kept
+    sha256        VARCHAR,              -- of the tensor file; null of an imported tensor
     contracted_axis INTEGER,            -- of an operand: the axis its GEMM contracts, from the end (-1 the last); else null
     min           DOUBLE,               -- moments are over the finite elements
     max           DOUBLE,

@@ -2,14 +2,16 @@
 
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet  trace.parquet
                          files.jsonl     of an import: the files that the rows come from
+                         manifest.json   size and SHA-256 of these files, with the names of the segment and its run
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from binade.data.store import staged_directory, staged_file, write_atomic
+from binade.data.json_files import STRICT, read_json
+from binade.data.store import sha256, staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
@@ -126,8 +130,9 @@ class TensorRow:
     are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
     tensor_id is unique within its run (the index prefixes it with the run's id). format and error are None unless it is
     a quantized operand. path is relative to the run's directory; for an imported tensor, which has an origin, it is
-    absolute. captured and shard are None if the log does not contain them. recomputed: the layer's forward pass ran a
-    second time during the backward pass (activation recomputation); None if not known.
+    absolute. sha256 is that of the file that the run wrote there. captured and shard are None if the log does not
+    contain them. recomputed: the layer's forward pass ran a second time during the backward pass (activation
+    recomputation); None if not known.
     """
 
     tensor_id: str
@@ -149,6 +154,7 @@ class TensorRow:
     recomputed: bool | None = None
     origin: Origin | None = None
     trace: Trace | None = None
+    sha256: str | None = None
 
 
 _TEXT, _INT, _LONG, _REAL = pa.string(), pa.int32(), pa.int64(), pa.float64()
@@ -185,7 +191,9 @@ _ORIGIN = (
 )
 _SCORE = (("gemm", _TEXT), ("used", pa.bool_()), ("loss_first", _REAL), ("loss_fisher", _REAL))  # fields of a Score
 # Columns that the segments of an earlier version lack: null there.
-ADDED_LATER = frozenset((*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db"))
+ADDED_LATER = frozenset(
+    (*(name for name, *_ in (*_SHARD, *_ORIGIN, *_SCORE)), "recomputed", "result_sqnr_db", "sha256")
+)
 
 TENSOR_SCHEMA = pa.schema(
     [("tensor_id", _TEXT), ("run_id", _TEXT)]
@@ -197,6 +205,7 @@ TENSOR_SCHEMA = pa.schema(
         ("numel", _LONG),
         ("nbytes", _LONG),
         ("path", _TEXT),
+        ("sha256", _TEXT),
         ("contracted_axis", _INT),
     ]
     + [(name, _REAL) for name in MOMENTS]
@@ -227,6 +236,76 @@ TRACE_SCHEMA = pa.schema(
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA, "block": BLOCK_SCHEMA}
 TABLES |= {"trace": TRACE_SCHEMA}
 OPTIONAL = ("block", "trace")
+MANIFEST = "manifest.json"
+
+
+class SegmentError(ValueError):
+    """A segment is not what was written. The message says which file differs, and what was expected."""
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Checksum:
+    """Of a file: its size in bytes and the SHA-256 of its content."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, file: Path) -> Checksum:
+        """Raises OSError."""
+        return cls(os.stat(file).st_size, sha256(file))
+
+    def difference(self, found: Checksum) -> str | None:
+        """What differs from this one, as it was written; None if nothing does."""
+        if found.bytes != self.bytes:
+            return f"has {found.bytes} bytes, expected {self.bytes}"
+        if found.sha256 != self.sha256:
+            return f"has SHA-256 {found.sha256[:12]}…, expected {self.sha256[:12]}…"
+        return None
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Manifest:
+    """manifest.json. run_id is None for a segment without rows."""
+
+    run_id: str | None
+    name: str
+    files: dict[str, Checksum]
+
+    def differences(self, segment: Path) -> dict[str, str]:
+        """The files of the segment that are not as they were written, with what differs. Raises OSError."""
+        found = {}
+        for name, expected in self.files.items():
+            file = segment / name
+            if not file.is_file():
+                found[name] = f"is missing, expected {expected.bytes} bytes"
+            elif difference := expected.difference(Checksum.of(file)):
+                found[name] = difference
+        return found
+
+
+ABSENT = Checksum(0, "")  # of a file that the manifest does not name
+
+
+def manifest(run_id: str | None, name: str, files: Mapping[str, Path]) -> bytes:
+    """The content of a segment's manifest. Raises OSError."""
+    return json.dumps(asdict(Manifest(run_id, name, {key: Checksum.of(file) for key, file in files.items()}))).encode()
+
+
+def read_manifest(segment: Path, run_id: str | None) -> Manifest:
+    """The manifest of a segment of this run; None for any. Raises OSError, and ValueError if it is damaged or the
+    segment was written under another name or by another run."""
+    try:
+        found = read_json(Manifest, segment / MANIFEST)
+    except FileNotFoundError:
+        raise SegmentError(f"{MANIFEST} is missing: expected the checksums of the segment") from None
+    except ValueError as error:
+        raise SegmentError(f"{MANIFEST} cannot be read: {error}") from None
+    if found.name != segment.name:
+        raise SegmentError(f"it was written as segment {found.name}: it was copied or renamed")
+    if None not in (run_id, found.run_id) and found.run_id != run_id:
+        raise SegmentError(f"it was written by run {found.run_id}: expected a segment of {run_id}")
+    return found
 
 
 def table_files(directory: Path) -> dict[str, Path]:
@@ -236,15 +315,23 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
 
-def read_tables(segment: Path) -> dict[str, pa.Table]:
+def read_tables(segment: Path, written: Manifest | None = None) -> dict[str, pa.Table]:
     """A segment's TABLES, null in the columns that one of an earlier version lacks. In the others, `row` takes the
-    place of tensor_id: the tensor's row in "tensor". Raises OSError, and pa.ArrowException or ValueError for a damaged
-    segment."""
+    place of tensor_id: the tensor's row in "tensor". What is read has the checksums of the manifest, if one is given.
+    Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
+    for name in written.files if written else ():
+        if not (segment / name).is_file():
+            raise SegmentError(f"{name} is missing")
     for name, file in table_files(segment).items():
+        content = file.read_bytes()
+        if written:
+            found = Checksum(len(content), hashlib.sha256(content).hexdigest())
+            if difference := written.files.get(file.name, ABSENT).difference(found):
+                raise SegmentError(f"{file.name} {difference}")
         try:
-            with pq.ParquetFile(file, read_dictionary=["tensor_id"]) as opened:
+            with pq.ParquetFile(pa.BufferReader(content), read_dictionary=["tensor_id"]) as opened:
                 table = opened.read()
         except KeyError:  # of read_dictionary
             raise ValueError(f"{file.name} has no column 'tensor_id'") from None
@@ -278,6 +365,7 @@ def tensor_record(row: TensorRow) -> dict[str, Any]:
         "numel": row.summary.numel,
         "nbytes": row.nbytes,
         "path": row.path,
+        "sha256": row.sha256,
         "contracted_axis": row.contracted_axis,
         **{column: getattr(row.shard, name, None) for column, _, name in _SHARD},
         "recomputed": row.recomputed,
@@ -338,7 +426,7 @@ def write_tables(segment: Path, tables: Mapping[str, pa.Table], files: bytes | N
     """Write a segment's TABLES, with `files` as its files.jsonl. If it raises OSError, no part of the segment is
     left."""
     with staged_directory(segment) as part:
-        _fill(part, tables, files)
+        _fill(part, segment.name, tables, files)
 
 
 def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) -> None:
@@ -351,15 +439,18 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
         table = pq.read_table(file, partitioning=None)
         tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
     with staged_directory(directory / name, replace=True) as part:
-        _fill(part, tables, files)
+        _fill(part, name, tables, files)
 
 
-def _fill(part: Path, tables: Mapping[str, pa.Table], files: bytes | None) -> None:
+def _fill(part: Path, name: str, tables: Mapping[str, pa.Table], files: bytes | None) -> None:
     for stem, table in tables.items():
         with staged_file(part / f"{stem}.parquet") as file:
             pq.write_table(table, file)
     if files is not None:
         write_atomic(part / "files.jsonl", files)
+    run_ids = tables["tensor"]["run_id"]
+    run_id = run_ids[0].as_py() if len(run_ids) else None
+    write_atomic(part / MANIFEST, manifest(run_id, name, {file.name: file for file in sorted(part.iterdir())}))
 
 
 def segment_names(run_directory: Path) -> list[str]:

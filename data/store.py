@@ -8,6 +8,7 @@ not allow. torch is imported only where a tensor is read or written, so that que
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -135,14 +137,39 @@ def save(path: Path, tensor: Tensor, metadata: dict[str, Any], tensor_info: dict
     return len(content)
 
 
-def load(path: Path) -> Tensor:
-    """The tensor of a file, memory-mapped: pages are read when touched. Raises TensorFileError."""
+def sha256(path: Path) -> str:
+    """Of a file's content. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@lru_cache(maxsize=1 << 14)
+def _digest(path: Path, state: tuple[int, ...]) -> str:
+    return sha256(path)
+
+
+def check_content(path: Path, expected: str) -> None:
+    """Raise TensorFileError if the file's SHA-256 is another one. A file is read once per process, and again when its
+    size or time has changed. Raises OSError."""
+    now = os.stat(path)
+    found = _digest(path, (now.st_ino, now.st_size, now.st_mtime_ns))
+    if found != expected:
+        raise TensorFileError(f"{path} is damaged: it has SHA-256 {found[:12]}…, expected {expected[:12]}…")
+
+
+def load(path: Path, expected: str | None = None) -> Tensor:
+    """The tensor of a file, memory-mapped: pages are read when touched. With `expected`, the SHA-256 of the file is
+    compared before. Raises TensorFileError."""
     import torch
 
     try:
+        if expected is not None:
+            check_content(path, expected)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
+    except TensorFileError:
+        raise
     except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
         raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):

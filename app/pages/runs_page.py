@@ -36,11 +36,12 @@ def page(opened: Catalog) -> None:
     st.session_state["page"] = "runs"
     st.session_state["shown"] = {}
     runs = opened.runs()
-    if runs.empty:
+    every = opened.runs(damaged=True)
+    if every.empty:
         explain_empty(opened)
         return
     _totals(runs)
-    _table(runs, runs_with_reference(runs, opened.parts()))
+    _table(every, runs_with_reference(runs, opened.parts()))
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
@@ -66,15 +67,16 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
     source = runs["config"].map(_source).astype(object)
     seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
     table = runs.assign(
-        state=runs["state"].map(STATES),
-        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))),
+        state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
+        reason=runs["damage"].fillna(runs["reason"]),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).fillna(runs["recipe"]),
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
     )
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
-        "state": text("State", width=85),
+        "state": text("State", width=95),
         "reason": text("Reason", width=220, help="Why it did not end normally; double-click to read all of it"),
         "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
         "recipe": text("Recipe", width=125, help="Or what was rounded, if the recipe alone does not say it"),

@@ -13,11 +13,12 @@ only a queue and locks that are acquired and released in C, and variables that o
 from __future__ import annotations
 
 import atexit
+import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -76,7 +77,7 @@ class Writing:
         self._bytes = 0
         self._published = 0
         self._without_values = 0
-        self._unnamed: set[Path] = set()  # written, and not in a row yet
+        self._unnamed: dict[Path, str] = {}  # written, and not in a row yet: the SHA-256 of each
         self._thread = Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
         atexit.register(self._end)  # without `close`, the queued tasks are still done
@@ -164,7 +165,7 @@ class Writing:
             path = self._writer.directory / relative
             path.parent.mkdir(exist_ok=True)
             write_atomic(path, content)
-            self._unnamed.add(relative)
+            self._unnamed[relative] = hashlib.sha256(content).hexdigest()
             self._bytes += len(content)
         finally:
             lock.release()
@@ -173,7 +174,8 @@ class Writing:
         kept = [each for each in pending if each.path is None or each.path in self._unnamed]
         named = {each.path for each in kept if each.path}
         if kept and self._attempt(lambda: self._write(kept)):
-            self._unnamed -= named
+            for relative in named:
+                del self._unnamed[relative]
         else:
             self._drop(named)
         self._update_status(**status)
@@ -183,7 +185,7 @@ class Writing:
         self._writer.update(**counts, **status)
 
     def _write(self, kept: list[Pending]) -> None:
-        rows = [each.row() for each in kept]
+        rows = [replace(each.row(), sha256=self._unnamed[each.path] if each.path else None) for each in kept]
         if self._monitor:
             ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
             rows = self._monitor.see(rows, ring)
@@ -219,7 +221,7 @@ class Writing:
     def _drop(self, paths: set[Path]) -> None:
         """Delete files that no row will name."""
         for relative in paths:
-            self._unnamed.discard(relative)
+            self._unnamed.pop(relative, None)
             with suppress(FileNotFoundError):  # another process deleted it
                 path = self._writer.directory / relative
                 self._bytes -= path.stat().st_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -25,6 +25,11 @@ class Console:
             print_text(line)
         elif line.startswith("iteration"):
             self.bar.set_postfix_str(line.rpartition(": ")[2], refresh=False)
+
+    def print(self, line: str) -> None:
+        """Print a line of the command's output; a bar stays below it."""
+        with self.bar.external_write_mode() if self.bar is not None else nullcontext():
+            print_text(line)
 
     def progress(self, done: int, total: int) -> None:
         if self.bar is not None:

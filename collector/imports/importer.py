@@ -492,7 +492,7 @@ class _Import:
 
     def result(self, seconds: float) -> Imported:
         return Imported(
-            self.writer.run_id,
+            self.writer.directory.name,
             self.writer.directory,
             tensors=sum(len(entry.tensors) for entry in self.added),
             files=len(self.added),

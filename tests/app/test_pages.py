@@ -12,6 +12,7 @@ import pytest
 import torch
 from streamlit.testing.v1 import AppTest
 
+from binade.app import state
 from binade.app.address import plain
 from binade.app.questions.shared.labels import group_name
 from binade.collector import Recorder
@@ -230,6 +231,22 @@ class TestNoRuns:
         assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
 
 
+def test_a_damaged_index_is_made_anew_and_a_toast_says_so(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    before = words(visit(root))
+    state.catalog().close()
+    state._open.clear()
+    state.catalog()
+    index = root / "index.duckdb"
+    with open(index, "r+b") as file:
+        file.seek(12288)  # after the headers
+        file.write(bytes(index.stat().st_size - 12288))
+    at = visit(root)
+    (toast,) = at.toast
+    assert "was damaged: it was deleted and made anew" in re.sub(r"\\([^A-Za-z0-9\s])", r"\1", toast.value)
+    assert words(at) == before and not at.error
+
+
 @pytest.mark.parametrize("page", ["explore", "runs"])
 class TestEveryPage:
     def test_damaged_segment(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
@@ -238,9 +255,13 @@ class TestEveryPage:
         segment = min((run / "segments").iterdir())
         roots.replace(segment / "sketch.parquet", b"PAR1 and no more")
         at = visit(root, page)
-        assert "cannot be read and is not shown" in words(at)
+        assert "A run is damaged or cannot be read: no number on this page includes it" in words(at)
         assert f"{run.name}/{segment.name}" in words(at)
         assert len(at.dataframe[0].value) > 0
+        if page == "runs":
+            shown = at.dataframe[0].value.set_index("run_id").loc[run.name]
+            assert shown["state"] == "✕ damaged" and "sketch.parquet has 16 bytes, expected" in shown["reason"]
+            assert "3 runs (3 done)" in words(at)
 
     def test_damaged_run(self, visit: Visit, collected: Path, tmp_path: Path, page: str):
         root = roots.copy(collected, tmp_path / "runs")
@@ -248,7 +269,7 @@ class TestEveryPage:
         roots.replace(damaged[0] / "status.json", b"{")
         roots.replace(damaged[1] / "run.json", b"[]")
         at = visit(root, page)
-        assert "2 runs or parts of runs cannot be read" in words(at)
+        assert "2 runs are damaged or cannot be read" in words(at)
         assert all(run.name in words(at) for run in damaged)
 
     def test_many_runs(self, visit: Visit, collected: Path, tmp_path: Path, page: str):

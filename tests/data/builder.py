@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from binade.data.runs import DONE, RunWriter
-from binade.data.segment import Identity, Score, TensorRow, write_segment
-from binade.data.store import save
+from binade.data.segment import MANIFEST, Identity, Score, TensorRow, write_segment
+from binade.data.store import save, sha256
 from binade.quant.metrics import score
 from binade.quant.summary import summarize
 
@@ -42,7 +43,7 @@ def identity(**words: Any) -> Identity:
 
 def row(run_id: str, number: int, x: Tensor, path: str | None, **words: Any) -> TensorRow:
     """The row of a tensor; format=... among the words makes it a quantized operand, scored along its last axis."""
-    fmt = words.pop("format", None)
+    fmt, digest = words.pop("format", None), words.pop("sha256", None)
     return TensorRow(
         tensor_id=f"r00-{number:06d}",
         run_id=run_id,
@@ -58,6 +59,7 @@ def row(run_id: str, number: int, x: Tensor, path: str | None, **words: Any) -> 
         error=score(x, fmt) if fmt else None,
         scores=[Score(name, score(x, name)) for name in ("hifp8", "mxfp4")] if fmt else [],
         recomputed=(True, False, None)[number % 3],
+        sha256=digest,
     )
 
 
@@ -70,6 +72,7 @@ def add_segment(writer: RunWriter, tensors: Sequence[tuple[Tensor, dict]], *, fi
         if words.pop("raw", True):
             path = f"tensors/{number:04d}.pt"
             save(writer.directory / path, x, {}, {})
+            words["sha256"] = sha256(writer.directory / path)
         rows.append(row(writer.run_id, number, x, path, **words))
     name = writer.next_segment_name()
     write_segment(writer.directory / "segments", name, rows)
@@ -102,6 +105,15 @@ def assorted(seed: int, **words: Any) -> list[tuple[Tensor, dict]]:
         (torch.empty(0, 8), {"module": None, "expert": 3} | words),
         (torch.randn(2, 5, 3, generator=generator).half(), {"raw": False, "micro_batch": 1} | words),
     ]
+
+
+def without_checksums(run: Path) -> None:
+    """Make a run one of an earlier version: whatever is changed in its segments is not noticed as such."""
+    config = json.loads((run / "run.json").read_text())
+    del config["checksums"]
+    (run / "run.json").write_text(json.dumps(config))
+    for file in run.glob(f"segments/*/{MANIFEST}"):
+        file.unlink()
 
 
 def with_column(content: bytes, column: str, value: str | int) -> bytes:

@@ -29,7 +29,7 @@ from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.runs import RUNNING, fingerprint, process_start, sound_losses
-from tests.data.builder import assorted, make_run, with_column
+from tests.data.builder import assorted, make_run, with_column, without_checksums
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +149,7 @@ def test_what_cannot_be_written(source: Path, tmp_path: Path):
 def test_values_outside_the_run_are_left_out_and_counted(source: Path, tmp_path: Path):
     root = tmp_path / "root"
     shutil.copytree(source, root)
+    without_checksums(root / run_ids(root)[0])
     rows = sorted(root.glob("*/segments/*/tensor.parquet"))[0]
     table = pq.read_table(rows)
     place = table.schema.get_field_index("path")
@@ -161,6 +162,16 @@ def test_values_outside_the_run_are_left_out_and_counted(source: Path, tmp_path:
 
 
 # What is hostile
+
+
+@pytest.fixture(scope="module")
+def older(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle of runs without checksums, which would notice first what else is wrong."""
+    root = shutil.copytree(source, tmp_path_factory.mktemp("older") / "root", copy_function=shutil.copy)
+    for run_id in run_ids(root):
+        without_checksums(root / run_id)
+    bundle.write(root, root.with_suffix(".zip"), run_ids(root), None, {"session.json": b'{"a": 1}'})
+    return root.with_suffix(".zip")
 
 
 class Archive:
@@ -329,9 +340,9 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_bundles_change_nothing(case: str, packed: Path, tmp_path: Path):
+def test_hostile_bundles_change_nothing(case: str, older: Path, tmp_path: Path):
     change, words = HOSTILE[case]
-    archive = Archive(packed)
+    archive = Archive(older)
     change(archive)
     if case == "running":
         name = f"{run_of(archive)}/status.json"

@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 import torch
 
+from binade.data.foreign import load_foreign
 from binade.data.store import (
     HOST,
     TensorFileError,
@@ -250,6 +251,18 @@ def test_a_refused_write_leaves_nothing_behind(tmp_path, limit):
     assert done.stdout == f"refused {errno.EFBIG}\n" * 2, done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["x.pt"]
     assert (tmp_path / "x.pt").read_bytes() == b"old"
+
+
+def test_a_record_that_claims_a_terabyte_is_refused(tmp_path):
+    save(tmp_path / "x.pt", torch.zeros(64), {}, {})
+    with zipfile.ZipFile(tmp_path / "x.pt", "a") as archive:
+        (record,) = (entry for entry in archive.infolist() if entry.filename.endswith("data/0"))
+        record.file_size = record.compress_size = 1 << 40
+        archive.writestr("archive/more", b"")  # the directory is written again
+    with pytest.raises(TensorFileError, match="its zip directory names more bytes than it has"):
+        load_foreign(tmp_path / "x.pt")
+    with pytest.raises(TensorFileError, match="cannot be read as a tensor file"):
+        load(tmp_path / "x.pt")
 
 
 def test_a_staged_directory_appears_whole_or_not_at_all(tmp_path):

@@ -1,0 +1,148 @@
+"""The DuckDB database that a root's segments are indexed in: a file of the root, or memory where that is impossible."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import duckdb
+
+from binade.data.intake import Intake, schema
+
+FILE = "index.duckdb"
+# DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
+SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
+INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
+SPILLED = ".index.duckdb.tmp"
+UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left", "quota exceeded")
+# What DuckDB raises where blocks of the file are not what it wrote.
+DAMAGE = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
+KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class Index:
+    """The database, empty or as it was left: `intake` brings it up to date. Threads share it.
+
+    generation  counts the databases that took the place of the first
+    notices     sentences for the user, oldest first
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.path = root, root / FILE
+        self.generation = 0
+        self.notices: list[str] = []
+        self._cursors = 0
+        self._gate = threading.Condition()
+        self._open()
+
+    @contextmanager
+    def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
+        with self._gate:
+            cursor = self._connection.cursor()
+            self._cursors += 1
+        try:
+            yield cursor
+        finally:
+            with self._gate:
+                cursor.close()
+                self._cursors -= 1
+                self._gate.notify_all()
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def is_damage(self, error: duckdb.Error) -> bool:
+        """Whether the error says that the file is damaged."""
+        damaged = isinstance(error, DAMAGE) or "Corrupt" in str(error)  # to_arrow_table raises a plain duckdb.Error
+        return damaged and not self.in_memory and not is_unavailable(error)
+
+    def replace(self, *, in_memory: bool) -> None:
+        """Start again with an empty database, in memory or in a new file. Waits until no cursor is open; others wait
+        for it."""
+        with self._gate:
+            self._gate.wait_for(lambda: not self._cursors)
+            self._connection.close()
+            if not in_memory:
+                self.notices.append(f"{self.path} was damaged: it was deleted and made anew from the runs.")
+                _discard(self.path)
+            self._open(in_memory)
+            self.generation += 1
+
+    def _open(self, in_memory: bool = False) -> None:
+        reason = _no_file(self.path)
+        if reason:
+            self.notices.append(reason)
+        usable = self.root.is_dir() and not (reason or in_memory)
+        for _ in ("as it is", "rebuilt") if usable else ():
+            try:
+                # Its name begins with a dot: it is no run.
+                limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(self.root / SPILLED)}
+                connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
+            except duckdb.Error as error:
+                if is_unavailable(error):
+                    break
+            else:
+                if _prepare(connection):
+                    self._connection, self.in_memory, self.intake = connection, False, Intake(self.root)
+                    return
+                connection.close()
+            _discard(self.path)
+        self._connection, self.in_memory, self.intake = _in_memory(), True, Intake(self.root)
+
+
+def _in_memory() -> duckdb.DuckDBPyConnection:
+    connection = duckdb.connect(":memory:", config=SETTINGS)
+    connection.execute(schema())
+    return connection
+
+
+def is_unavailable(error: duckdb.Error) -> bool:
+    return any(reason in str(error) for reason in UNAVAILABLE)
+
+
+def _no_file(index: Path) -> str | None:
+    """A sentence if something that is no file has the name of the index or of its log: opening it could block, and it
+    is not ours to delete."""
+    for path in (index, index.with_name(f"{index.name}.wal")):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:
+            continue
+        if not stat.S_ISREG(mode):
+            kind = KINDS.get(stat.S_IFMT(mode), "no file")
+            return f"{path} is {kind}: move it away. Until then the index is kept in memory and made at each start."
+    return None
+
+
+def _prepare(connection: duckdb.DuckDBPyConnection) -> bool:
+    """Create the tables in a new index; False for one that is damaged or made by another version of the schema."""
+    wanted = schema()
+    try:
+        tables = connection.execute("SELECT table_name FROM information_schema.tables").fetchall()
+        if not tables:
+            connection.execute("BEGIN")
+            connection.execute(wanted)
+            connection.execute("CREATE TABLE origin AS SELECT ? AS schema", [wanted])
+            connection.execute("COMMIT")
+            return True
+        return ("origin",) in tables and connection.execute("FROM origin").fetchall() == [(wanted,)]
+    except duckdb.Error:  # damaged, or no room for it
+        return False
+
+
+def _discard(index: Path) -> None:
+    """Delete an index that cannot be used. It is derived data; the runs are not touched."""
+    for path in (index, index.with_name(f"{index.name}.wal")):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(index.with_name(SPILLED), ignore_errors=True)

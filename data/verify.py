@@ -1,0 +1,108 @@
+"""Compares what is on disk with the checksums that were written with it: what `binade verify` does.
+
+The index does this for rows when it takes a segment in, and for a tensor's values when they are read. This reads
+everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from binade.data.runs import RUNNING, RunError, RunInfo, is_a_file, read_run, run_directories
+from binade.data.segment import read_tables, table_files
+from binade.data.store import sha256
+from binade.data.text import describe
+
+UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
+
+
+@dataclass
+class Verified:
+    """How many runs and files were read; damaged: a line for each file that is not what was written; unchecked: the
+    runs of earlier versions, which have no checksums."""
+
+    runs: int = 0
+    files: int = 0
+    damaged: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def verify(
+    root: Path,
+    run_ids: Sequence[str] = (),
+    damaged: Callable[[str], None] = lambda line: None,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Verified:
+    """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
+    found, done with the segments read so far and their number. Runs that are being recorded may be among them.
+
+    Raises RunError if the root is no directory or has no such run.
+    """
+    if not root.is_dir():
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+    directories = run_directories(root)
+    if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
+        raise RunError(f"{root} has no run {unknown[0]!r}: name a directory in it")
+    found = Verified()
+
+    def refuse(path: Path, reason: str) -> None:
+        found.damaged.append(f"{path.relative_to(root)} {reason}")
+        damaged(found.damaged[-1])
+
+    runs: list[tuple[RunInfo, list[str]]] = []
+    for directory in directories:
+        if not run_ids or directory.name in run_ids:
+            try:
+                run = read_run(directory)  # before its segments are listed: more may have been published since
+                runs.append((run, run.segments))
+            except RunError as error:
+                refuse(directory, f"cannot be read: {error}")
+    count, total = 0, sum(len(segments) for _, segments in runs)
+    for run, segments in runs:
+        found.runs += 1
+        if not run.config.get("checksums"):
+            found.unchecked.append(run.run_id)
+        before, rows = len(found.damaged), 0
+        for name in segments:
+            rows += _check_segment(run, name, found, refuse)
+            count += 1
+            done(count, total)
+        if before == len(found.damaged) and (missing := run.missing_rows(rows)):
+            refuse(run.directory, f"is damaged: {missing}")
+    return found
+
+
+def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[Path, str], None]) -> int:
+    """Check a segment's files and the tensor files that it names; returns the number of its tensors."""
+    segment = run.directory / "segments" / name
+    try:
+        written = run.manifest_of(name)
+        damaged = {} if written is None else written.differences(segment)
+        if "tensor.parquet" not in damaged:
+            rows = pq.read_table(segment / "tensor.parquet") if written else read_tables(segment)["tensor"]
+    except UNREADABLE as error:
+        if segment.exists() or run.status.state != RUNNING:  # an import may have dropped or replaced it
+            refuse(segment, f"is damaged: {describe(error)}")
+        return 0
+    for file, reason in damaged.items():
+        refuse(segment / file, reason)
+    found.files += len(written.files) if written else len(table_files(segment))
+    if "tensor.parquet" in damaged:
+        return 0
+    for path, digest in zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True):
+        if path is not None and not Path(path).is_absolute():  # an imported file is not ours
+            _check_tensor(run.directory / path, digest, found, refuse)
+    return len(rows)
+
+
+def _check_tensor(file: Path, digest: str | None, found: Verified, refuse: Callable[[Path, str], None]) -> None:
+    found.files += 1
+    if not file.is_file():
+        refuse(file, "is missing")
+    elif digest is not None and (actual := sha256(file)) != digest:
+        refuse(file, f"has SHA-256 {actual[:12]}…, expected {digest[:12]}…")
