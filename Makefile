@@ -28,7 +28,7 @@ DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs -
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fast install install-tests lint format bench docs report clean
+.PHONY: help run demo test check fast install install-tests lint format bench docs gpu report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +103,9 @@ bench: install-tests ## measure, each time as a ratio to something measured in t
 docs: install ## build the documentation site in build/site
 	@$(PIP) -r docs/requirements.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+
+gpu: ## tests and measurements on a GPU, by the Python of a training environment (PYTHON=, ARGS=): docs/gpu.md
+	@PYTHON="$(PYTHON)" bash tests/gpu/all.sh $(ARGS)
 
 report: install ## draw every chart of the runs into a folder, with one HTML of them all (OUTPUT=draw)
 	@$(BINADE) report --output "$(OUTPUT)" $(ARGS)

@@ -9,6 +9,7 @@ rotations cancel: A · D · H · (B · D · H)ᵀ = A · Bᵀ.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -51,8 +52,14 @@ def signs(spec: Spec, seed: int, device: torch.device) -> Tensor | None:
     if spec.signs == "none":
         return None
     if spec.signs == "fixed":
-        return torch.tensor(FIXED_SIGNS, dtype=torch.float32, device=device)
+        return _fixed_signs(device)
     return 1 - 2 * (noise(spec.hadamard, seed if spec.signs == "random" else int(spec.signs), device) >= 0.5).float()
+
+
+@cache
+def _fixed_signs(device: torch.device) -> Tensor:
+    """FIXED_SIGNS on a device: copied once, as a copy may wait for a GPU."""
+    return torch.tensor(FIXED_SIGNS, dtype=torch.float32, device=device)
 
 
 def rotate(x: Tensor, spec: Spec, dim: int, seed: int) -> Tensor:

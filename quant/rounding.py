@@ -56,14 +56,13 @@ def noise(count: int, seed: int, device: torch.device) -> Tensor:
     """
     mask = 0xFFFFFFFF
 
-    def mix(h: Tensor) -> Tensor:
+    def mix(h: int) -> int:
         h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
         h = ((h ^ (h >> 15)) * 0x846CA68B) & mask
         return h ^ (h >> 16)
 
     index = torch.arange(count, device=device, dtype=torch.int64) & mask
-    key = mix(torch.tensor(seed & mask, device=device, dtype=torch.int64))
-    h = (((index + key) & mask) * 0xDCF94B3B) & mask
+    h = (((index + mix(seed & mask)) & mask) * 0xDCF94B3B) & mask
     h = ((h ^ (h >> 13)) * 0x8A9D33D9) & mask
     return ((h >> 16) ^ 0x8000).to(torch.float32) * 2.0**-16  # kernels take them for signed numbers
 

@@ -276,7 +276,7 @@ class NVFP4(Scaling):
         return torch.where(absmax == 0, torch.ones_like(scale), scale)
 
     def wanted(self, largest: Tensor, spec: Spec, absmax: Tensor) -> tuple[Tensor, ...]:
-        inverse = torch.tensor(1.0 / spec.format.max, dtype=torch.float32, device=largest.device)
+        inverse = torch.full((), 1.0 / spec.format.max, dtype=torch.float32, device=largest.device)
         return (largest * (self.tensor_scale(spec, absmax) * inverse),)
 
     def factors(self, scale: Tensor, spec: Spec, absmax: Tensor) -> Factors:

@@ -117,17 +117,18 @@ def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, a
     return scaling.multiplier(found, spec, outer).reshape(-1)
 
 
-@lru_cache(maxsize=32)
-def bin_widths(element: Element) -> tuple[Tensor, Tensor]:
-    """The distinct finite values of an element, ascending, and the width of the bin of values that round to each."""
-    values = torch.tensor(element.finite_values, dtype=torch.float64)
+@lru_cache(maxsize=64)
+def _bin_widths(element: Element, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The distinct finite values of an element, ascending, and the width of the bin of values that round to each: on a
+    device, copied once."""
+    values = torch.tensor(element.finite_values, dtype=torch.float64, device=device)
     steps = values.diff()
     return values, (torch.cat((steps[:1], steps)) + torch.cat((steps, steps[-1:]))) / 2
 
 
 def _at_edge(values: Tensor, rounded: Tensor, scale: Tensor, element: Element) -> Tensor:
     """The share of the finite values at the edge of their bin."""
-    grid, widths = (t.to(values.device) for t in bin_widths(element))
+    grid, widths = _bin_widths(element, values.device)
     v, c = values.double() / scale, rounded.double() / scale
     ok = v.isfinite() & c.isfinite() & (scale > 0)
     index = torch.searchsorted((grid[1:] + grid[:-1]) / 2, torch.where(ok, c, 0.0).contiguous())

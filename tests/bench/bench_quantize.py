@@ -173,6 +173,9 @@ def main() -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="on a busy machine: time of the processor, for one thread"
     )
+    parser.add_argument(
+        "--keep-builds", action="store_true", help="use and keep the builds of BINADE_CACHE_DIR and TRITON_CACHE_DIR"
+    )
     args = parser.parse_args()
     if args.processor_time:
         global CLOCK
@@ -180,7 +183,8 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.exit(1, "bench_quantize: no CUDA device was found; --device cpu runs here\n")
     with tempfile.TemporaryDirectory() as builds:
-        os.environ["BINADE_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = builds
+        if not args.keep_builds:
+            os.environ["BINADE_CACHE_DIR"] = os.environ["TRITON_CACHE_DIR"] = builds
         from binade.quant import FORMATS
 
         formats = [str(Spec.of(text)) for text in args.spec or (*FORMATS, *SPECS)]

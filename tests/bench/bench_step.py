@@ -1,6 +1,6 @@
 """What recording costs: a training step, bare, quantized and recorded, beside what plain hooks do on the same tensors.
 
-    python -m tests.bench.bench_step [--device cuda] [--full] [--rounds N] [--only watched]
+    python -m tests.bench.bench_step [--device cuda] [--full] [--layers N] [--rounds N] [--only watched]
 
 All variants train the same model on the same batch in turn, round after round; a ratio is of medians to the bare
 step's. Plain hooks see every tensor that the recorder sees (inputs, weights, outputs and their gradients of every
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -102,14 +103,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--full", action="store_true", help="the published width, on a CPU one layer of it")
+    parser.add_argument("--layers", type=int, help="how many, with a vocabulary of 384; with --full on a CPU 1")
+    parser.add_argument("--only", default="", help="a regular expression: the variants to measure beside the bare step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequence-length", type=int, default=512)
-    parser.add_argument("--only", default="", metavar="WORD", help="the bare step and those whose name has this word")
     given = parser.parse_args()
     device = torch.device(given.device)
     shape = MODELS["llama32-1b"]["full" if given.full else "tiny"]
-    if given.full and device.type == "cpu":
-        shape = replace(shape, layers=1, vocab=384)
+    if layers := given.layers or (1 if given.full and device.type == "cpu" else None):
+        shape = replace(shape, layers=layers, vocab=384)  # a whole vocabulary would outweigh few layers
     print(f"{versions(given.device)}; {shape.describe()}, {given.sequence_length} tokens", end="\n\n")
     step = build(shape, device, given.sequence_length)
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
@@ -177,7 +179,7 @@ def main() -> None:
         watched("watched: basic, and five triggers", watch="every step", trigger=TRIGGERS, capture_steps=0)
         watched(f"watched: {RECIPE} by torch, not in this step", RECIPE, watch="every 1000000 steps")
         watched(f"watched: {RECIPE} by torch, basic", RECIPE, watch="every step")
-        variants = {name: run for name, run in variants.items() if name == "bare" or given.only in name}
+        variants = {name: run for name, run in variants.items() if name == "bare" or re.search(given.only, name)}
         times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in variants}
         for number in range(given.rounds + 1):
             for name, run in variants.items():

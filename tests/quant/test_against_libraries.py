@@ -11,20 +11,8 @@ import torch
 from binade.quant import fake_quantize
 from binade.quant.elements import E4M3
 from binade.quant.formats import FORMATS
-from tests.quant.helpers import (
-    LIBRARY,
-    MX,
-    RULES,
-    assert_same_bits,
-    awkward,
-    bf16_patterns,
-    formats,
-    gfloat_round,
-    library_round,
-    mx_numpy,
-    nvfp4_numpy,
-    ties,
-)
+from tests.quant.helpers import MX, RULES, assert_same_bits, awkward, bf16_patterns, formats, ties
+from tests.quant.libraries import LIBRARY, gfloat_round, library_round, mx_numpy, nvfp4_numpy
 
 UNSCALED = ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "hifp8"]
 GFLOAT_BLOCKS = {

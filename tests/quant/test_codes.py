@@ -15,7 +15,8 @@ from binade.quant.codes import encode
 from binade.quant.elements import E4M3, INT4, Element
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
-from tests.quant.helpers import LIBRARY, assert_same_bits, formats
+from tests.quant.helpers import assert_same_bits, formats
+from tests.quant.libraries import LIBRARY
 
 
 def decoded(element: Element) -> np.ndarray:

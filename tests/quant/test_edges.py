@@ -11,7 +11,8 @@ import torch
 
 from binade.quant import FORMATS, fake_quantize, quantize
 from binade.quant.elements import Element, FixedPoint
-from tests.quant.helpers import LIBRARY, MX, RULES, assert_same_bits, formats
+from tests.quant.helpers import MX, RULES, assert_same_bits, formats
+from tests.quant.libraries import LIBRARY
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 BELOW_4 = float(np.nextafter(np.float32(4), np.float32(0)))

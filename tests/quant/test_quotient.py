@@ -9,6 +9,7 @@ import torch
 from binade.quant.backends.triton_kernels import INTERPRETED, quotient, tl, triton
 from tests.quant.helpers import assert_same_bits
 
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 N = 1 << 16
 
 

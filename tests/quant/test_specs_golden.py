@@ -403,7 +403,7 @@ def test_oracle_mx_exponents(amax: float, floor: int, rceil: int) -> None:
 
 
 def test_oracle_nvfp4_is_ml_dtypes_with_the_published_formula() -> None:
-    from tests.quant.helpers import nvfp4_numpy
+    from tests.quant.libraries import nvfp4_numpy
 
     x = normal(40, 64).numpy() * 1e-3
     np.testing.assert_array_equal(oracles.nvfp4(x), nvfp4_numpy(x))

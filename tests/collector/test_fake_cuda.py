@@ -1,0 +1,68 @@
+"""A recorded step asks a GPU for no value and waits for no copy, shown on a device that is not there (fake_cuda)."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+import torch
+
+from tests.conftest import PROJECT, run_python
+
+WAITS = {"item", "tolist", "cpu", "nonzero", "is_nonzero", "synchronize"}
+STEP = (
+    *("collector/capture/*.py", "collector/capture/adapters/*.py", "collector/models/[a-f]*.py"),
+    *("collector/models/m*.py", "collector/models/[n-p]*.py", "quant/backends/runs.py", "quant/backends/triton_*.py"),
+    *(f"quant/{name}.py" for name in ("gemm", "quantizer", "rotation", "rounding", "scaling", "delayed", "reference")),
+    *("quant/metrics.py", "quant/block_histograms.py", "quant/traces.py"),
+)
+# Outside the step: the thread that writes calls functions named `fetch`.
+ALLOWED = {
+    ("collector/models/feedforward.py", "_mix"): "how many tokens each expert gets decides the shapes",
+    ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
+    ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
+    ("quant/block_histograms.py", "block_histograms_later"): "in the function that it returns",
+    ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",
+    ("quant/metrics.py", "usage"): "a public function",
+    ("quant/metrics.py", "_measured"): "of what a CPU measured",
+}
+
+
+def waiting(path: str) -> Iterator[tuple[str, str]]:
+    """The functions of a file, by their own names, that call a method that waits for a GPU."""
+
+    def within(node: ast.AST, function: str) -> Iterator[tuple[str, str]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Call) and getattr(child.func, "attr", "") in WAITS and function != "fetch":
+                yield path, function
+            yield from within(child, child.name if isinstance(child, ast.FunctionDef) else function)
+
+    yield from within(ast.parse((PROJECT / path).read_text()), "")
+
+
+def test_no_source_of_a_step_waits_but_in_the_places_named():
+    paths = {path.relative_to(PROJECT).as_posix() for pattern in STEP for path in PROJECT.glob(pattern)}
+    assert {"collector/capture/recorder.py", "collector/models/feedforward.py", "quant/gemm.py"} <= paths
+    assert set(chain.from_iterable(map(waiting, paths))) == set(ALLOWED)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_recorded_step_waits_for_no_gpu():
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip("this torch asks a real driver: the CPU build is needed")
+    done = run_python("-m", "tests.collector.fake_cuda", env={"TRITON_INTERPRET": "0"}, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = re.findall(r"^(\S+): (\d+) tensors, (\d+) launches$", done.stdout, re.MULTILINE)
+    assert [recipe for recipe, *_ in steps] == ["mxfp8", "nvidia_nvfp4(without=keep)", "te_delayed"], (
+        done.stdout + done.stderr
+    )
+    assert all(int(tensors) == 35 and int(launches) > 100 for _, tensors, launches in steps)
+    # What waits is found, in the backward pass too, and nothing else.
+    caught = dict(re.findall(r"^(\w+): (refused|passed)$", done.stdout, re.MULTILINE))
+    waits = ("item", "cpu", "tolist", "nonzero", "bool", "mask", "constant")
+    assert caught == dict.fromkeys(waits, "refused") | {"sum": "passed"}
