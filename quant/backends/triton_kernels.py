@@ -60,12 +60,13 @@ if INTERPRETED:
 
 # Values a program takes if blocks lie along the last axis. The interpreter handles at most 2^20 elements in a tile.
 TILE = 1 << 17 if INTERPRETED else 1 << 12
-PER_THREAD = 64  # values; what a thread does for each block and each program is divided by these
+PER_THREAD = 64  # values, twice as many along other axes; what a thread does for each program is divided by these
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 NEAREST, HALF_AWAY, STOCHASTIC = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, LARGEST = (tl.constexpr(i) for i in range(8))  # see scaling.SCALINGS
 ALL, EACH = tl.constexpr(1), tl.constexpr(2)  # a factor of all blocks, or one for each; 0: there is none
+IN_NUMPY = tl.constexpr(INTERPRETED)
 
 # Kernel launches in this process so far.
 launches = 0
@@ -82,11 +83,12 @@ def mix(h):
 
 
 @triton.jit
-def noise(start, within, seed):
-    """16 random bits of the elements with the indices start + within, int32 from -2^15. See rounding.noise.
+def noise(start, rows, columns, seed):
+    """16 random bits of the elements with the indices start + rows + columns, int32 from -2^15. See rounding.noise.
 
-    The terms are multiplied one by one, so that a thread multiplies once for all of its values."""
-    h = (start.to(tl.uint32) + mix(seed.to(tl.uint32))) * 0xDCF94B3B + within.to(tl.uint32) * 0xDCF94B3B
+    The terms are multiplied one by one, so that a thread multiplies once for each of its rows and columns."""
+    h = (start.to(tl.uint32) + mix(seed.to(tl.uint32))) * 0xDCF94B3B
+    h = h + rows.to(tl.uint32) * 0xDCF94B3B + columns.to(tl.uint32) * 0xDCF94B3B
     h = (h ^ (h >> 13)) * 0x8A9D33D9
     return h.to(tl.int32, bitcast=True) >> 16
 
@@ -140,14 +142,13 @@ def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, 
 
 
 @triton.jit
-def to_fine_grid(v, k, LOWEST: tl.constexpr, BITS: tl.constexpr, EMAX: tl.constexpr):
-    """As `to_grid`, stochastically, for elements with one tier of so many mantissa bits that 16 more have no place."""
+def to_fine_grid(v, k, LOWEST: tl.constexpr, BITS: tl.constexpr):
+    """As `to_grid`, stochastically, for elements with one tier of so many mantissa bits that 16 more have no place:
+    what rounding to nearest leaves, positive or negative, is rounded stochastically."""
+    ULP: tl.constexpr = 2.0**-BITS  # of a binade
     binade = tl.maximum((v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**LOWEST)
-    ulp = binade * 2.0**-BITS
-    y = (v + ulp * (1.5 * 2.0**23)) - ulp * (1.5 * 2.0**23)
-    y = tl.where(y > v, y - ulp, y)
-    fraction = ((v - y) + ulp * 192.0) - ulp * 192.0
-    return tl.where(fraction > (k + 32768).to(tl.float32) * (ulp * 2.0**-16), y + ulp, y)
+    y = tl.fma(binade, -1.5 * 2.0**23 * ULP, tl.fma(binade, 1.5 * 2.0**23 * ULP, v))
+    return y + tl.fma(binade, -129.0 * ULP, down(tl.fma(binade, 130.0 * ULP, v - y), k))
 
 
 @triton.jit
@@ -196,7 +197,7 @@ def round_to_element(
             # Setting float32's last bit moves a tie above the middle, and no other value to it or across it.
             v = (v.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
         if ROUNDING == STOCHASTIC and BITS > 6:
-            y = to_fine_grid(v, k, TIERS[0][0], BITS, EMAX)
+            y = to_fine_grid(v, k, TIERS[0][0], BITS)
         else:
             y = to_grid(v, k, TIERS, TAPER, EMAX, ROUNDING == STOCHASTIC)
         if LIMIT != MAX:
@@ -236,6 +237,31 @@ def block_scale(absmax, RULE: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.con
 
 
 @triton.jit
+def widen(x):
+    """A loaded tensor as float32. bfloat16 is shifted by hand: the compiler's conversion takes two instructions for the
+    upper half of a register."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """The largest magnitudes along an axis, which stays, with one value; NaN if any is NaN."""
+    if IN_NUMPY:  # whose reductions by a function of ours take value after value; a NaN's bits are the largest integer
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.max(bits, axis=AXIS, keep_dims=True).to(tl.float32, bitcast=True)
+    else:
+        return tl.reduce(tl.abs(x), AXIS, larger, keep_dims=True)
+
+
+@triton.jit
 def to_bfloat16(x):
     """Finite float32 x rounded to bfloat16, ties to even, as float32."""
     bits = x.to(tl.int32, bitcast=True)
@@ -267,6 +293,20 @@ def quotient(values, divisor):
 
 
 @triton.jit
+def has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
+    """Whether `quotient` divides what `read_back` divides, for elements with at most 4 significant bits."""
+    if FACTORS[3] and not FACTORS[1] and not FACTORS[2]:
+        divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
+        usual = ((divisor >= 2.0**-126) & (divisor <= 2.0**64)).to(tl.int32)
+        return (tl.min(tl.ravel(usual), axis=0) if FACTORS[3] == EACH else usual) != 0
+    elif FACTORS[2] == ALL and FACTORS[3] == ALL:
+        divisor, outer = tl.load(divisor_ptr), tl.load(outer_ptr)
+        return ((divisor == 1536.0) | (divisor == 2688.0)) & (outer > 2.0**-60) & (outer < 2.0**60)
+    else:
+        return False
+
+
+@triton.jit
 def read_back(
     values,
     block,
@@ -276,7 +316,7 @@ def read_back(
     divisor_ptr,
     FACTORS: tl.constexpr,
     ADJACENT: tl.constexpr,
-    PRECISE: tl.constexpr,  # values have at most 4 significant bits and are finite or NaN; False in loops
+    QUOTIENT: tl.constexpr,  # see `has_quotient`
 ):
     """What values on the element's grid stand for by given factors."""
     if FACTORS[1]:
@@ -285,36 +325,28 @@ def read_back(
         values = values * factor(outer_ptr, block, blocks, FACTORS[2], ADJACENT)
     if FACTORS[3]:
         divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
-        whole = tl.broadcast_to(divisor, values.shape)
-        if PRECISE and not FACTORS[1] and not FACTORS[2]:
-            usual = ((divisor >= 2.0**-126) & (divisor <= 2.0**64)).to(tl.int32)
-            usual = tl.min(tl.ravel(usual), axis=0) if FACTORS[3] == EACH else usual
-            values = quotient(values, divisor) if usual else tl.div_rn(values, whole)
-        elif PRECISE and FACTORS[2] == ALL and FACTORS[3] == ALL:
-            outer = tl.load(outer_ptr)
-            usual = ((divisor == 1536.0) | (divisor == 2688.0)) & (outer > 2.0**-60) & (outer < 2.0**60)
-            values = quotient(values, divisor) if usual else tl.div_rn(values, whole)
+        if QUOTIENT:
+            values = quotient(values, divisor)
         else:
-            values = tl.div_rn(values, whole)
+            values = tl.div_rn(values, tl.broadcast_to(divisor, values.shape))
     return values
 
 
 @triton.jit
-def hif4_scale(most, TIERS: tl.constexpr):
-    """HiF4's E6M2 scale of blocks whose largest magnitudes have these bits, and its inverse as bfloat16."""
-    wanted = most.to(tl.float32, bitcast=True) * 0.142578125
-    wanted = tl.where(wanted < 49152.0, wanted, 49152.0)
-    wanted = tl.where(wanted > 3.552713678800501e-15, wanted, 3.552713678800501e-15)
+def hif4_scale(absmax, TIERS: tl.constexpr):
+    """HiF4's E6M2 scale of blocks with these largest magnitudes, and its inverse as bfloat16."""
+    wanted = tl.maximum(absmax * 0.142578125, 2.0**-48)
     scale = round_to_element(to_bfloat16(wanted), 0, TIERS, 0, 15, 49152.0, 49152.0, NEAREST, False)
-    inverse = to_bfloat16(tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
-    return tl.where(most < 0x7F800000, scale, float("nan")), inverse
+    # Two bits of mantissa: no quotient is so near a tie of bfloat16 that an approximate division would round otherwise.
+    inverse = to_bfloat16(1.0 / scale)
+    return tl.fma(absmax, tl.zeros_like(absmax), scale), inverse  # NaN unless absmax is finite
 
 
 @triton.jit(do_not_specialize=["seed"])
 def quantize_dequantize_kernel(
     x_ptr,
     y_ptr,
-    scale_ptr,  # the block scales; for LARGEST the bits of the largest magnitudes, int32
+    scale_ptr,  # the block scales; for LARGEST the largest magnitudes
     absmax_ptr,  # float32 scalar: the whole tensor's largest magnitude, for NVFP4
     encode_ptr,  # given factors, see scaling.Factors
     given_ptr,
@@ -353,14 +385,16 @@ def quantize_dequantize_kernel(
         # Whole blocks, whole tiles: where a tile starts is scalar arithmetic, within it 32 bits do, nothing is masked.
         if ADJACENT:
             start = program * (GROUPS * BLOCK)
-            within = group[:, None] * BLOCK + lane[None, :]  # [GROUPS, BLOCK]
+            rows, columns = group[:, None] * BLOCK, lane[None, :]  # [GROUPS, BLOCK]
+            within = rows + columns
         else:
             strips = inner // GROUPS
             start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
-            within = lane[:, None] * inner + group[None, :]  # [BLOCK, GROUPS]
-            if RULE == HIF4 and GROUPS >= 64:  # so narrow that a thread has whole blocks, with all of their fours
-                within = tl.max_contiguous(within, [1, 2])
-        x = tl.load(x_ptr + start + within).to(tl.float32)
+            rows, columns = lane[:, None] * inner, group[None, :]  # [BLOCK, GROUPS]
+            within = rows + columns
+            if GROUPS >= 64:  # so narrow that a thread has whole blocks, and does what is done for each block but once
+                within = tl.max_contiguous(within, [1, GROUPS // 32])
+        x = widen(tl.load(x_ptr + start + within))
     else:
         column = block % inner
         row_block = block // inner
@@ -368,62 +402,51 @@ def quantize_dequantize_kernel(
         base = (row_block // blocks_per_row) * axis * inner + first * inner + column
         length = tl.where(block < blocks, tl.minimum(axis - first, BLOCK), 0)
         if ADJACENT:
-            start, within = base[:, None], lane[None, :]  # [GROUPS, BLOCK]
+            rows, columns = base[:, None], lane[None, :]  # [GROUPS, BLOCK]
             inside = lane[None, :] < length[:, None]
         else:
-            start, within = base[None, :], lane[:, None].to(tl.int64) * inner  # [BLOCK, GROUPS]
+            rows, columns = lane[:, None].to(tl.int64) * inner, base[None, :]  # [BLOCK, GROUPS]
             inside = lane[:, None] < length[None, :]
-        x = tl.load(x_ptr + start + within, mask=inside, other=0.0).to(tl.float32)
+        start, within = tl.full([], 0, tl.int64), rows + columns
+        x = widen(tl.load(x_ptr + start + within, mask=inside, other=0.0))
     if ROUNDING == STOCHASTIC:
-        k = noise(start, within, seed)
+        k = noise(start, rows, columns, seed)
     else:
         k = 0
     if RULE == GIVEN:
         encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], ADJACENT) if FACTORS[0] else x
         values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
-        y = read_back(
-            values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, MANTISSA <= 3 and LIMIT == MAX
-        )
+        PRECISE: tl.constexpr = MANTISSA <= 3 and LIMIT == MAX  # at most 4 significant bits; finite or NaN
+        if PRECISE and has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS, ADJACENT):
+            y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, True)
+        else:
+            y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, False)
     else:
-        # NaN must win: the largest bit pattern of |x| is a NaN's if there is one, then infinity's.
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        most = tl.max(magnitude, axis=REDUCED, keep_dims=True)
-        block_absmax = most.to(tl.float32, bitcast=True)
         if RULE == LARGEST:
-            scale = most
-            y = x
+            scale = largest(x, REDUCED)
         elif RULE == HIF4:
-            # The magnitudes and the factors of 4 neighbours, along an axis of 16.
-            scale, inverse = hif4_scale(most, SCALE_TIERS)
-            if ADJACENT:
-                fours = tl.max(tl.reshape(magnitude, (GROUPS, 16, 4)), axis=2)
-                eights = tl.max(tl.reshape(fours, (GROUPS, 8, 2)), axis=2)
-                eights = tl.broadcast_to(tl.reshape(eights, (GROUPS, 8, 1)), (GROUPS, 8, 2))
-                eights = tl.reshape(eights, (GROUPS, 16))
-            else:
-                fours = tl.max(tl.reshape(magnitude, (16, 4, GROUPS)), axis=1)
-                eights = tl.max(tl.reshape(fours, (8, 2, GROUPS)), axis=1)
-                eights = tl.broadcast_to(tl.reshape(eights, (8, 1, GROUPS)), (8, 2, GROUPS))
-                eights = tl.reshape(eights, (16, GROUPS))
-            e8 = tl.where(eights.to(tl.float32, bitcast=True) * inverse >= 4.0, 2.0, 1.0)
-            e4 = tl.where(fours.to(tl.float32, bitcast=True) * inverse >= 2.0 * e8, 2.0, 1.0)
-            if ADJACENT:
-                finer = tl.broadcast_to(tl.reshape(e8 * e4, (GROUPS, 16, 1)), (GROUPS, 16, 4))
-                finer = tl.reshape(finer, (GROUPS, 64))
-            else:
-                finer = tl.broadcast_to(tl.reshape(e8 * e4, (16, 1, GROUPS)), (16, 4, GROUPS))
-                finer = tl.reshape(finer, (64, GROUPS))
-            coarser = tl.where(finer == 1.0, 1.0, tl.where(finer == 2.0, 0.5, 0.25))
-            encoded = x * (inverse * coarser)
-            values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
-            y = values * finer * scale
+            # 64 values as 8 · 2 · 4; eights and fours are of neighbours along that axis.
+            AT: tl.constexpr = 1 if ADJACENT else 0
+            parts = tl.reshape(x, (GROUPS, 8, 2, 4) if ADJACENT else (8, 2, 4, GROUPS))
+            fours = largest(parts, AT + 2)
+            eights = largest(fours, AT + 1)
+            scale, inverse = hif4_scale(largest(eights, AT), SCALE_TIERS)
+            e8 = eights * inverse >= 4.0
+            e4 = fours * inverse >= tl.where(e8, 4.0, 2.0)
+            encode = tl.where(e8, inverse * 0.5, inverse)
+            encode = tl.where(e4, encode * 0.5, encode)
+            values = round_to_element(parts * encode, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+            decode = tl.where(e8, scale * 2.0, scale)
+            decode = tl.where(e4, decode * 2.0, decode)
+            y = tl.reshape(values * decode, x.shape)
+            scale = tl.reshape(scale, (GROUPS, 1) if ADJACENT else (1, GROUPS))
         elif RULE == NVFP4:
             absmax = tl.load(absmax_ptr)
             limit = tl.full([], 448.0 * MAX, tl.float32)
             one = tl.full([], 1.0, tl.float32)
             encode = tl.where(absmax == 0.0, 1.0, tl.div_rn(limit, absmax))
             encode = tl.where(encode > FLOAT32_MAX, FLOAT32_MAX, encode)
-            wanted = block_absmax * (encode * INVERSE)
+            wanted = largest(x, REDUCED) * (encode * INVERSE)
             scale = round_to_element(wanted, 0, SCALE_TIERS, 0, 8, 448.0, 448.0, NEAREST, True)
             decode = scale * tl.div_rn(one, encode)
             inverse = tl.div_rn(one, decode)
@@ -431,7 +454,7 @@ def quantize_dequantize_kernel(
             values = round_to_element(x * inverse, k, TIERS, TAPER, EMAX, MAX, MAX, ROUNDING, SIGNED_ZERO)
             y = values * scale * tl.div_rn(absmax, limit)
         else:
-            scale, inverse = block_scale(block_absmax, RULE, EMAX, MANTISSA, MAX)
+            scale, inverse = block_scale(largest(x, REDUCED), RULE, EMAX, MANTISSA, MAX)
             values = round_to_element(x * inverse, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
             y = values * scale
         if WRITE_SCALES:
@@ -456,6 +479,44 @@ def runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def add_errors(
+    x_ptr,
+    encode_ptr,
+    given_ptr,
+    outer_ptr,
+    divisor_ptr,
+    block,
+    blocks,
+    base,
+    here,
+    inner,
+    LENGTH: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TIERS: tl.constexpr,
+    TAPER: tl.constexpr,
+    EMAX: tl.constexpr,
+    MAX: tl.constexpr,
+    SIGNED_ZERO: tl.constexpr,
+    SQUARE: tl.constexpr,
+    FACTORS: tl.constexpr,
+    QUOTIENT: tl.constexpr,  # see `has_quotient`
+):
+    """What `run_errors_kernel` writes, for the blocks of a program."""
+    total = tl.zeros(base.shape, tl.float32)[None, :]
+    for i in tl.range(LENGTH, loop_unroll_factor=16):
+        if WHOLE:
+            x = widen(tl.load(x_ptr + base + i * inner))[None, :]
+        else:
+            x = widen(tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0))[None, :]
+        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
+        values = round_to_element(encoded, 0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
+        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, QUOTIENT)
+        error = tl.abs(y - x)
+        total += error * error if SQUARE else error
+    return total
+
+
+@triton.jit
 def run_errors_kernel(
     x_ptr,
     out_ptr,
@@ -467,8 +528,9 @@ def run_errors_kernel(
     axis,
     inner,
     blocks_per_row,
-    length,  # of a whole block
+    LENGTH: tl.constexpr,  # of a whole block
     GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,  # no block is short, and GROUPS divides their number
     TIERS: tl.constexpr,
     TAPER: tl.constexpr,
     EMAX: tl.constexpr,
@@ -476,17 +538,20 @@ def run_errors_kernel(
     SIGNED_ZERO: tl.constexpr,
     SQUARE: tl.constexpr,
     FACTORS: tl.constexpr,
+    PRECISE: tl.constexpr,  # elements have at most 4 significant bits
 ):
     """Of each block the float32 sum, from left to right, of |error| or of its square, rounded to nearest."""
-    block, base, here = runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS)
-    total = tl.zeros([1, GROUPS], tl.float32)
-    for i in range(length):
-        x = tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0).to(tl.float32)[None, :]
-        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
-        values = round_to_element(encoded, 0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
-        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, False)
-        error = tl.abs(y - x)
-        total += error * error if SQUARE else error
+    block, base, here = runs_of(blocks, axis, inner, blocks_per_row, LENGTH, GROUPS)
+    if PRECISE and has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS, False):
+        total = add_errors(
+            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, block, blocks, base, here, inner),
+            *(LENGTH, WHOLE, TIERS, TAPER, EMAX, MAX, SIGNED_ZERO, SQUARE, FACTORS, True),
+        )
+    else:
+        total = add_errors(
+            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, block, blocks, base, here, inner),
+            *(LENGTH, WHOLE, TIERS, TAPER, EMAX, MAX, SIGNED_ZERO, SQUARE, FACTORS, False),
+        )
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
 
 
@@ -577,7 +642,7 @@ def _launch(
     bfloat16's subnormals to zero."""
     global launches
     launches += 1
-    per_thread = 2 * PER_THREAD if rule == HIF4.value and grid.inner > 1 else PER_THREAD
+    per_thread = 2 * PER_THREAD if grid.inner > 1 else PER_THREAD
     groups, whole = _tiling(grid.block, grid.axis, grid.inner, grid.blocks, per_thread)
     y = x if rule == LARGEST.value else torch.empty_like(x)
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which would warn of every NaN and Inf
@@ -618,8 +683,8 @@ def _kinds(factors: Factors) -> tuple[int, ...]:
 
 
 def _runs_to_a_program(grid: Grid) -> int:
-    """Of the kernels that add up runs."""
-    return min(TILE if INTERPRETED else 128, int(triton.next_power_of_2(grid.blocks)))
+    """Of the kernels that add up runs: four to a thread."""
+    return min(TILE if INTERPRETED else 512, int(triton.next_power_of_2(grid.blocks)))
 
 
 @dataclass(frozen=True)
@@ -632,9 +697,9 @@ class TritonRuns(Runs):
 
     def largest(self) -> Tensor:
         grid, together = self._pieces()
-        out = torch.empty(grid.blocks, dtype=torch.int32, device=self.x.device)
+        out = torch.empty(grid.blocks, dtype=torch.float32, device=self.x.device)
         _launch(self.x, grid, self.spec.format.element, LARGEST.value, scales=out)
-        pieces = out.view(torch.float32).reshape(-1, grid.per_row, grid.inner)
+        pieces = out.reshape(-1, grid.per_row, grid.inner)
         if together == 1:
             return pieces.reshape(-1)
         pieces = torch.nn.functional.pad(pieces, (0, 0, 0, -grid.per_row % together))
@@ -661,8 +726,9 @@ class TritonRuns(Runs):
                 out,
                 *(self.x if factor is None else factor for factor in factors),
                 *grid.sizes,
-                grid.block,
+                LENGTH=grid.block,
                 GROUPS=groups,
+                WHOLE=grid.axis % grid.block == 0 and grid.blocks % groups == 0,
                 TIERS=element.tiers,
                 TAPER=_taper(element.tiers),
                 EMAX=element.emax,
@@ -670,6 +736,7 @@ class TritonRuns(Runs):
                 SIGNED_ZERO=element.signed_zero,
                 SQUARE=square,
                 FACTORS=_kinds(factors),
+                PRECISE=element.mantissa_bits <= 3,
                 enable_fp_fusion=False,
             )
         return out
