@@ -61,6 +61,7 @@ def _advise(
     output: Path | None,
     verify: int | None,
     train_iters: int,
+    target: str | None,
     **filters: Any,
 ) -> None:
     """Choose a format for every operand: the least predicted loss under a budget of bits.
@@ -99,7 +100,7 @@ def _advise(
         print_text(f"written to {output}: binade run --recipe {output}")
         if verify is not None:
             runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
-            for job in queue(where, runs, output.stem):
+            for job in queue(where, runs, output.stem, target):
                 print_text(f"job {job.id} queued: {job.title}")
 
 
@@ -144,6 +145,8 @@ def _params() -> Sequence[click.Parameter]:
                "bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these  [default: 200]"),
+        Option(["--target"], metavar="NAME", title=runs,
+               help="The cluster of binade.toml that runs them  [default: this machine]"),
         *filter_params(),
     ]  # fmt: skip
 
