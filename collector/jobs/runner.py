@@ -144,7 +144,9 @@ class Runner:
         return any(job.on_cluster or (not execution and self._has_space()) for job, execution in self._open())
 
     def _open(self) -> list[tuple[Job, Execution | None]]:
-        """The jobs that have not ended, with their processes if they have been started."""
+        """The jobs that have not ended, with their processes if they have been started.
+
+        A job of another machine belongs to its runner, one on a cluster to any that has the cluster's commands."""
         found = []
         for number in numbers(self.root):
             if number in self.settled or (job := read_job(self.root, number)) is None:
@@ -152,9 +154,7 @@ class Runner:
             execution = read_execution(self.root, job)
             if execution and execution.end:
                 self.settled.add(number)
-            elif (
-                execution is None or execution.cluster or execution.host == host()
-            ):  # a job of another machine belongs to its runner
+            elif execution is None or (slurm.follows() if execution.cluster else execution.host == host()):
                 found.append((job, execution))
         return found
 
@@ -205,10 +205,9 @@ class Runner:
             slurm.cancel(ids)
         found = slurm.poll([cluster for _, cluster in known]) if known else {}
         for job, execution in opened:
-            if execution is None:
+            if execution is None or execution.cluster is None:
                 self._lose(job)
                 continue
-            assert execution.cluster
             now_known = found.get(execution.cluster.id, execution.cluster)
             cluster = replace(now_known, rank=now_known.rank or slurm.read_rank(directory_of(self.root, job)))
             if cluster != execution.cluster:
@@ -220,7 +219,8 @@ class Runner:
     def _lose(self, job: Job) -> None:
         """A job is submitted while the queue is locked: one without a number of the cluster was interrupted."""
         with locked(self.root):
-            if read_execution(self.root, job) is None:
+            found = read_execution(self.root, job)
+            if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
                 state = after(State.QUEUED, Event.SUBMIT, State.FAILED)
                 execution = Execution(host(), boot(), now())
                 self._note_end(job, execution, state, "its submission was interrupted: retry")

@@ -155,6 +155,11 @@ def check_submits() -> None:
         )
 
 
+def follows() -> bool:
+    """Whether this machine can ask the cluster."""
+    return shutil.which("squeue") is not None
+
+
 def cancel(ids: Iterable[str]) -> None:
     """scancel: the ranks are asked to end, and killed after the cluster's KillWait."""
     with suppress(SubmissionError):  # asked again with the next poll

@@ -56,7 +56,7 @@ _NO_MEMORY = re.compile(
     re.I,
 )
 PEER_LOST = "another rank is gone"  # as PeerLostError says, in a module that imports torch
-_TIME_LIMIT = re.compile(r"the job's time limit is near")
+_TIME_LIMIT = re.compile(r"came near its time limit")
 _OF_SLURM = re.compile(r"(slurmstepd|srun|slurmd)\S*: error: .*(memory limit|oom|[Kk]illed|[Nn]ode)")
 _WAS_KILLED = re.compile(r"was killed by SIGKILL|^srun: error: .*: Killed$")
 TAIL = 16_384  # bytes of a log that are read

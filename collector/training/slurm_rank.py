@@ -54,7 +54,7 @@ def run_rank(argv: Sequence[str]) -> int:
 
 def _end_in_time(signum: int, frame: FrameType | None) -> NoReturn:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    raise TimeLimitError("the job's time limit is near: what was recorded is kept")
+    raise TimeLimitError("the job came near its time limit: what was recorded is kept")
 
 
 def first_host(nodes: str) -> str:

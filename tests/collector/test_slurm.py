@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from binade.collector.cli.options import job_arguments
+from binade.collector.jobs import runner, slurm, store, view_of
 from binade.collector.training.targets import CONFIG
 from tests.conftest import PROJECT
 
@@ -202,6 +203,42 @@ def test_a_task_learns_its_place(tmp_path: Path, slurm: tuple[str, ...], told: l
     done = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, env=environment, capture_output=True, text=True)
     *got, port = done.stdout.split()
     assert got == told and 20000 <= int(port) <= 60000, done.stderr
+
+
+# What Slurm says of jobs
+
+
+def test_jobs_that_squeue_has_forgotten_are_looked_up_in_sacct(tmp_path: Path, monkeypatch):
+    """Stand-ins: accounting needs a database, which the cluster of tests/slurm has not."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    forgotten = [slurm.ClusterJob(f"7_{number}", "RUNNING") for number in range(3)]
+    executable(tmp_path, "squeue", "import sys; sys.exit('slurm_load_jobs error: Invalid job id specified')")
+    executable(tmp_path, "sacct", "print('7_0|COMPLETED', '7_1|CANCELLED by 1000', '7_9|FAILED', sep='\\n')")
+    found = slurm.poll(forgotten)
+    assert [found[job.id].state for job in forgotten] == ["COMPLETED", "CANCELLED", slurm.UNKNOWN]
+    executable(tmp_path, "sacct", "import sys; sys.exit('Slurm accounting storage is disabled')")
+    assert {job.state for job in slurm.poll(forgotten).values()} == {slurm.UNKNOWN}
+    executable(tmp_path, "squeue", "import sys; sys.exit('slurm_load_jobs error: Unable to contact slurm controller')")
+    assert slurm.poll(forgotten) == {}  # nothing is known, and nothing has ended
+
+
+def test_a_cluster_that_names_no_job(command, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    executable(tmp_path, "sbatch", "print('queued')")
+    assert command(*SLURM) == 1
+    assert capsys.readouterr() == ("", "binade: sbatch named no job: its output is 'queued'\n")
+    assert store.numbers(tmp_path / "runs") == []
+
+
+def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    executable(tmp_path, "sbatch", "print(7)")
+    (job,) = store.add(tmp_path / "runs", SLURM)
+    store.drop_execution(tmp_path / "runs", job)
+    assert view_of(tmp_path / "runs", job).state == "queued"
+    runner.Runner(tmp_path / "runs").turn()
+    view = view_of(tmp_path / "runs", job)
+    assert (view.state, view.reason) == ("failed", "its submission was interrupted: retry")
 
 
 # What is refused
