@@ -73,6 +73,7 @@ def _advise(
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
     from binade.collector.recipes.files import to_toml
+    from binade.collector.training.targets import find_target
     from binade.data.catalog import Catalog
     from binade.data.store import staged_file
 
@@ -83,6 +84,10 @@ def _advise(
         raise ConfigError(f"--output {output} {wrong}: give the path of a new .toml file")
     if verify is not None and output is None:
         raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
+    if target is not None:
+        if verify is None:
+            raise ConfigError("--target is where the runs of --verify are trained: give --verify SEEDS")
+        find_target(target)
     where = resolve_root(root)
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
