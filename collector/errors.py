@@ -9,3 +9,7 @@ class ConfigError(ValueError):
 
 class DataError(RuntimeError):
     """A dataset that was found good gives no tokens now."""
+
+
+class TimeLimitError(RuntimeError):
+    """The cluster's time limit of the job is near."""

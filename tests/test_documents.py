@@ -1,4 +1,4 @@
-"""The documentation: its reference is what the program declares, and its links lead somewhere."""
+"""The documentation and the examples: they say what the program declares, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 import runpy
 
 import pytest
+import yaml
 
+from binade.collector.cli.options import read
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -39,3 +41,20 @@ def test_the_readme_is_short_and_names_every_page():
     for page in PAGES[2:]:
         reached |= set(re.findall(r"\]\((\w+)\.md", page.read_text()))
     assert {page.stem for page in PAGES[2:]} <= reached
+
+
+def test_the_pytorchjob_has_what_its_definition_requires():
+    """kubeflow.org/v1: the fields that the CustomResourceDefinition requires, and the operator's names."""
+    job = yaml.safe_load((PROJECT / "examples" / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob") and job["metadata"]["name"]
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert set(replicas) == {"Master", "Worker"} and replicas["Master"]["replicas"] == 1
+    for replica in replicas.values():
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch" and container["image"] and replica["restartPolicy"] == "Never"
+        volumes = {volume["name"] for volume in pod["volumes"] if volume["persistentVolumeClaim"]["claimName"]}
+        assert volumes == {mount["name"] for mount in container["volumeMounts"] if mount["mountPath"]}
+        assert all(isinstance(word, str) for word in container["command"])
+        request = read(container["command"][3:])  # after python -m binade
+        assert request.runs[0].world_size == sum(each["replicas"] for each in replicas.values())

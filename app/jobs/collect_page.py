@@ -11,9 +11,12 @@ from binade.app.formatting import bytes_text, duration_text
 from binade.app.jobs import collecting, recipe_view
 from binade.app.jobs.collecting import wrapped
 from binade.collector import jobs
-from binade.collector.jobs import JobError
+from binade.collector.jobs import JobError, SubmissionError
+from binade.collector.jobs.command_line import parse
 from binade.collector.recipes.files import label
 from binade.collector.training.config import DATASETS, ConfigError, RunConfig
+from binade.collector.training.slurm_options import SlurmOptions
+from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
 from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
@@ -22,9 +25,11 @@ PREFIX = "collect_"
 LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
 MOST_SEEDS = 20
 SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are chance"
+TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
-FAILED = (JobError, ReadOnlyError, RunError, OSError)
+FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError)
+HERE = ""  # the choice of this machine among the targets
 
 
 def page() -> None:
@@ -53,15 +58,18 @@ def _begin() -> None:
             if not (number.isdecimal() and len(number) < 10):
                 raise JobError("a job's number was expected")
             job = jobs.find(resolve_root(), int(number))
-            config = jobs.parse_runs(job.arguments)[0]
+            request = parse(job.arguments)
+            config = request.runs[0]
         except (*REFUSED, *FAILED) as error:
             st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
+            state[_key("target")] = request.start.target or HERE
             return
     if f"{PREFIX}model" not in state:
         preset = collecting.PRESETS["quick"]
         _fill(preset.config, preset.recipes, preset.seeds)
+        state[_key("target")] = HERE
         state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
@@ -207,9 +215,17 @@ def _summary() -> None:
         st.error(plain(f"{str(error)[:1].upper()}{str(error)[1:]}."), icon=":material/edit:")
         st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
         return
-    found = jobs.estimate(runs, root)
+    count = len(runs)
     with st.container(border=True):
-        count = len(runs)
+        start = SlurmOptions(target=_target() or None)
+        try:
+            target = start.for_run(runs[0])
+        except ConfigError as error:
+            st.error(plain(f"{error}."), icon=":material/edit:")
+            st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
+            return
+        at_once = (target.at_once or count) if target else 1
+        found = jobs.estimate(runs, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
         a, b = st.columns(2)
         a.metric("Time" if found.measured else "Time, roughly", duration_text(found.seconds))
@@ -235,16 +251,33 @@ def _summary() -> None:
             key="launch",
             disabled=bool(found.refusals),
         ):
-            _launch(runs)
+            _launch(runs, start)
     st.caption("The same in a terminal:")
-    commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs).splitlines()]
+    commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
     if kept := collecting.kept_options(base):
         st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
     st.caption(f"Into `{root}`.")
 
 
-def _launch(runs: list[RunConfig]) -> None:
+def _target() -> str:
+    """Where the runs are started: the choice is shown if binade.toml has targets."""
+    try:
+        names = list(read_targets())
+    except ConfigError as error:
+        st.warning(plain(f"{error}."), icon=":material/warning:")
+        return HERE
+    if _value("target") not in names:
+        st.session_state[_key("target")] = HERE
+    if not names:
+        return HERE
+    chosen: str = st.selectbox(
+        "Where", [HERE, *names], key=_key("target"), format_func=lambda name: name or "this machine", help=TARGETS
+    )
+    return chosen
+
+
+def _launch(runs: list[RunConfig], start: SlurmOptions) -> None:
     root = resolve_root()
     title, tags = _value("title").strip(), _value("tags").split(",")
     titles = [
@@ -254,11 +287,7 @@ def _launch(runs: list[RunConfig]) -> None:
         for run in runs
     ]
     try:
-        made = [
-            job
-            for run, title in zip(runs, titles, strict=True)
-            for job in jobs.add(root, jobs.arguments_of(run), title=title, tags=tags)
-        ]
+        made = jobs.add_runs(root, runs, start, titles, tags=tags)
         jobs.start_runner(root)
     except (*REFUSED, *FAILED) as error:
         st.error(plain(f"Nothing was launched: {error}."), icon=":material/error:")

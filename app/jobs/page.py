@@ -25,7 +25,7 @@ from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.view import open_tensor
 from binade.app.state import catalog
 from binade.collector import jobs
-from binade.collector.jobs import Job, JobError, JobView, State
+from binade.collector.jobs import Job, JobError, JobView, State, SubmissionError
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.events import read_events
 from binade.data.filter import Filter
@@ -36,7 +36,8 @@ SHOWN = 12  # jobs that have ended, before "Show more"
 LOG_LINES = 12
 COMMAND = 78  # characters of a line of a command
 MANY = 8  # with more jobs than this there is a search
-FAILED = (JobError, ReadOnlyError, RunError, OSError, ValueError)
+FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError, ValueError)
+WAITS = (State.QUEUED, State.PENDING)
 
 
 def page() -> None:
@@ -109,8 +110,8 @@ def _signature(views: list[JobView]) -> list[object]:
 
 
 def _head(root: Path, views: list[JobView]) -> None:
-    running = sum(view.active and view.state is not State.QUEUED for view in views)
-    queued = sum(view.state is State.QUEUED for view in views)
+    running = sum(view.active and view.state not in WAITS for view in views)
+    queued = sum(view.state in WAITS for view in views)
     ended = len(views) - running - queued
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.caption(f"{running} running · {queued} queued · {ended} ended", width="content")
@@ -194,7 +195,8 @@ def _title(root: Path, view: JobView) -> None:
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
     again = f" · repeats job {job.retry_of}" if job.retry_of else ""
     took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
-    st.caption(f"Job {job.id} · asked for {created}{took}{again} {_tags(job)}")
+    slurm = f" · Slurm job {plain(view.cluster.id)}" if view.cluster else ""
+    st.caption(f"Job {job.id} · asked for {created}{took}{again}{slurm} {_tags(job)}")
     if view.reason and not view.active:
         text = plain(f"{view.state.capitalize()}: {view.reason}")
         if view.state is State.DONE:
@@ -216,7 +218,7 @@ def _actions(root: Path, view: JobView) -> None:
     with st.container(horizontal=True, gap="small"):
         if view.active:
             with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is State.CANCELLING):
-                kept = "" if view.state is State.QUEUED else " What it has recorded is kept."
+                kept = "" if view.state in WAITS else " What it has recorded is kept."
                 st.markdown(f"This ends every process of job {job.id}.{kept}")
                 act = (partial(jobs.cancel, root, job.id), "Cancelling")
                 st.button("Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_do, args=act)
@@ -340,7 +342,7 @@ def _log(root: Path, view: JobView) -> None:
     if lines:
         st.caption("The last lines of its log")
         st.code("\n".join(lines), language=None, wrap_lines=True)
-    elif view.state is State.QUEUED:
+    elif view.state in WAITS:
         st.caption("It has not started yet.")
     st.caption("Its command")
     command = shlex.join(["binade", *view.job.arguments])

@@ -25,6 +25,7 @@ class Badge(NamedTuple):
 
 BADGES = {
     State.QUEUED: Badge("gray", ":material/schedule:"),
+    State.PENDING: Badge("gray", ":material/cloud_queue:"),
     State.STARTING: Badge("blue", ":material/hourglass_top:"),
     State.RUNNING: Badge("blue", ":material/progress_activity:"),
     State.CANCELLING: Badge("orange", ":material/hourglass_bottom:"),
@@ -36,6 +37,8 @@ BADGES = {
     State.NO_MEMORY: Badge("red", ":material/memory_alt:"),
     State.NO_DISK: Badge("red", ":material/hard_drive:"),
     State.RESTARTED: Badge("red", ":material/restart_alt:"),
+    State.TIME_LIMIT: Badge("red", ":material/timer_off:"),
+    State.NODE_LOST: Badge("red", ":material/cloud_off:"),
 }
 
 
@@ -46,7 +49,9 @@ def badge(state: State) -> str:
 
 def ordered(views: Sequence[JobView]) -> list[JobView]:
     """What runs, then the queue in its order, then what has ended, latest first."""
-    active = sorted((view for view in views if view.active), key=lambda view: view.state is State.QUEUED)
+    active = sorted(
+        (view for view in views if view.active), key=lambda view: view.state in (State.QUEUED, State.PENDING)
+    )
     ended = [view for view in views if not view.active]
     return [*active, *sorted(ended, key=lambda view: (view.ended or "", view.job.id), reverse=True)]
 
@@ -63,7 +68,7 @@ def matching(views: Sequence[JobView], words: str) -> list[JobView]:
 
 def seconds_run(view: JobView, now: datetime | None = None) -> float | None:
     """From its start to its end, or until now."""
-    if view.started is None or view.state is State.QUEUED:
+    if view.started is None or view.state in (State.QUEUED, State.PENDING):
         return None
     try:
         start = datetime.fromisoformat(view.started)
@@ -77,6 +82,9 @@ def line(view: JobView, done: Progress) -> str:
     """The line under a job's title in the list."""
     if view.state is State.QUEUED:
         return "waits for its turn"
+    if view.state is State.PENDING:
+        place = view.cluster.place if view.cluster else ""
+        return f"waits for the cluster: {place}" if place else "waits for the cluster"
     if view.state is State.STARTING:
         return "loads torch and the data"
     parts = []

@@ -16,7 +16,7 @@ import pandas as pd
 from binade.collector.advice.choice import GROUPS, choose, grouped, pairs
 from binade.collector.advice.costs import FORWARD, OPERAND, AdviceError, Costs, bits_of
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import Job, add, arguments_of, parse_runs, start_runner
+from binade.collector.jobs import Job, add_runs, parse_runs, start_runner
 from binade.collector.models.site import Site
 from binade.collector.recipes.draft import Draft
 from binade.collector.recipes.files import PUBLISHED
@@ -24,6 +24,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import BF16, MODULES, About, Recipe
 from binade.collector.recipes.selection import Selection, SelectionError
 from binade.collector.training.config import RunConfig, check
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
@@ -295,14 +296,12 @@ def verification(catalog: Catalog, advice: Advice, recipe: str, seeds: int, iter
     return [replace(plain, recipe=each, seed=base.seed + number) for number in range(seeds) for each in recipes]
 
 
-def queue(root: Path, runs: Sequence[RunConfig], name: str) -> list[Job]:
-    """Queue the runs of `verification`, of the recipe of this name, all checked before the first. Raises ConfigError,
-    JobError, OSError."""
+def queue(root: Path, runs: Sequence[RunConfig], name: str, target: str | None = None) -> list[Job]:
+    """Queue the runs of `verification`, of the recipe of this name, all checked before the first; target is one of
+    binade.toml. Raises ConfigError, JobError, SubmissionError, OSError."""
     for config in runs:
         check(config)
-    queued = []
-    for config in runs:
-        title = f"advice {name} · {Path(config.recipe).stem} · seed {config.seed}"
-        queued += add(root, arguments_of(config), title=title, tags=[f"advice {name}"])
+    titles = [f"advice {name} · {Path(config.recipe).stem} · seed {config.seed}" for config in runs]
+    queued = add_runs(root, runs, SlurmOptions(target=target), titles, tags=[f"advice {name}"])
     start_runner(root)
     return queued

@@ -9,12 +9,13 @@ from typing import Any
 import click
 
 from binade.collector.cli.options import request_of, training_params
+from binade.collector.cli.train import queue
 from binade.collector.errors import ConfigError
-from binade.collector.jobs import add, arguments_of, command_line, start_runner
+from binade.collector.jobs import command_line
 from binade.collector.recipes.ladder import Ladder, ladder
 from binade.collector.recipes.recipe import RecipeError
 from binade.collector.training.config import FORMAT, LAYERS, RunConfig, check
-from binade.collector.training.slurm_options import Launcher
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import SpecError
 from binade.terminal import Command, Option, fail, print_text, resolve_root
@@ -49,18 +50,17 @@ def _params() -> list[click.Parameter]:
     return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
 
 
-def runs_of(found: Ladder, params: dict[str, Any]) -> list[RunConfig]:
-    """The rungs of the first seed, then of the next, checked. Raises ConfigError."""
+def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], SlurmOptions]:
+    """The rungs of the first seed, then of the next, checked, and where they run. Raises ConfigError."""
     seeds = params.pop("seeds") or 1
     request = request_of("run", {"operand_quant": ()} | params)
-    if request.start.launcher != Launcher.LOCAL:
-        raise ConfigError(f"--launcher {request.start.launcher} has a queue of its own: submit the runs of --dry-run")
     (base,) = request.runs
     listed = range(base.seed, base.seed + seeds) if isinstance(seeds, int) else seeds
     runs = [replace(base, recipe=rung.recipe, seed=seed) for seed in listed for rung in found.rungs]
     for config in runs:
         check(config)
-    return runs
+    request.start.for_run(runs[0])
+    return runs, request.start
 
 
 def _ablate(recipe: str, **params: Any) -> None:
@@ -79,32 +79,29 @@ def _ablate(recipe: str, **params: Any) -> None:
         raise ConfigError(str(error)) from None
     dry_run = params.get("dry_run")
     root = resolve_root(params.get("root"))
-    runs = runs_of(found, params)
+    runs, start = runs_of(found, params)
     if runs[0].iterations == 1:
         fail(
             "one iteration is trained, whose loss comes before the first backward pass: dgrad and wgrad show in the "
             "losses of later ones. Give --train-iters"
         )
     if dry_run:
-        print_text(_described(found, runs))
+        print_text(_described(found, runs, start))
         return
     titles = {rung.recipe: rung.title for rung in found.rungs}
-    for config in runs:
-        title = f"{found.name} · {titles[config.recipe]} · seed {config.seed}"
-        (job,) = add(root, arguments_of(config), title=title, tags=[f"ablation {found.name}"])
-        print_text(f"job {job.id} queued: {job.title}")
-    start_runner(root)
+    named = [f"{found.name} · {titles[config.recipe]} · seed {config.seed}" for config in runs]
+    queue(root, runs, start, named, tags=[f"ablation {found.name}"])
 
 
-def _described(found: Ladder, runs: list[RunConfig]) -> str:
-    """The rungs, and the commands that would train them here."""
+def _described(found: Ladder, runs: list[RunConfig], start: SlurmOptions) -> str:
+    """The rungs, and the commands that would train them."""
     seeds = dict.fromkeys(str(config.seed) for config in runs)
     width = max(len(rung.title) for rung in found.rungs)
     return "\n".join(
         [
             f"ablation of {found.name}, seed {', '.join(seeds)}: {len(runs)} runs",
             *(f"    {rung.title:<{width}}  {rung.recipe}" for rung in found.rungs),
-            command_line(runs),
+            command_line(runs, start),
         ]
     )
 

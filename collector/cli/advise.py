@@ -61,6 +61,7 @@ def _advise(
     output: Path | None,
     verify: int | None,
     train_iters: int,
+    target: str | None,
     **filters: Any,
 ) -> None:
     """Choose a format for every operand: the least predicted loss under a budget of bits.
@@ -72,6 +73,7 @@ def _advise(
     from binade.collector.advice.advice import advise as choose
     from binade.collector.advice.costs import costs
     from binade.collector.recipes.files import to_toml
+    from binade.collector.training.targets import find_target
     from binade.data.catalog import Catalog
     from binade.data.store import staged_file
 
@@ -82,6 +84,10 @@ def _advise(
         raise ConfigError(f"--output {output} {wrong}: give the path of a new .toml file")
     if verify is not None and output is None:
         raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
+    if target is not None:
+        if verify is None:
+            raise ConfigError("--target is where the runs of --verify are trained: give --verify SEEDS")
+        find_target(target)
     where = resolve_root(root)
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
@@ -99,7 +105,7 @@ def _advise(
         print_text(f"written to {output}: binade run --recipe {output}")
         if verify is not None:
             runs = verification(catalog, found, str(output.resolve()), verify, train_iters)
-            for job in queue(where, runs, output.stem):
+            for job in queue(where, runs, output.stem, target):
                 print_text(f"job {job.id} queued: {job.title}")
 
 
@@ -144,6 +150,8 @@ def _params() -> Sequence[click.Parameter]:
                "bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these  [default: 200]"),
+        Option(["--target"], metavar="NAME", title=runs,
+               help="The cluster of binade.toml that runs them  [default: this machine]"),
         *filter_params(),
     ]  # fmt: skip
 

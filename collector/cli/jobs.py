@@ -69,7 +69,7 @@ def _list(root: Path, everything: bool) -> None:
 @jobs.command("add", context_settings={"allow_interspersed_args": False})
 @click.argument("line", nargs=-1, type=click.UNPROCESSED, metavar="run|batch|quick ...")
 def _add(root: Path, line: tuple[str, ...]) -> None:
-    """Queue the runs of a command line, one job per run."""
+    """Queue the runs of a command line, one job per run; with --target, on a cluster."""
     if not line:
         raise ConfigError("jobs add needs a command line: binade jobs add run --quantization mxfp8")
     from binade.collector.jobs import add, start_runner
@@ -95,8 +95,8 @@ def _follow(root: Path, number: int) -> int:
     queued, read = False, 0
     while True:
         view = view_of(root, job)
-        if view.state == State.QUEUED and not queued:
-            print(f"job {job.id} is queued", flush=True)
+        if view.state in (State.QUEUED, State.PENDING) and not queued:
+            print(f"job {job.id} is {view.state}", flush=True)
             queued = True
         read = _print_from(log, read)
         if not view.active:
@@ -164,7 +164,7 @@ def _serve(root: Path) -> None:
 
 
 def _print_jobs(root: Path, everything: bool) -> None:
-    from binade.collector.jobs import at_once, listing
+    from binade.collector.jobs import State, at_once, listing
 
     views = listing(root)
     if not views:
@@ -179,8 +179,9 @@ def _print_jobs(root: Path, everything: bool) -> None:
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
     for view in views:
-        if view.reason:
-            print(f"job {view.job.id} {view.state}: {view.reason}")
+        place = view.cluster.place if view.cluster and view.state is State.PENDING else ""
+        if reason := view.reason or place:
+            print(f"job {view.job.id} {view.state}: {reason}")
     if left_out:
         print(f"{len(left_out)} more that have ended: --all")
     print(f"{at_once(root)} at once, in {root}")

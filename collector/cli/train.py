@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from binade.collector.cli.console import console
-from binade.collector.cli.options import job_arguments, request_of, training_params
+from binade.collector.cli.options import request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
 from binade.collector.models.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
 from binade.collector.training.config import RunConfig
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.terminal import Command, line_of, print_text, resolve_root
 
 HELP = {
@@ -40,20 +41,31 @@ def _run(context: click.Context, /, **params: Any) -> None:
     argv: list[str] = context.find_root().obj
     request = request_of(context.command.name or "", params)
     root, runs = resolve_root(request.root), request.runs
-    slurm = request.start.for_run(runs[0])
-    if slurm is None:
+    if request.start.for_run(runs[0]) is None:
         if request.start.dry_run:
             print_text("\n\n".join(describe(config, root) for config in runs))
         else:
             collect(runs, root, argv)
         return
-    from binade.collector.training.slurm import script, submit
+    from binade.collector.jobs.store import next_script
 
     if request.start.dry_run:
         shown = [describe(config, root) for config in runs]
-        print_text("\n\n".join([*shown, f"sbatch script:\n{script(slurm, root, job_arguments(argv))}"]))
+        print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, runs, request.start)}"]))
     else:
-        print_text(submit(slurm, root, job_arguments(argv)))
+        queue(root, runs, request.start)
+
+
+def queue(
+    root: Path, runs: list[RunConfig], start: SlurmOptions, titles: Sequence[str] = (), tags: Sequence[str] = ()
+) -> None:
+    """Queue the runs here or on a cluster, print their jobs, and start the runner that follows them."""
+    from binade.collector.jobs import add_runs, start_runner, view_of
+
+    for job in add_runs(root, runs, start, titles, tags=tags):
+        cluster = view_of(root, job).cluster
+        print_text(f"job {job.id} queued{f' as Slurm job {cluster.id}' if cluster else ''}: {job.title}")
+    start_runner(root)
 
 
 def describe(config: RunConfig, root: Path) -> str:

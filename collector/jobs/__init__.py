@@ -15,8 +15,9 @@ from binade.collector.jobs.actions import cancel, delete, retry
 from binade.collector.jobs.command_line import arguments_of, command_line, modules_of, parse_runs, recipes
 from binade.collector.jobs.estimate import Estimate, estimate
 from binade.collector.jobs.runner import start_runner
+from binade.collector.jobs.slurm import ClusterJob, SubmissionError
 from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, view_of
-from binade.collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, at_once, change, find, set_at_once
+from binade.collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, add_runs, at_once, change, find, set_at_once
 from binade.collector.jobs.transitions import ACTIVE, State
 from binade.collector.recipes.recipe import TEN_RECIPES
 
@@ -24,13 +25,16 @@ __all__ = [
     "ACTIVE",
     "MOST_AT_ONCE",
     "TEN_RECIPES",
+    "ClusterJob",
     "Estimate",
     "Job",
     "JobError",
     "JobView",
     "Progress",
     "State",
+    "SubmissionError",
     "add",
+    "add_runs",
     "arguments_of",
     "at_once",
     "cancel",

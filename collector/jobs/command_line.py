@@ -14,7 +14,7 @@ from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.recipe import BF16, TEN_RECIPES
 from binade.collector.training.config import RunConfig
 from binade.collector.training.option import declared
-from binade.collector.training.slurm_options import Launcher
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.quant.formats import FORMATS
 from binade.terminal import usage_message
 
@@ -29,7 +29,7 @@ def parse_runs(line: Sequence[str]) -> list[RunConfig]:
 def parse(line: Sequence[str]) -> Request:
     """The runs, and the root that is named there.
 
-    Raises ConfigError for what cannot be run or queued: another command, --dry-run, --launcher slurm.
+    Raises ConfigError for what cannot be run or queued: another command, --dry-run.
     """
     if not line or line[0] not in COMMANDS:
         raise ConfigError(f"a job is a command line of {', '.join(COMMANDS)}, such as: run --quantization mxfp8")
@@ -39,8 +39,6 @@ def parse(line: Sequence[str]) -> Request:
         raise ConfigError(usage_message(error)) from None
     if request.start.dry_run:
         raise ConfigError("--dry-run runs nothing: leave it out, or call binade with it directly")
-    if request.start.launcher != Launcher.LOCAL:
-        raise ConfigError(f"--launcher {request.start.launcher} has a queue of its own: call binade directly")
     return request
 
 
@@ -58,13 +56,14 @@ def arguments_of(config: RunConfig) -> list[str]:
     return line
 
 
-def command_line(runs: Sequence[RunConfig]) -> str:
+def command_line(runs: Sequence[RunConfig], start: SlurmOptions | None = None) -> str:
     """The commands for these runs: one batch for those in a row that differ in their recipes alone."""
+    where = start.arguments() if start else []
     lines = []
     for rest, group in groupby(map(arguments_of, runs), key=lambda line: line[3:]):
         recipes = [line[2] for line in group]
         command = "batch" if len(recipes) > 1 else "run"
-        lines.append(shlex.join(["binade", command, "--quantization", ",".join(recipes), *rest]))
+        lines.append(shlex.join(["binade", command, "--quantization", ",".join(recipes), *rest, *where]))
     return "\n".join(lines)
 
 

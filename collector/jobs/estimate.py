@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one run or several in a row: seconds, bytes of memory (of the largest), bytes on disk.
+    """Of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
 
     basis explains where the time comes from; measured is False for the rule of thumb. refusals explain what does not
     fit.
@@ -66,12 +66,13 @@ class Estimate:
     refusals: tuple[str, ...]
 
 
-def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
-    """For these runs one after another, under this root. The configurations must have passed `check`."""
+def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: int = 1) -> Estimate:
+    """For these runs, so many at once, under this root. The configurations must have passed `check`. On a target, its
+    earlier runs alone are measured, and the memory of its nodes is not known."""
     plans = [planned(config) for config in runs]
-    history = earlier_runs(root)
+    history = [run for run in earlier_runs(root) if (run.config.get("target") or "") == target]
     times = [duration(config, plan, history) for config, plan in zip(runs, plans, strict=True)]
-    free, disk_free = memory_free(runs[0].device), free_space(root)
+    free, disk_free = None if target else memory_free(runs[0].device), free_space(root)
     disk = sum(plan.disk for plan in plans)
     refusals = []
     try:
@@ -87,7 +88,7 @@ def estimate(runs: Sequence[RunConfig], root: Path) -> Estimate:
         )
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(
-        seconds=sum(seconds for seconds, _, _ in times),
+        seconds=max(sum(seconds for seconds, _, _ in times) / at_once, *(seconds for seconds, _, _ in times)),
         memory=max(needed(config).total * _sharing(config) for config in runs),
         memory_free=free,
         disk=disk,

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from binade.collector.jobs import slurm
 from binade.collector.jobs.processes import MARK, Process, boot, host, living, marked, out_of_memory_kills
 from binade.collector.jobs.state import how_it_ended, run_of, state_of
 from binade.collector.jobs.store import (
@@ -45,6 +46,7 @@ from binade.data.python import package_environment
 from binade.data.runs import now, rank_statuses, settle
 
 TURN = 0.25  # seconds between two turns
+POLL = 3.0  # seconds between two looks at a cluster
 # Seconds after which a job that is to end is pressed harder: first all of its processes are asked, then killed.
 ASK_ALL, END_ALL = 12.0, 18.0
 NOTICE = 12.0  # seconds that the ranks have to notice that their launcher is gone, and to say so
@@ -121,21 +123,30 @@ class Runner:
     settled: set[int] = field(default_factory=set)
     pressed: dict[int, float] = field(default_factory=dict)  # since when a job is to end
     orphaned: dict[int, float] = field(default_factory=dict)  # since when its first process is gone
+    polled: float = -POLL  # when the cluster was last asked
 
     def turn(self) -> bool:
         """Look at every job that has not ended, and start the next ones. Returns whether any runs."""
-        running = sum(self._attend(job, execution) for job, execution in self._open() if execution)
+        opened = self._open()
+        on_cluster = [(job, execution) for job, execution in opened if job.on_cluster]
+        running = sum(self._attend(job, execution) for job, execution in opened if execution and not job.on_cluster)
+        if on_cluster and time.monotonic() - self.polled > POLL:
+            with suppress(OSError):
+                self._follow(on_cluster)
+            self.polled = time.monotonic()
         places = at_once(self.root)
         with suppress(OSError):  # the disk refuses: the next turn tries again
             while running < places and self._start_next():
                 running += 1
-        return running > 0
+        return running > 0 or bool(on_cluster)
 
     def work_left(self) -> bool:
-        return any(execution is None and self._has_space() for _, execution in self._open())
+        return any(job.on_cluster or (not execution and self._has_space()) for job, execution in self._open())
 
     def _open(self) -> list[tuple[Job, Execution | None]]:
-        """The jobs that have not ended, with their processes if they have been started."""
+        """The jobs that have not ended, with their processes if they have been started.
+
+        A job of another machine belongs to its runner, one on a cluster to any that has the cluster's commands."""
         found = []
         for number in numbers(self.root):
             if number in self.settled or (job := read_job(self.root, number)) is None:
@@ -143,7 +154,7 @@ class Runner:
             execution = read_execution(self.root, job)
             if execution and execution.end:
                 self.settled.add(number)
-            elif execution is None or execution.host == host():  # a job of another machine belongs to its runner
+            elif execution is None or (slurm.follows() if execution.cluster else execution.host == host()):
                 found.append((job, execution))
         return found
 
@@ -154,7 +165,7 @@ class Runner:
 
     def _start_next(self) -> bool:
         with locked(self.root):
-            queued = [job for job, execution in self._open() if execution is None]
+            queued = [job for job, execution in self._open() if execution is None and not job.on_cluster]
             if not queued or not self._has_space():
                 return False
             self._start(queued[0])
@@ -186,6 +197,33 @@ class Runner:
         write_execution(self.root, job, replace(execution, process=process))
 
     # Following
+
+    def _follow(self, opened: list[tuple[Job, Execution | None]]) -> None:
+        """Ask the cluster about its jobs, end the cancelled ones and note how the others ended. Raises OSError."""
+        known = [(job, execution.cluster) for job, execution in opened if execution and execution.cluster]
+        if ids := [cluster.id for job, cluster in known if cancelled_at(self.root, job) is not None]:
+            slurm.cancel(ids)
+        found = slurm.poll([cluster for _, cluster in known]) if known else {}
+        for job, execution in opened:
+            if execution is None or execution.cluster is None:
+                self._lose(job)
+                continue
+            now_known = found.get(execution.cluster.id, execution.cluster)
+            cluster = replace(now_known, rank=now_known.rank or slurm.read_rank(directory_of(self.root, job)))
+            if cluster != execution.cluster:
+                execution = replace(execution, cluster=cluster)
+                write_execution(self.root, job, execution)
+            if cluster.state in slurm.ENDED:
+                self._settle(job, execution, None)
+
+    def _lose(self, job: Job) -> None:
+        """A job is submitted while the queue is locked: one without a number of the cluster was interrupted."""
+        with locked(self.root):
+            found = read_execution(self.root, job)
+            if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
+                state = after(State.QUEUED, Event.SUBMIT, State.FAILED)
+                execution = Execution(host(), boot(), now())
+                self._note_end(job, execution, state, "its submission was interrupted: retry")
 
     def _attend(self, job: Job, execution: Execution) -> bool:
         """Whether the job still runs; how it ended is noted."""
@@ -248,10 +286,12 @@ class Runner:
         """Note how a job ended whose last process is gone. Raises OSError."""
         run = run_of(self.root, execution)
         with locked(self.root):  # a cancellation comes before this or is refused
-            before = state_of(run, cancelled_at(self.root, job))
+            before = state_of(run, cancelled_at(self.root, job), execution.cluster)
             end, reason = how_it_ended(self.root, job, execution, run, exit_status)
             if end is State.CANCELLED and run and run.status.state != runs.CANCELLED:
                 settle(run.directory, runs.CANCELLED, None)
+            elif execution.cluster and run and run.status.state in (runs.RUNNING, runs.CRASHED):
+                settle(run.directory, runs.FAILED, reason)  # its ranks could not say so
             self._note_end(job, execution, after(before, end), reason)
         self.children.pop(job.id, None)
 

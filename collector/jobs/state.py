@@ -20,6 +20,7 @@ from typing import Any
 
 from binade.collector.jobs.estimate import config_of, step_times
 from binade.collector.jobs.processes import boot, host, marked, out_of_memory_kills
+from binade.collector.jobs.slurm import ENDS, ClusterJob
 from binade.collector.jobs.store import (
     Execution,
     Job,
@@ -45,19 +46,26 @@ ADVICE = {
     ),
     State.NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
     State.RESTARTED: "The machine went down while it ran. Retry.",
+    State.TIME_LIMIT: "What was recorded is kept. Ask for more with --time, or for fewer iterations.",
+    State.NODE_LOST: "Retry: the cluster takes another node.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
-    r"out of memory|MemoryError|can't allocate memory|Cannot allocate memory|not enough memory", re.I
+    r"out of memory|MemoryError|can't allocate memory|Cannot allocate memory|not enough memory|"
+    r"exceeded (job )?memory limit|oom-kill event",  # as Slurm says it
+    re.I,
 )
-_WAS_KILLED = re.compile(r"was killed by SIGKILL")
+PEER_LOST = "another rank is gone"  # as PeerLostError says, in a module that imports torch
+_TIME_LIMIT = re.compile(r"came near its time limit")
+_OF_SLURM = re.compile(r"(slurmstepd|srun|slurmd)\S*: error: .*(memory limit|oom|[Kk]illed|[Nn]ode)")
+_WAS_KILLED = re.compile(r"was killed by SIGKILL|^srun: error: .*: Killed$")
 TAIL = 16_384  # bytes of a log that are read
 
 
 @dataclass(frozen=True)
 class JobView:
     """A job as it is now. reason and advice are for one that did not end as it should; started and ended are ISO 8601
-    in UTC; run is None before the run directory exists, and once it is deleted."""
+    in UTC; run is None before the run directory exists, and once it is deleted; cluster is for one on a cluster."""
 
     job: Job
     state: State
@@ -65,6 +73,7 @@ class JobView:
     run: RunInfo | None = None
     started: str | None = None
     ended: str | None = None
+    cluster: ClusterJob | None = None
 
     @property
     def active(self) -> bool:
@@ -115,7 +124,8 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     if execution is None:
         return JobView(job, State.QUEUED)
     cancelled = cancelled_at(root, job)
-    if execution.process is None:
+    cluster = execution.cluster
+    if execution.process is None and cluster is None:
         if execution.end:
             return JobView(job, execution.end.state, execution.end.reason, ended=execution.end.at)
         return JobView(job, state_of(None, cancelled))
@@ -126,34 +136,38 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     if run is None and not lives:
         run = run_of(root, execution)
     started = (run.config.get("started") if run else None) or execution.at
-    if lives and (execution.host == host() or run is None or run.status.state == runs.RUNNING):
-        return JobView(job, state_of(run, cancelled), None, run, started)
+    if lives and (cluster or execution.host == host() or run is None or run.status.state == runs.RUNNING):
+        return JobView(job, state_of(run, cancelled, cluster), None, run, started, cluster=cluster)
     end = execution.end
     if end:
         state, reason = end.state, end.reason
     else:
         found, reason = how_it_ended(root, job, execution, run, None)
-        state = after(state_of(run, cancelled), found)
+        state = after(state_of(run, cancelled, cluster), found)
     if state is State.DONE and run is None:
         reason = "its run was deleted since"
     noted, finished = end.at if end else None, run.status.finished if run else None
     # The status of a crashed run has only the last sign of life.
     ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
-    return JobView(job, state, reason, run, started, ended)
+    return JobView(job, state, reason, run, started, ended, cluster)
 
 
-def state_of(run: RunInfo | None, cancelled: str | None) -> State:
-    """The state of a job that was started and has not ended."""
-    events = [Event.START, *([Event.RECORD] if run else []), *([Event.CANCEL] if cancelled is not None else [])]
+def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | None = None) -> State:
+    """The state of a job that was started or submitted and has not ended."""
+    started = cluster is None or not cluster.waits
+    events = [
+        *([Event.SUBMIT] if cluster else []),
+        *([Event.START] if started else []),
+        *([Event.RECORD] if run and started else []),
+        *([Event.CANCEL] if cancelled is not None else []),
+    ]
     return after(State.QUEUED, *events)
 
 
 def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str], Path] | None = None) -> RunInfo | None:
     """The run that the job's process has made."""
-    if execution.process is None:
-        return None
-    process = execution.process
-    directory = (owners(root) if known is None else known).get((process.pid, process.pid_started, execution.host))
+    owner = execution.owner
+    directory = (owners(root) if known is None else known).get(owner) if owner else None
     if directory is None:
         return None
     try:
@@ -173,7 +187,7 @@ def has_runner(root: Path) -> bool:
 def _lives(job: Job, execution: Execution) -> bool:
     """Whether a process of the job or the runner that follows it lives; of another machine's only its run can tell.
     Ranks may outlive the process that started them for a moment."""
-    if execution.host != host():
+    if execution.cluster or execution.host != host():
         return True
     follower = execution.runner
     return execution.alive or (
@@ -188,29 +202,47 @@ def how_it_ended(
     state = run.status.state if run else None
     if state == runs.DONE or (run is None and exit_status == 0):
         return State.DONE, None
+    cancelled, cluster = cancelled_at(root, job), execution.cluster
+    if cluster and cancelled is None and cluster.state in ENDS:
+        return ENDS[cluster.state]
     if state == runs.CANCELLED or (run is None and exit_status == 130):
         return State.CANCELLED, None
-    cancelled = cancelled_at(root, job)
     # While a run is being cancelled it may fail: a rank whose neighbour has ended says so.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
         return State.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
+    if _TIME_LIMIT.search(message):
+        return State.TIME_LIMIT, message
+    if cluster:
+        message = _first_cause(log_tail(root, job), message)
     if _NO_DISK.search(message):
         return State.NO_DISK, message
     if _NO_MEMORY.search(message):
         return State.NO_MEMORY, message
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
-        if execution.here and out_of_memory_kills() > execution.oom_kills:
+        if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
             return State.NO_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
         return State.KILLED, reason
-    if execution.host == host() and execution.boot != boot():
+    if cluster is None and execution.host == host() and execution.boot != boot():
         return State.RESTARTED, "the machine was restarted while the job ran"
-    if state == runs.FAILED or (exit_status is not None and exit_status > 0):
+    if state == runs.FAILED or (cluster and message) or (exit_status is not None and exit_status > 0):
         return State.FAILED, message or f"the collector ended with exit status {exit_status}"
+    if cluster:
+        return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log does not say why"
     if exit_status is not None and exit_status < 0:
         return State.CRASHED, f"the collector was ended by {signal.Signals(-exit_status).name}"
     return State.CRASHED, "the collector's process is gone and did not say why"
+
+
+def _first_cause(log: Sequence[str], message: str) -> str:
+    """Of what the ranks and Slurm printed, what ended a job: a rank that another has left says only that."""
+    said = [line for line in log if _OF_SLURM.match(line)]
+    own = [line.removeprefix("binade: ") for line in log if line.startswith("binade: ")]
+    lack = next((line for line in said if _NO_MEMORY.search(line)), None)
+    if lack or (message and PEER_LOST not in message):
+        return lack or message
+    return next((line for line in own if PEER_LOST not in line), None) or next(iter(said), message)
 
 
 def last_words(root: Path, job: Job) -> str:

@@ -10,6 +10,7 @@
       <id>/process.json     the process that was started for it and, once that is gone, how the job ended
       <id>/cancel.json      when the user cancelled it
       <id>/log.txt          the collector's output
+      <id>/submission.sh    the script that was submitted to a cluster for this job and those after it
 
 Files are replaced atomically, and changed under the lock, so that several apps and command lines can do so at a time.
 """
@@ -26,19 +27,23 @@ from typing import TypeVar
 from filelock import FileLock
 from pydantic.dataclasses import dataclass
 
-from binade.collector.jobs.command_line import arguments_of, parse_runs
+from binade.collector.jobs.command_line import arguments_of, parse, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
+from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
 from binade.collector.jobs.transitions import State
 from binade.collector.recipes.files import label
 from binade.collector.training.config import RunConfig
+from binade.collector.training.slurm_options import SlurmOptions
+from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, read_json, write_json
 from binade.data.runs import RunError, now
-from binade.data.store import staged_directory
+from binade.data.store import remove_directory, staged_directory
 
 FOLDER = ".jobs"
 LONGEST_TITLE = 120
 MOST_AT_ONCE = 64
+HERE = SlurmOptions()
 T = TypeVar("T")
 
 
@@ -67,6 +72,10 @@ class Job:
         """Raises ConfigError or its like if the arguments are no longer understood."""
         return parse_runs(self.arguments)[0]
 
+    @property
+    def on_cluster(self) -> bool:
+        return any(word in self.arguments for word in ("--target", "--launcher"))
+
 
 def default_title(config: RunConfig) -> str:
     return f"{label(config.recipe)} · {config.model_title}"
@@ -92,7 +101,8 @@ class End:
 @dataclass(frozen=True, config=STRICT)
 class Execution:
     """process.json. process is None while it is being started, and in a job that was cancelled before. runner is the
-    process that starts or follows it; oom_kills is the kernel's count before it began; at is ISO 8601 in UTC."""
+    process that starts or follows it; oom_kills is the kernel's count before it began; at is ISO 8601 in UTC. A job
+    on a cluster has no process here."""
 
     host: str
     boot: str
@@ -101,6 +111,7 @@ class Execution:
     process: Process | None = None
     runner: Process | None = None
     end: End | None = None
+    cluster: ClusterJob | None = None
 
     @property
     def here(self) -> bool:
@@ -110,6 +121,14 @@ class Execution:
     @property
     def alive(self) -> bool:
         return self.here and self.process is not None and self.process.alive
+
+    @property
+    def owner(self) -> tuple[int, float, str] | None:
+        """The process that makes the run, as the run's status names it: pid, its start, its host."""
+        if self.cluster:
+            rank = self.cluster.rank
+            return (rank.process.pid, rank.process.pid_started, rank.host) if rank else None
+        return (self.process.pid, self.process.pid_started, self.host) if self.process else None
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -232,29 +251,79 @@ def add(
 
     Raises ConfigError or its like for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
+    request = parse(line)
+    titles = [title] * len(request.runs)
+    return add_runs(root, request.runs, request.start, titles, tags=tags, directory=directory, retry_of=retry_of)
+
+
+def add_runs(
+    root: Path,
+    runs: Sequence[RunConfig],
+    start: SlurmOptions = HERE,
+    titles: Sequence[str] = (),
+    *,
+    tags: Sequence[str] = (),
+    directory: Path | None = None,
+    retry_of: int | None = None,
+) -> list[Job]:
+    """Queue these runs, one job for each. On a cluster they are submitted as one array before this returns, so that a
+    refusal is known at once. Raises as `add`, and SubmissionError."""
     check_writable("starting a run")
-    runs = parse_runs(line)
+    target = start.for_run(runs[0])
+    if target:
+        check_submits()
+    working = directory or Path.cwd()
     with locked(root):
         queue = _queue(root)
-        first = max([queue.next_id, *(number + 1 for number in numbers(root)[-1:])])
+        first = _next_number(root)
         made = [
             Job(
                 first + index,
                 secrets.token_hex(8),
-                tuple(arguments_of(config)),
-                str(directory or Path.cwd()),
+                (*arguments_of(config), *start.arguments()),
+                str(working),
                 now(),
                 _title(title) or default_title(config),
                 _tags(tags),
                 retry_of,
             )
-            for index, config in enumerate(runs)
+            for index, (config, title) in enumerate(zip(runs, titles or [""] * len(runs), strict=True))
         ]
         write_json(folder(root) / "queue.json", replace(queue, next_id=first + len(made)))
         for job in made:
             with staged_directory(directory_of(root, job)) as part:
                 write_json(part / "job.json", job)
+        if target:
+            _submit(root, made, script_of(root, target, start, working, first, len(made)))
     return made
+
+
+def script_of(root: Path, target: Target, start: SlurmOptions, working: Path, first: int, count: int) -> str:
+    """As `slurm.script`, for jobs of this root. Raises ConfigError."""
+    return script(target, root, folder(root), working, first, count, start.target or "")
+
+
+def next_script(root: Path, runs: Sequence[RunConfig], start: SlurmOptions) -> str | None:
+    """The script that `add_runs` would submit; None for runs on this machine. Raises ConfigError."""
+    target = start.for_run(runs[0])
+    return script_of(root, target, start, Path.cwd(), _next_number(root), len(runs)) if target else None
+
+
+def _next_number(root: Path) -> int:
+    return max([_queue(root).next_id, *(number + 1 for number in numbers(root)[-1:])])
+
+
+def _submit(root: Path, made: Sequence[Job], text: str) -> None:
+    """Submit jobs as one array; if that is refused, they are gone."""
+    try:
+        array = submit(text, directory_of(root, made[0]) / "submission.sh")
+        for index, job in enumerate(made):
+            cluster = ClusterJob(f"{array}_{index}")
+            write_execution(root, job, Execution(host(), boot(), now(), cluster=cluster))
+    except BaseException:
+        for job in made:
+            remove_directory(directory_of(root, job))
+        raise
 
 
 def numbers(root: Path) -> list[int]:

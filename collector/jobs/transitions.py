@@ -15,6 +15,7 @@ class State(StrEnum):
     """How a job is doing, as it is shown."""
 
     QUEUED = "queued"  # waits for its turn
+    PENDING = "pending"  # waits in a cluster's queue
     STARTING = "starting"  # has a process, or will have one in a moment, but no run directory yet
     RUNNING = "running"
     CANCELLING = "cancelling"  # its processes are being ended
@@ -26,26 +27,30 @@ class State(StrEnum):
     NO_MEMORY = "out of memory"
     NO_DISK = "disk full"
     RESTARTED = "machine restarted"
+    TIME_LIMIT = "time limit"  # of a cluster's job
+    NODE_LOST = "node lost"  # of a cluster
 
 
 class Event(Enum):
     """What happens to a job."""
 
-    START = auto()  # the runner starts its process
+    SUBMIT = auto()  # a cluster has taken it
+    START = auto()  # the runner, or the cluster, starts its process
     LOSE = auto()  # a runner was killed before it started the process
     RECORD = auto()  # the process has made its run directory
     CANCEL = auto()  # the user cancels it
     DELETE = auto()  # the user deletes it
 
 
-ACTIVE = (State.QUEUED, State.STARTING, State.RUNNING, State.CANCELLING)
+ACTIVE = (State.QUEUED, State.PENDING, State.STARTING, State.RUNNING, State.CANCELLING)
 ENDED = tuple(state for state in State if state not in ACTIVE)
 
 _ENDS: dict[Event | State, State | None] = {state: state for state in ENDED}
 
 # None: the job is gone.
 TRANSITIONS: dict[State, dict[Event | State, State | None]] = {
-    State.QUEUED: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
+    State.QUEUED: {Event.SUBMIT: State.PENDING, Event.START: State.STARTING, Event.CANCEL: State.CANCELLED},
+    State.PENDING: {Event.START: State.STARTING, Event.CANCEL: State.CANCELLING, **_ENDS},
     State.STARTING: {
         Event.LOSE: State.QUEUED,
         Event.RECORD: State.RUNNING,

@@ -138,6 +138,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         "recipe_toml": to_toml(recipe),
         "parameters": shape.parameters,
         "command": command or " ".join(sys.argv),
+        "target": os.environ.get("BINADE_TARGET") or None,
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
     }

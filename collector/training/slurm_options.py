@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from binade.collector.errors import ConfigError
 from binade.collector.training.config import Device, RunConfig
 from binade.collector.training.option import Group, check_options, declared, option
+from binade.collector.training.targets import Target, find_target
 
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
-START = Group("How it starts", "All but --launcher and --dry-run need --launcher slurm.")
+START = Group("How it starts", "All but --dry-run are for a cluster: they need --target or --launcher slurm.")
 
 
 class Launcher(StrEnum):
@@ -30,6 +32,8 @@ class SlurmOptions:
     # fmt: off
     launcher: Launcher = option(Launcher.LOCAL, group=START, metavar="NAME",
         help="local: on this machine; slurm: as a job on a cluster")
+    target: str | None = option(None, group=START, metavar="NAME", pattern=NAMES,
+        expected="it is a name of binade.toml", help="A cluster of binade.toml; the options below replace its settings")
     nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Machines",
         default_help="one, or as many as the ranks take")
     ranks_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="Ranks on each machine",
@@ -42,24 +46,51 @@ class SlurmOptions:
     time: str | None = option(None, group=START, metavar="LIMIT", pattern=TIME,
         help="Time limit: 90 (minutes), 1:30:00 or 2-12:00 (days-hours:minutes)",
         expected="write 90 (minutes), 1:30:00 or 2-12:00")
+    at_once: int | None = option(None, group=START, metavar="N", minimum=1,
+        help="How many runs of a batch run at the same time", default_help="as many as the cluster allows")
     dry_run: bool = option(False, group=START, help="Print what would be done, operand by operand, and do nothing")
     # fmt: on
 
-    def for_run(self, config: RunConfig) -> SlurmOptions | None:
-        """Checked, with nodes and ranks_per_node filled in; None for --launcher local. Raises ConfigError."""
+    @property
+    def on_cluster(self) -> bool:
+        return self.launcher == Launcher.SLURM or self.target is not None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults, without --dry-run."""
+        known = {name: getattr(self, name) for name in declared(SlurmOptions) if name != "dry_run"}
+        return {name: value for name, value in known.items() if value not in (None, Launcher.LOCAL)}
+
+    def arguments(self) -> list[str]:
+        """These options as a command line has them."""
+        options = declared(SlurmOptions)
+        return [word for name, value in self.given.items() for word in (options[name].flag, str(value))]
+
+    def for_run(self, config: RunConfig) -> Target | None:
+        """The target with these options in place of its own, checked, with nodes and ranks_per_node filled in; None for
+        this machine. Raises ConfigError."""
         check_options(self)
-        if self.launcher == Launcher.LOCAL:
-            for each in declared(SlurmOptions).values():
-                if each.name not in ("launcher", "dry_run") and getattr(self, each.name) is not None:
-                    raise ConfigError(f"{each.flag} needs --launcher slurm: add it, or leave {each.flag} out")
+        given = self.given
+        if not self.on_cluster:
+            for name in given:
+                flag = declared(SlurmOptions)[name].flag
+                raise ConfigError(f"{flag} needs --target or --launcher slurm: add one, or leave {flag} out")
             return None
-        nodes, ranks_per_node = _placed(config, self.nodes, self.ranks_per_node)
-        if config.device == Device.CUDA and self.gpus_per_node is not None and self.gpus_per_node < ranks_per_node:
+        described = find_target(self.target) if self.target else Target()
+        names = [each for each in declared(SlurmOptions) if hasattr(described, each) and each != "launcher"]
+        merged = {name: given.get(name, getattr(described, name)) for name in names}
+        try:
+            check_options(SlurmOptions(**merged))
+        except ConfigError as error:
+            raise ConfigError(f"target {self.target}: {error}") from None
+        nodes, ranks_per_node = _placed(config, merged["nodes"], merged["ranks_per_node"])
+        gpus = merged["gpus_per_node"]
+        if config.device == Device.CUDA and gpus is not None and gpus < ranks_per_node:
             raise ConfigError(
-                f"--gpus-per-node is {self.gpus_per_node}, but a node has {ranks_per_node} ranks and each takes a GPU: "
+                f"--gpus-per-node is {gpus}, but a node has {ranks_per_node} ranks and each takes a GPU: "
                 "raise it, or --nodes"
             )
-        return replace(self, nodes=nodes, ranks_per_node=ranks_per_node)
+        return replace(described, **merged | {"nodes": nodes, "ranks_per_node": ranks_per_node})
 
 
 def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:

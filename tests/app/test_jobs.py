@@ -17,6 +17,7 @@ from binade.app.jobs import collecting
 from binade.collector import jobs
 from binade.collector.jobs import processes, runner, store
 from binade.collector.training.config import RunConfig
+from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
@@ -109,6 +110,22 @@ class TestCollect:
         rerun(at)
         (run,) = chosen(at)
         assert (run.model, run.recipe, run.modules, run.layers) == ("deepseek2_lite", "FA_nvfp4", ("kv_up",), 1)
+
+    def test_a_target_is_chosen_and_refusals_of_this_machine_do_not_count(self, visit, root, tmp_path, monkeypatch):
+        assert "Where" not in [each.label for each in visit(root, "collect").selectbox]
+        monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+        (tmp_path / "binade.toml").write_text('[targets.gpu]\nlauncher = "slurm"\nranks_per_node = 1\n')
+        at = visit(root, "collect")
+        at.selectbox(key="collect_model").set_value("llama31-8b")
+        at.selectbox(key="collect_size").set_value("full")
+        at.toggle(key="collect_raw").set_value(False)
+        rerun(at)
+        assert at.button(key="launch").disabled
+        at.selectbox(key="collect_target").set_value("gpu")
+        rerun(at)
+        assert not at.button(key="launch").disabled and at.code[0].value.endswith("--target gpu")
+        (tmp_path / "binade.toml").write_text("[targets.gpu")
+        assert "binade.toml" in rerun(at).warning[0].value and "--target" not in at.code[0].value
 
     def test_an_ablation_is_of_the_chosen_recipe(self, visit: Visit, root: Path):
         at = visit(root, "collect")

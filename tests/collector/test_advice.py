@@ -159,6 +159,7 @@ WRONG = {
     "layers of all": (("--by", "module", "--most-bf16", "1"), 1, "counts layers"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
     "a test without a file": (("--verify", "2"), 2, "--output"),
+    "a target without a test": (("--target", "gpu"), 2, "--verify"),
     "no tensors": (("--recipe", "nothing"), 1, "no run with recorded tensors"),
     "two recipes": (("--recipe", "mxfp4,mxfp8"), 1, "several recipes, mxfp4, mxfp8"),
 }

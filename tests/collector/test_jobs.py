@@ -141,7 +141,7 @@ class TestAsking:
             ([], "a job is a command line of run"),
             (["list"], "a job is a command line of run"),
             (["run", "--dry-run"], "--dry-run runs nothing"),
-            (["run", "--launcher", "slurm"], "queue of its own"),
+            (["run", "--nodes", "2"], "--nodes needs --target or --launcher slurm"),
             (["run", "--layerz", "1"], "--layerz"),
             (["run", "--dataset", "wikipdia"], "wikipdia"),
             (["run", "--layers", "9"], "has 1 to 2"),
@@ -480,10 +480,22 @@ class TestOrder:
         assert now(root, job).state == "cancelled"
 
 
-ENDED = ("done", "cancelled", "failed", "crashed", "killed", "out of memory", "disk full", "machine restarted")
+ENDED = (
+    "done",
+    "cancelled",
+    "failed",
+    "crashed",
+    "killed",
+    "out of memory",
+    "disk full",
+    "machine restarted",
+    "time limit",
+    "node lost",
+)
 ENDS = {state: state for state in ENDED}
 EXPECTED = {
-    "queued": {"START": "starting", "CANCEL": "cancelled"},
+    "queued": {"SUBMIT": "pending", "START": "starting", "CANCEL": "cancelled"},
+    "pending": {"START": "starting", "CANCEL": "cancelling", **ENDS},
     "starting": {"LOSE": "queued", "RECORD": "running", "CANCEL": "cancelling", **ENDS},
     "running": {"CANCEL": "cancelling", **ENDS},
     "cancelling": {"LOSE": "cancelled", "RECORD": "cancelling", "CANCEL": "cancelling", **ENDS},

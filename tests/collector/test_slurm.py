@@ -1,7 +1,6 @@
-"""--launcher slurm: the script, what is refused, and a job run to its end by stand-ins for sbatch and srun.
+"""Slurm jobs without a cluster: binade.toml, the script that --dry-run shows, and what is refused.
 
-The stand-ins read the script as Slurm does: sbatch takes nodes and tasks from the #SBATCH lines and gives the script to
-bash, srun starts every task with the variables that Slurm sets. Everything between them is ours.
+tests/slurm submits jobs to a real one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from binade.collector.cli.options import job_arguments
-from binade.data.runs import list_runs
+from binade.collector.jobs import runner, slurm, store, view_of
+from binade.collector.training.targets import CONFIG
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -25,60 +25,11 @@ SLURM = ("run", "--launcher", "slurm", "--tp", "2")
 # What a shell would obey, and what Slurm's own quoting could trip over.
 HOSTILE = """a b; touch x $(touch y) `touch z` 'q' "d" & #"""
 
-SBATCH = """
-import os, re, subprocess, sys
-script = open(sys.argv[1]).read()
-asked = dict(re.findall("^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
-nodes, tasks = int(asked["nodes"]), int(asked["ntasks-per-node"])
-given = {"SLURM_JOB_ID": 4242, "SLURM_JOB_NUM_NODES": nodes, "SLURM_TASKS": nodes * tasks}
-given["SLURM_JOB_NODELIST"] = "localhost,other" if nodes == 2 else "localhost"
-job = subprocess.run(["bash", "-s"], input=script, text=True, env=os.environ | {k: str(v) for k, v in given.items()})
-open(os.environ["JOB_ENDED"], "w").write(str(job.returncode))
-print("Submitted batch job 4242")
-"""
-SRUN = """
-import argparse, os, subprocess, sys
-parser = argparse.ArgumentParser(allow_abbrev=False)
-parser.add_argument("--unbuffered", action="store_true", required=True)
-parser.add_argument("--output", required=True)
-parser.add_argument("--error", required=True)
-parser.add_argument("--kill-on-bad-exit")
-parser.add_argument("--wait")
-parser.add_argument("command", nargs=argparse.REMAINDER)
-given = parser.parse_args()
-size, nodes = int(os.environ["SLURM_TASKS"]), int(os.environ["SLURM_JOB_NUM_NODES"])
-tasks = []
-for rank in range(size):
-    node, local = divmod(rank, size // nodes)
-    place = {"SLURM_NTASKS": size, "SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local}
-    out, err = (open(n.replace("%j", "4242").replace("%t", str(rank)), "w") for n in (given.output, given.error))
-    environment = os.environ | {name: str(value) for name, value in place.items()}
-    tasks.append(subprocess.Popen(given.command, env=environment, stdout=out, stderr=err))
-try:
-    sys.exit(max(task.wait(200) for task in tasks))
-finally:
-    for task in tasks:
-        task.kill()
-"""
-
 
 def executable(directory: Path, name: str, program: str) -> None:
     path = directory / name
     path.write_text(f"#!{sys.executable}\n{program}")
     path.chmod(0o755)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory on PATH with sbatch and srun; "ended" beside it will hold the job's exit status."""
-    where = tmp_path / "bin"
-    where.mkdir()
-    executable(where, "sbatch", SBATCH)
-    executable(where, "srun", SRUN)
-    monkeypatch.setenv("PATH", f"{where}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("JOB_ENDED", str(tmp_path / "ended"))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # where "two machines" meet here
-    return where
 
 
 def dry_script(command, capsys, *arguments: str) -> str:
@@ -87,9 +38,13 @@ def dry_script(command, capsys, *arguments: str) -> str:
     return text[text.index("#!/bin/bash") :]
 
 
+def settings_of(script: str) -> dict[str, str]:
+    return dict(re.findall("^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
+
+
 def task_of(script: str) -> list[str]:
     """The command of one task, read as the shell reads it."""
-    (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    (line,) = [line for line in script.splitlines() if line.startswith("exec srun ")]
     words = shlex.split(line)
     return words[words.index(sys.executable) :]
 
@@ -102,24 +57,71 @@ def test_the_script_asks_for_what_was_asked(command, capsys, tmp_path: Path):
         command, capsys, *SLURM, "--dp", "4", "--nodes", "2", "--ranks-per-node", "4", "--partition", "gpu,big",
         "--account", "lab-7", "--time", "1-12:30", "--gpus-per-node", "4", "--device", "cuda",
     )  # fmt: skip
-    asked = dict(re.findall("^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
-    folder = tmp_path / "runs" / ".slurm"
-    assert asked == {
+    assert settings_of(script) == {
         "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4", "partition": "gpu,big", "account": "lab-7",
-        "time": "1-12:30", "job-name": "binade", "signal": "TERM@90", "open-mode": "append",
-        "output": f"{folder}/%j_0_log.out", "error": f"{folder}/%j_0_log.err",
+        "time": "1-12:30", "job-name": "binade", "signal": "USR1@90", "array": "0-0", "chdir": os.getcwd(),
+        "output": f"{tmp_path}/runs/.jobs/0001/batch_%a.txt",
     }  # fmt: skip
-    assert task_of(script) == [
-        *(sys.executable, "-u", "-m", "binade.collector.training.slurm_rank"),
-        *("run", "--tp", "2", "--dp", "4", "--device", "cuda"),
-    ]
-    assert not (tmp_path / "runs").exists()
+    task = [sys.executable, "-u", "-m", "binade.collector.training.slurm_rank", "$job"]
+    assert task_of(script) == task and not (tmp_path / "runs").exists()
+    assert set(settings_of(dry_script(command, capsys, *SLURM))) == {
+        "nodes", "ntasks-per-node", "job-name", "signal", "array", "chdir", "output",
+    }  # fmt: skip
 
 
-def test_what_is_not_asked_is_left_to_the_cluster(command, capsys):
-    script = dry_script(command, capsys, *SLURM)
-    asked = set(re.findall("^#SBATCH --([a-z-]+)=", script, re.M))
-    assert asked == {"nodes", "ntasks-per-node", "job-name", "signal", "open-mode", "output", "error"}
+TARGETS = """
+[targets.gpu]
+launcher = "slurm"
+partition = "a100"
+at_once = 3
+options = ["--qos=high"]
+setup = ["module load cuda/12"]
+[targets.image]
+launcher = "slurm"
+python = "python3"
+container = "docker://lab/torch:2.11"
+container_options = ["--container-mounts=/data:/data"]
+[targets.sif]
+launcher = "slurm"
+container = "/images/torch.sif"
+container_runtime = "apptainer"
+container_options = ["--nv", "--bind", "/data"]
+"""
+
+
+def test_a_target_gives_what_the_command_does_not(command, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+    (tmp_path / "binade.toml").write_text(TARGETS)
+    script = dry_script(command, capsys, "batch", "--target", "gpu", "--quantization", "bf16,mxfp8", "--time", "30")
+    found = settings_of(script)
+    assert (found["partition"], found["time"], found["array"], found["qos"]) == ("a100", "30", "0-1%3", "high")
+    assert "\nmodule load cuda/12\n" in script and "BINADE_TARGET=gpu\n" in script
+    script = dry_script(command, capsys, "run", "--target", "gpu", "--partition", "other", "--at-once", "1")
+    assert (settings_of(script)["partition"], settings_of(script)["array"]) == ("other", "0-0%1")
+    line = dry_script(command, capsys, "run", "--target", "image").splitlines()[-2]
+    assert "--container-image=docker://lab/torch:2.11 --container-mounts=/data:/data python3 -u -m" in line
+    line = dry_script(command, capsys, "run", "--target", "sif").splitlines()[-2]
+    assert f"apptainer exec --nv --bind /data /images/torch.sif {sys.executable} -u -m" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[targets.a]\nlauncher = 'pbs'", "targets.a.launcher is \"pbs\": Input should be 'slurm'"),
+        ("[targets.a]\npartitoin = 'x'", 'targets.a.partitoin is "x": Unexpected keyword argument'),
+        ('[targets.a]\nsetup = ["a\\nb"]', "targets.a.setup has 'a\\nb': write one line"),
+        ("[targets.a]\noptions = ['qos']", "targets.a.options has 'qos': write options of sbatch"),
+        ("[targets.a", "Expected ']'"),
+        ("[targets.b]\nnodes = 1", "there is no target 'a': "),
+        ("[targets.a]\npartition = 'a b'", "target a: --partition 'a b' is not valid"),
+    ],
+)
+def test_a_file_that_is_wrong_is_one_line(command, capsys, tmp_path: Path, monkeypatch, text: str, message: str):
+    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+    (tmp_path / "binade.toml").write_text(text)
+    assert command("run", "--target", "a", "--dry-run") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("binade: ") and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_what_is_not_asked_is_left_to_the_cluster(command, capsys):
 )
 def test_ranks_are_divided_among_the_nodes(command, capsys, options, nodes: str, tasks: str):
     script = dry_script(command, capsys, "run", "--launcher", "slurm", *options)
-    asked = dict(re.findall("^#SBATCH --([a-z-]+)=(.*)$", script, re.M))
+    asked = settings_of(script)
     assert (asked["nodes"], asked["ntasks-per-node"]) == (nodes, tasks)
 
 
@@ -156,46 +158,14 @@ def test_what_a_user_wrote_is_quoted(command, capsys, tmp_path: Path):
     """bash itself reads the script, with a srun that prints what it is given."""
     root = tmp_path / HOSTILE
     script = dry_script(command, capsys, *SLURM, "--tensor-save-dir", str(root))
+    job = root / ".jobs" / "0001"
+    job.mkdir(parents=True)
     executable(tmp_path, "srun", "import os, sys; print(*sys.argv[1:], os.environ['TENSOR_SAVE_DIR'], sep='\\0')")
-    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": "0"}
     done = subprocess.run(["bash"], input=script, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    words = done.stdout.rstrip("\n").split("\0")
-    assert done.returncode == 0 and done.stderr == ""
-    assert words[-3:] == ["--tensor-save-dir", str(root), str(root)]
-    assert words[words.index("--output") + 1] == f"{root}/.slurm/%j_%t_log.out"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["srun"]
-
-
-# A job
-
-
-def test_a_job_of_two_ranks_finishes(command, capsys, cluster: Path, tmp_path: Path):
-    """Two runs, one after the other."""
-    root = tmp_path / HOSTILE
-    small = ("--layers", "1", "--sequence-length", "32", "--backend", "torch", "--no-raw", "--scores", "")
-    asked = ("--launcher", "slurm", "--tp", "2", "--nodes", "2", "--tensor-save-dir", str(root))
-    batch = ("batch", "--quantization", "bf16,mxfp8", *small, *asked)
-    assert command(*batch) == 0
-    out, err = capsys.readouterr()
-    folder = root / ".slurm"
-    said = [(folder / f"4242_{rank}_log.err").read_text() for rank in range(2)]
-    assert (tmp_path / "ended").read_text() == "0", said
-    assert err == "" and out.splitlines() == [
-        "job 4242 submitted: nodes 2, ranks on each 1",
-        f"    script {folder}/4242_submission.sh",
-        f"    log    {folder}/4242_0_log.out, errors in {folder}/4242_0_log.err",
-    ]
-    runs, refused = list_runs(root)
-    assert [run.config["recipe"] for run in runs] == ["bf16", "mxfp8"] and not refused
-    for run in runs:
-        assert run.status.state == "done" and run.status.tensors > 0
-        assert {name[:6] for name in run.segments} == {"rank00", "rank01"}
-        assert run.config["tp"] == 2 and "slurm" not in run.config["command"]
-    assert "iteration 0 (bf16): loss" in (folder / "4242_0_log.out").read_text()
-    assert (folder / "4242_1_log.out").read_text() == ""
-    assert dry_script(command, capsys, *batch) == f"{(folder / '4242_submission.sh').read_text()}\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["bin", "ended", HOSTILE])
-    assert not [path for path in PROJECT.iterdir() if path.name in "xyz"]
+    assert done.returncode == 0 and done.stdout + done.stderr == ""
+    assert (job / "log.txt").read_text().rstrip("\n").split("\0")[-2:] == [str(job), str(root)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["srun", HOSTILE])
 
 
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "MASTER_PORT")
@@ -211,14 +181,15 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
     ],
     ids=["three nodes", "one node", "racks", "names"],
 )
-def test_a_task_learns_its_place(slurm: tuple[str, ...], told: list[str]):
+def test_a_task_learns_its_place(tmp_path: Path, slurm: tuple[str, ...], told: list[str]):
     """By the variables that srun sets, whatever was set where the job was submitted. In place of the command a function
     prints what it would see."""
     program = (
         "import os; from binade.collector.training import slurm_rank as rank\n"
         f"rank.main = lambda argv: print(*(os.environ.get(name) for name in {TOLD}))\n"
-        "rank.run_rank([])"
+        f"rank.run_rank([{str(tmp_path)!r}])"
     )
+    (tmp_path / "job.json").write_text('{"arguments": []}')
     names = (
         "SLURM_JOB_NODELIST",
         "SLURM_JOB_NUM_NODES",
@@ -234,18 +205,54 @@ def test_a_task_learns_its_place(slurm: tuple[str, ...], told: list[str]):
     assert got == told and 20000 <= int(port) <= 60000, done.stderr
 
 
+# What Slurm says of jobs
+
+
+def test_jobs_that_squeue_has_forgotten_are_looked_up_in_sacct(tmp_path: Path, monkeypatch):
+    """Stand-ins: accounting needs a database, which the cluster of tests/slurm has not."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    forgotten = [slurm.ClusterJob(f"7_{number}", "RUNNING") for number in range(3)]
+    executable(tmp_path, "squeue", "import sys; sys.exit('slurm_load_jobs error: Invalid job id specified')")
+    executable(tmp_path, "sacct", "print('7_0|COMPLETED', '7_1|CANCELLED by 1000', '7_9|FAILED', sep='\\n')")
+    found = slurm.poll(forgotten)
+    assert [found[job.id].state for job in forgotten] == ["COMPLETED", "CANCELLED", slurm.UNKNOWN]
+    executable(tmp_path, "sacct", "import sys; sys.exit('Slurm accounting storage is disabled')")
+    assert {job.state for job in slurm.poll(forgotten).values()} == {slurm.UNKNOWN}
+    executable(tmp_path, "squeue", "import sys; sys.exit('slurm_load_jobs error: Unable to contact slurm controller')")
+    assert slurm.poll(forgotten) == {}  # nothing is known, and nothing has ended
+
+
+def test_a_cluster_that_names_no_job(command, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    executable(tmp_path, "sbatch", "print('queued')")
+    assert command(*SLURM) == 1
+    assert capsys.readouterr() == ("", "binade: sbatch named no job: its output is 'queued'\n")
+    assert store.numbers(tmp_path / "runs") == []
+
+
+def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    executable(tmp_path, "sbatch", "print(7)")
+    (job,) = store.add(tmp_path / "runs", SLURM)
+    store.drop_execution(tmp_path / "runs", job)
+    assert view_of(tmp_path / "runs", job).state == "queued"
+    runner.Runner(tmp_path / "runs").turn()
+    view = view_of(tmp_path / "runs", job)
+    assert (view.state, view.reason) == ("failed", "its submission was interrupted: retry")
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--nodes", "2"), "--nodes needs --launcher slurm: add it, or leave --nodes out"),
-        (("--ranks-per-node", "1"), "--ranks-per-node needs --launcher slurm"),
-        (("--gpus-per-node", "1"), "--gpus-per-node needs --launcher slurm"),
-        (("--launcher", "local", "--partition", "a"), "--partition needs --launcher slurm"),
-        (("--account", "a"), "--account needs --launcher slurm"),
-        (("--time", "1"), "--time needs --launcher slurm"),
+        (("--nodes", "2"), "--nodes needs --target or --launcher slurm: add one, or leave --nodes out"),
+        (("--ranks-per-node", "1"), "--ranks-per-node needs --target or --launcher slurm"),
+        (("--gpus-per-node", "1"), "--gpus-per-node needs --target or --launcher slurm"),
+        (("--launcher", "local", "--partition", "a"), "--partition needs --target or --launcher slurm"),
+        (("--account", "a"), "--account needs --target or --launcher slurm"),
+        (("--time", "1"), "--time needs --target or --launcher slurm"),
         (("--launcher", "pbs"), "--launcher 'pbs' is unknown: local, slurm"),
         ((*SLURM[1:], "--nodes", "0"), "--nodes is 0: it must be 1 or more"),
         ((*SLURM[1:], "--ranks-per-node", "-1"), "--ranks-per-node is -1: it must be 1 or more"),
@@ -280,46 +287,13 @@ def test_bad_input_is_one_line(command, capsys, tmp_path: Path, options, message
     assert not list(tmp_path.iterdir())
 
 
-def test_an_argument_that_no_script_can_hold(command, capsys, tmp_path: Path):
-    corpus = tmp_path / "a\nb.jsonl"
-    corpus.write_text('{"text": "a"}\n')
-    assert command(*SLURM, "--dataset", str(corpus), "--dry-run") == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("binade: the argument '") and "has unprintable characters" in err
-    assert err.count("\n") == 1 and out == ""
-
-
 def test_without_sbatch(command, capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command(*SLURM) == 2
     err = capsys.readouterr().err
-    assert err.startswith("binade: --launcher slurm submits with sbatch, which is not on this machine")
+    assert err.startswith("binade: a Slurm job is submitted with sbatch, which is not on this machine")
     assert err.count("\n") == 1 and not (tmp_path / "runs").exists()
     assert dry_script(command, capsys, *SLURM).startswith("#!/bin/bash")
-
-
-def test_a_job_that_sbatch_refuses(command, capsys, cluster: Path, tmp_path: Path):
-    executable(cluster, "sbatch", "import sys; sys.exit('sbatch: error: not so\\nsbatch: error: invalid partition')")
-    assert command(*SLURM) == 1
-    assert capsys.readouterr() == ("", "binade: sbatch refused the job: sbatch: error: invalid partition\n")
-    assert not list((tmp_path / "runs" / ".slurm").iterdir())
-
-
-def test_a_cluster_that_names_no_job(command, capsys, cluster: Path):
-    executable(cluster, "sbatch", "print('queued')")
-    assert command(*SLURM) == 1
-    assert capsys.readouterr() == (
-        "",
-        "binade: sbatch named no job: its output is 'queued'\n",
-    )
-
-
-def test_a_root_that_cannot_be_written(command, capsys, cluster: Path, tmp_path: Path):
-    (tmp_path / "runs").write_text("a file")
-    assert command(*SLURM) == 1
-    err = capsys.readouterr().err
-    assert err.startswith(f"binade: cannot write to {tmp_path}/runs/.slurm: Not a directory; choose")
-    assert err.count("\n") == 1
 
 
 def test_a_rank_outside_a_job():

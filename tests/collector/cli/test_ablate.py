@@ -33,7 +33,7 @@ WRONG = {
     "another recipe": ("mxfp8", "--quantization", "mxfp4"),
     "a format in place of the recipe's": ("mxfp8", "--linear-quant", "mxfp4"),
     "layers that the model has not": ("mxfp8", "--layers", "99"),
-    "another queue": ("mxfp8", "--launcher", "slurm"),
+    "nodes of no cluster": ("mxfp8", "--nodes", "2"),
 }
 
 

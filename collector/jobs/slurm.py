@@ -1,0 +1,236 @@
+"""Jobs of a Slurm cluster: submitted with sbatch as one array, followed with squeue and sacct, ended with scancel.
+
+A task of the array is a job of the queue. It writes to the job's directory, which the nodes see as well:
+
+    log.txt     the output of all ranks
+    rank.json   rank 0's process, by which the job's run is found
+
+Slurm's command line is used and not its REST service or Python modules: it is on every machine that can submit.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from binade.collector.errors import ConfigError
+from binade.collector.jobs.processes import Process
+from binade.collector.jobs.transitions import State
+from binade.collector.training.targets import Target
+from binade.data.json_files import STRICT, read_json
+from binade.data.python import package_path
+
+PATIENCE = 60  # seconds that a command of Slurm may take
+NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+UNKNOWN = "UNKNOWN"  # Slurm has forgotten the job
+# The states in which Slurm's word is final. In the others the run or its log says more, FAILED for example.
+ENDS = {
+    "TIMEOUT": (State.TIME_LIMIT, "the job reached its time limit"),
+    "DEADLINE": (State.TIME_LIMIT, "the job reached its deadline"),
+    "NODE_FAIL": (State.NODE_LOST, "a node of the job failed"),
+    "BOOT_FAIL": (State.NODE_LOST, "a node of the job could not be started"),
+    "OUT_OF_MEMORY": (State.NO_MEMORY, "a rank took more memory than the job requested"),
+    "PREEMPTED": (State.KILLED, "the job was preempted by another"),
+    "REVOKED": (State.KILLED, "the job was revoked by the cluster"),
+    "CANCELLED": (State.CANCELLED, "the job was cancelled in Slurm"),
+}
+ENDED = (*ENDS, "COMPLETED", "FAILED", UNKNOWN)
+
+
+class SubmissionError(RuntimeError):
+    """The cluster did not take the job. The message says why."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class RankProcess:
+    """rank.json."""
+
+    host: str
+    process: Process
+
+
+@dataclass(frozen=True, config=STRICT)
+class ClusterJob:
+    """A job as Slurm knows it. id is that of an array's task, such as 123_4; state is squeue's; reason says why it
+    waits; position is its place among those that wait in its partition, from 1."""
+
+    id: str
+    state: str = "PENDING"
+    reason: str = ""
+    partition: str = ""
+    position: int | None = None
+    rank: RankProcess | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def place(self) -> str:
+        """Why and where it waits."""
+        known = (
+            f"number {self.position}" * bool(self.position),
+            f"in partition {self.partition}" * bool(self.partition),
+        )
+        reason = "" if self.reason == "None" else self.reason
+        return ", ".join(filter(None, (reason, " ".join(filter(None, known)))))
+
+
+def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
+    """The sbatch script for the jobs from `first` on, whose directories lie in `folder`. Raises ConfigError for what
+    Slurm or the script would read otherwise."""
+    for what, place in (("root", root), ("working directory", working)):
+        if not str(place).isprintable() or set(str(place)) & set("%\\"):
+            raise ConfigError(
+                f"the {what} {str(place)!r} has characters that Slurm gives a meaning to (%, \\ or unprintable ones): "
+                "choose another" + " with --tensor-save-dir" * (what == "root")
+            )
+    # Shortly before the time limit the ranks get SIGUSR1 and end: what was recorded is kept. A node that fails ends the
+    # job: started again by Slurm, it would write a second run.
+    settings = {
+        "job-name": "binade",
+        "array": f"0-{count - 1}" + (f"%{target.at_once}" if target.at_once else ""),
+        "nodes": target.nodes,
+        "ntasks-per-node": target.ranks_per_node,
+        "gpus-per-node": target.gpus_per_node,
+        "partition": target.partition,
+        "account": target.account,
+        "time": target.time,
+        "chdir": shlex.quote(str(working)),
+        "signal": f"USR1@{NOTICE}",
+        "output": shlex.quote(str(folder / f"{first:04d}" / "batch_%a.txt")),
+    }
+    found = package_path() if target.python is None else None
+    path = f'export PYTHONPATH={shlex.quote(str(found))}"${{PYTHONPATH:+:$PYTHONPATH}}"' if found else ""
+    # If a rank fails, the others have a minute to notice and to say so before they are ended.
+    words = ["srun", "--unbuffered", "--kill-on-bad-exit=0", "--wait=60"]
+    if target.container and target.container_runtime == "apptainer":
+        words += ["apptainer", "exec", *target.container_options, target.container]
+    elif target.container:
+        words += [f"--container-image={target.container}", *target.container_options]
+    words += [target.python or sys.executable, "-u", "-m", "binade.collector.training.slurm_rank"]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH --{name}={value}" for name, value in settings.items() if value is not None),
+        "#SBATCH --no-requeue",
+        *(f"#SBATCH {option}" for option in target.options),
+        f"job={shlex.quote(str(folder))}/$(printf %04d $(({first} + SLURM_ARRAY_TASK_ID)))",
+        'exec >>"$job/log.txt" 2>&1',
+        *target.setup,
+        *([path] if path else []),
+        f"export TENSOR_SAVE_DIR={shlex.quote(str(root))} BINADE_TARGET={shlex.quote(name)}",
+        f'exec {shlex.join(words)} "$job"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def submit(text: str, path: Path) -> str:
+    """Write a script and submit it; returns the number of its array. Raises ConfigError, SubmissionError, OSError."""
+    check_submits()
+    path.write_text(text)
+    done = _slurm("sbatch", "--parsable", str(path))
+    if done.returncode:
+        raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it did not say why'}")
+    number = done.stdout.strip().partition(";")[0]  # "id;cluster"
+    if not number.isdecimal():
+        raise SubmissionError(f"sbatch named no job: its output is {done.stdout.strip()!r}")
+    return number
+
+
+def check_submits() -> None:
+    """Raises ConfigError where the cluster's commands are missing."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "a Slurm job is submitted with sbatch, which is not on this machine: run it where the cluster's commands "
+            "are, or add --dry-run to see the script"
+        )
+
+
+def follows() -> bool:
+    """Whether this machine can ask the cluster."""
+    return shutil.which("squeue") is not None
+
+
+def cancel(ids: Iterable[str]) -> None:
+    """scancel: the ranks are asked to end, and killed after the cluster's KillWait."""
+    with suppress(SubmissionError):  # asked again with the next poll
+        _slurm("scancel", *ids)
+
+
+def poll(jobs: Collection[ClusterJob]) -> dict[str, ClusterJob]:
+    """The jobs as they are now, by id; none of them while the cluster does not answer."""
+    ids = ",".join(sorted({job.id for job in jobs}))
+    try:
+        rows = _rows("squeue", "--states=all", f"--jobs={ids}", "--format=%i|%T|%r|%P")
+        known = {row[0]: row[1:] for row in rows}
+        missing = [job.id for job in jobs if job.id not in known]
+        ended = _accounted(missing) if missing else {}
+        waiting = {row[2] for row in known.values() if row[0] in WAITING}
+        places = _positions(waiting) if waiting else {}
+    except SubmissionError:
+        return {}
+    found = {}
+    for job in jobs:
+        state, reason, partition = known.get(job.id) or (ended.get(job.id, UNKNOWN), "", job.partition)
+        position = places.get(job.id) if state in WAITING else None
+        found[job.id] = ClusterJob(job.id, state, reason, partition, position, job.rank)
+    return found
+
+
+def _rows(*command: str) -> list[list[str]]:
+    done = _slurm(command[0], "--noheader", "--array", *command[1:])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise SubmissionError(_last_line(done.stderr))
+    return [line.strip().split("|") for line in done.stdout.splitlines() if line.count("|") >= 1]
+
+
+def _positions(partitions: Iterable[str]) -> dict[str, int]:
+    """The place of every waiting job in its partition, in the order of priority."""
+    counts: dict[str, int] = {}
+    found = {}
+    wanted = f"--partition={','.join(sorted(partitions))}"
+    for job, partition in _rows("squeue", "--states=PENDING", wanted, "--sort=-p,i", "--format=%i|%P"):
+        found[job] = counts[partition] = counts.get(partition, 0) + 1
+    return found
+
+
+def _accounted(ids: Iterable[str]) -> dict[str, str]:
+    """The states of jobs that squeue no longer knows; nothing of a cluster without accounting."""
+    wanted = ("--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={','.join(ids)}")
+    done = _slurm("sacct", *wanted)
+    if done.returncode:
+        return {}
+    rows = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
+    return {row[0]: row[1].split()[0] for row in rows if row[1]}  # "CANCELLED by 1000"
+
+
+def read_rank(directory: Path) -> RankProcess | None:
+    """None before rank 0 has started."""
+    with suppress(OSError, ValueError):
+        return read_json(RankProcess, directory / "rank.json")
+    return None
+
+
+def _last_line(text: str) -> str:
+    return re.sub(r"^(sbatch|squeue): error: ", "", (text.strip().splitlines() or [""])[-1])
+
+
+def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Raises SubmissionError if the command is missing or does not end."""
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired:
+        raise SubmissionError(f"{command[0]} has not answered for {PATIENCE} seconds") from None
+    except FileNotFoundError:
+        raise SubmissionError(f"{command[0]} is not on this machine") from None

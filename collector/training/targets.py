@@ -1,0 +1,107 @@
+"""Targets: clusters on which runs are started, described in a file binade.toml.
+
+    [targets.gpu]
+    launcher = "slurm"
+    partition = "a100"
+    setup = ["module load cuda"]
+
+The file is the one that $BINADE_CONFIG names, else binade.toml in the working directory, else
+~/.config/binade/binade.toml. It is not looked for in the root of the runs: a target's `setup` is run by a shell, and a
+root may come from somebody else. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
+
+from binade.collector.errors import ConfigError
+from binade.data.json_files import STRICT, parse_json
+
+CONFIG = "BINADE_CONFIG"
+FILE = "binade.toml"
+
+
+@dataclass(frozen=True, config=STRICT)
+class Target:
+    """How a job is started on a cluster; None leaves a choice to it.
+
+    partition to at_once are the command line's options of the same names. options are further ones of sbatch, such as
+    "--qos=high"; setup are lines that the job's shell runs first. python is the one that has Binade in the job, by
+    default this one. container is an image, for pyxis (--container-image of srun) or Apptainer; container_options are
+    those of srun or of `apptainer exec`.
+    """
+
+    launcher: Literal["slurm"] = "slurm"
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    gpus_per_node: int | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+    at_once: int | None = None
+    options: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    python: str | None = None
+    container: str | None = None
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    container_options: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raises ConfigError for what a job's script cannot hold."""
+        for name in ("options", "setup", "container_options"):
+            for text in getattr(self, name):
+                if not text.isprintable():
+                    raise ConfigError(f"{name} has {text!r}: write one line without control characters in each text")
+        for text in self.options:
+            if not text.startswith("--"):
+                raise ConfigError(f"options has {text!r}: write options of sbatch, such as --qos=high")
+
+
+@dataclass(frozen=True, config=STRICT)
+class _File:
+    targets: dict[str, Target]
+
+
+def targets_file() -> Path | None:
+    """The file of the targets; None if there is none. Raises ConfigError if $BINADE_CONFIG names none."""
+    if named := os.environ.get(CONFIG):
+        if not Path(named).is_file():
+            raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: name a {FILE}, or unset it")
+        return Path(named)
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+    return next((path for path in (Path(FILE).absolute(), home / "binade" / FILE) if path.is_file()), None)
+
+
+def read_targets() -> dict[str, Target]:
+    """The targets by name. Raises ConfigError for a file that is not understood."""
+    path = targets_file()
+    if path is None:
+        return {}
+    try:
+        content = json.dumps(tomllib.loads(path.read_text()), default=str).encode()
+        found = parse_json(_File, content).targets
+        for name, target in found.items():
+            try:
+                target.check()
+            except ConfigError as error:
+                raise ConfigError(f"targets.{name}.{error}") from None
+        return found
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: {reason}; docs/clusters.md describes the file") from None
+
+
+def find_target(name: str) -> Target:
+    """Raises ConfigError."""
+    known = read_targets()
+    if name not in known:
+        path = targets_file()
+        where = f"{path} has {', '.join(known) or 'none'}" if path else f"there is no {FILE}; see docs/clusters.md"
+        raise ConfigError(f"there is no target {name!r}: {where}")
+    return known[name]
