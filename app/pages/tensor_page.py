@@ -16,14 +16,12 @@ from binade.app.params import One, Params
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
-from binade.app.state import view_page
+from binade.app.state import LARGE, view_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import one_line
 from binade.quant.specs import Spec, known_specs
-
-LARGE = 1 << 24  # values that take more than a moment to read
 
 
 @view_page("tensor", "Tensor", tensor.params)
