@@ -98,10 +98,12 @@ def shared(
     compute: Callable[[Done], T],
     pool: Executor = QUICK,
     step: Done = lambda count, of: None,
+    stays: bool = False,
 ) -> T:
-    """What compute returns for a request at the catalog's version: computed once for all sessions, see `Cache.get`."""
+    """What compute returns for a request at the catalog's version, or if it stays at any: computed once for all
+    sessions, see `Cache.get`."""
     assert opened.cache
-    return opened.cache.get(opened.version, request, compute, pool, step)
+    return opened.cache.get(None if stays else opened.version, request, compute, pool, step)
 
 
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")

@@ -32,10 +32,14 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
         return
     state = st.session_state
     state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
-    listed = tensor.listed(opened, where, state["tensor"])
+
+    def named() -> tuple[pd.DataFrame, dict[str, str]]:
+        listed = tensor.listed(opened, where, state["tensor"])
+        return listed, full_labels(listed)
+
+    listed, labels = opened.kept(("listed", where, state["tensor"]), named)
     if len(listed) >= tensor.MAX_LISTED:
         st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter for others.")
-    labels = full_labels(listed)
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
     fmt = right.selectbox("Held against", _allowed(params), key="format", help="The format that it is rounded to here")

@@ -34,6 +34,7 @@ class Question:
     slow         what takes long in draw, as a title, "" if nothing does. draw then takes `done` as well, which it calls
                  with (how many steps are through, of how many)
     of_runs      whether the answer also depends on how far runs are: on their losses and states
+    of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
     note         shown under the title of a page of its own, in place of the filter
     layout       the module whose `page()` shows a page of its own that is not laid out like the others
@@ -53,6 +54,7 @@ class Question:
     ignores: frozenset[str] = frozenset()
     slow: str = ""
     of_runs: bool = False
+    of_values: bool = False
     link: dict[str, str] = field(default_factory=dict)
     note: str = ""
     layout: str = ""

@@ -17,7 +17,7 @@ from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
 from binade.app.params import Many, Whole
 from binade.app.questions.question import Question
-from binade.app.questions.shared.selection import Selection
+from binade.app.questions.shared.selection import SelectedTensor, Selection
 from binade.app.state import LARGE, QUICK, SLOW, shared
 from binade.data.cache import Done
 from binade.data.filter import Filter
@@ -72,10 +72,9 @@ def _draw(
     opened = selected.opened
     given = {field.name: getattr(selected, field.name) for field in fields(selected)}
     numel = given.pop("x").numel() if "x" in given else 0
-    for name in ("opened", "labels"):
-        given.pop(name, None)
-    if "row" in given:
-        given["row"] = given["row"]["tensor_id"]
+    del given["opened"]
+    if isinstance(selected, SelectedTensor):
+        given |= {"row": selected.row.to_dict(), "labels": selected.label}
     request = (
         question.name, repr(given), repr(sorted(values.items(), key=str)), opened.progress if question.of_runs else 0,
     )  # fmt: skip
@@ -84,7 +83,8 @@ def _draw(
         drawn: Drawn = question.draw(selected, values, done) if question.slow else question.draw(selected, values)
         return drawn.prepared()
 
-    return shared(opened, request, compute, SLOW if question.slow or numel > LARGE else QUICK, step)
+    pool = SLOW if question.slow or numel > LARGE else QUICK
+    return shared(opened, request, compute, pool, step, stays=question.of_values)
 
 
 def _draw_stoppable(question: Question, selected: Selection, values: dict[str, Any]) -> Drawn | None:

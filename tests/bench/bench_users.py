@@ -108,7 +108,9 @@ class User:
         async for content in self._connection:
             message = ForwardMsg.FromString(content)
             kind = message.WhichOneof("type")
-            if kind == "navigation":
+            if kind == "navigation":  # all of the page is drawn: it says anew what reruns
+                for fragment in list(self._timers):
+                    self._stop(fragment)
                 pages = message.navigation.app_pages
                 self._hashes = {
                     PAGES[0] if page.is_default else page.url_pathname: page.page_script_hash for page in pages
@@ -202,8 +204,11 @@ async def measure(address: str, process: psutil.Process, tensors: list[str], arg
     await together(address, 1, tensors, 8 * len(PAGES), 1)  # every module is imported, every page shown once
     start, seen = process.memory_info().rss, list[int]()
     watcher = asyncio.create_task(highest(process, seen))
+    spent = [sum(process.cpu_times()[:2])]
     alone = await together(address, 1, tensors, max(args.seconds / 10, 15), 1)
+    spent.append(sum(process.cpu_times()[:2]))
     many = await together(address, args.users, tensors, args.seconds, args.every)
+    spent.append(sum(process.cpu_times()[:2]))
     await asyncio.sleep(60)
     watcher.cancel()
     end = process.memory_info().rss
@@ -212,6 +217,8 @@ async def measure(address: str, process: psutil.Process, tensors: list[str], arg
         one, all_ = (times.every if page == "all" else times.get(page, []) for times in (alone, many))
         a, b = (np.percentile(found, [50, 95]) if found else np.full(2, np.nan) for found in (one, all_))
         print(f"{page:10} {a[0]:8.2f}{a[1]:8.2f} {b[0]:8.2f}{b[1]:8.2f} {b[0] / a[0]:17.1f}   {len(all_)} views")
+    one, all_ = ((b - a) / max(len(t.every), 1) for a, b, t in zip(spent, spent[1:], (alone, many), strict=False))
+    print(f"processor time of the server by view: {one:.2f} s with one user, {all_:.2f} s with {args.users}")
     print(f"resident  start {start / 1e6:.0f} MB  peak {max(seen) / 1e6:.0f} MB  end {end / 1e6:.0f} MB"
           f" ({100 * (end / start - 1):+.0f} %)")  # fmt: skip
 
