@@ -48,17 +48,18 @@ class Watched:
         self._sync: Future[None] | None = None
 
     def look(self) -> None:
-        """Start to synchronize it if that was SYNC_SECONDS ago, and wait for it after a pause. Raises OSError."""
+        """Start to synchronize it if that was SYNC_SECONDS ago, and wait for it after a pause or a failure. Raises
+        RunError and OSError."""
         with self._lock:
-            age = time.monotonic() - self._started
-            if self._sync and self._sync.done():
-                self._sync.result()
-            if age <= SYNC_SECONDS or (self._sync and not self._sync.done()):
+            sync, age = self._sync, time.monotonic() - self._started
+            if sync and not sync.done():
                 return
-            self._started = time.monotonic()
-            self._sync = self._pool.submit(self._catch_up)
-        if age > IDLE * SYNC_SECONDS:
-            self._sync.result()
+            failed = sync is not None and sync.exception() is not None
+            if age > SYNC_SECONDS:
+                self._started = time.monotonic()
+                sync = self._sync = self._pool.submit(self._catch_up)
+        if sync and (failed or age > IDLE * SYNC_SECONDS):
+            sync.result()
 
     def _catch_up(self) -> None:
         self.opened.sync()
@@ -173,7 +174,10 @@ def _redraw_on_change(opened: Catalog, shows: str, before: int, pause: float) ->
     def look_again() -> None:
         if state.pop("just_drawn", False):  # the fragment also runs as a part of the page
             return
-        catalog()
+        try:
+            _open(str(resolve_root())).look()
+        except (RunError, OSError):
+            st.rerun()  # the page says it
         if getattr(opened, shows) != before and time.monotonic() - at > pause:
             st.rerun()
 
