@@ -95,6 +95,7 @@ bench: install-tests ## measure, each time as a ratio to something measured in t
 	@$(PY) -m tests.bench.bench_sass
 	@$(PY) -m tests.bench.bench_recipes
 	@$(PY) -m tests.bench.bench_step
+	@$(PY) -m tests.bench.bench_users --users 4 --seconds 60
 	@$(PY) -m tests.bench.bench_explore
 	@$(PY) -m tests.bench.bench_instrument
 	@$(PY) -m tests.bench.bench_import

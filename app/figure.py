@@ -5,7 +5,9 @@ A page shows them, a session pins the figures, a report prints figures and table
 
 from __future__ import annotations
 
+import hashlib
 import textwrap
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +17,7 @@ from xml.sax.saxutils import escape
 import altair as alt
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from binade.app.control import Control
 from binade.data.filter import Filter
@@ -30,8 +33,10 @@ Chart = (
     | alt.RepeatChart
     | alt.VConcatChart
 )
+MAX_CSV_ROWS = 5000  # of what a page exports
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
+_altair = threading.Lock()  # its data transformers are one for all threads
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
@@ -79,9 +84,30 @@ class Figure(_Item):
     @cached_property
     def spec(self) -> dict[str, Any]:
         """The Vega-Lite specification with all of its data, without its schema's address and a configuration."""
-        with alt.data_transformers.enable("default", max_rows=None):
+        with _altair, alt.data_transformers.enable("default", max_rows=None):
             spec = self.chart.to_dict()
         return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
+
+    @cached_property
+    def page_spec(self) -> dict[str, Any]:
+        """The specification for a page, with its data as Arrow streams in `datasets`."""
+        datasets: dict[str, bytes] = {}
+
+        def keep(data: Any) -> Any:
+            stream = _arrow(data)
+            name = hashlib.sha256(stream).hexdigest()
+            datasets[name] = stream
+            return {"name": name}
+
+        alt.data_transformers.register("arrow", keep)
+        with _altair, alt.data_transformers.enable("arrow"):
+            spec = self.chart.to_dict()
+        return spec | {"datasets": spec.get("datasets", {}) | datasets}
+
+    @cached_property
+    def page_csv(self) -> str:
+        """What a page exports as CSV."""
+        return self.csv(MAX_CSV_ROWS)
 
     def sized_spec(self, width: int | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
@@ -219,8 +245,25 @@ class Drawn:
                 if figure.note:
                     print(figure.note)
 
+    def prepared(self) -> Drawn:
+        """Itself, with what pages need of its figures made ready for all that show it."""
+        for figure in self.figures:
+            _ = figure.page_spec, figure.page_csv
+        return self
+
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
+
+
+def _arrow(data: pd.DataFrame) -> bytes:
+    try:
+        table = pa.Table.from_pandas(data)
+    except pa.ArrowException:  # a column of several types
+        table = pa.Table.from_pandas(data.astype(dict.fromkeys(data.select_dtypes(object), str)))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
 
 
 def source(where: Filter, what: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,8 +16,6 @@ from binade.app.figure import Column, Drawn, Facts, Figure, Table
 from binade.app.sessions import draft
 from binade.app.style import CHOSEN, MEASURES, short
 from binade.data.access import read_only
-
-MAX_CSV_ROWS = 5000
 
 
 @st.cache_resource
@@ -44,7 +43,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     if figure.height:
         options["height"] = figure.height
     with st.container(key=f"chart_{name}"):
-        event = st.altair_chart(figure.chart, key=f"figure_{name}", alt=_alt(figure), **options)
+        event = st.vega_lite_chart(spec=figure.page_spec, key=f"figure_{name}", alt=_alt(figure), **options)
     place = st.container()
     if note := f"{figure.note} {figure.hint if choose else ''}".strip():
         left, place = st.columns([4, 1.7], vertical_alignment="top")
@@ -54,7 +53,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
         "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption_svg,
         "pin": pin and draft.on_a_view() and not read_only(),
-        "csv": figure.csv(MAX_CSV_ROWS),
+        "csv": figure.page_csv,
     }
     with place:
         _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
@@ -85,6 +84,7 @@ COLUMNS = {
     "flush_to_zero": Column("Flushed (%)", "%.3f", 90),
     "saturated": Column("Saturated (%)", "%.3f", 108),
 }
+LOOK = 0.5  # seconds between two updates of a progress bar at the same percentage
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 
 
@@ -166,13 +166,13 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int],
         bar = st.progress(0.0, text=f"{what} …")
         # Any click ends what runs: the page is drawn anew.
         st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
-    shown = 0
+    shown, at = 0, time.monotonic()
 
     def done(count: int, of: int) -> None:
-        nonlocal shown
+        nonlocal shown, at
         percent = 100 * min(count, of) // max(of, 1)
-        if percent != shown:
-            shown = percent
+        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit heeds a click where something is drawn
+            shown, at = percent, time.monotonic()
             bar.progress(percent, text=f"{what} … {percent} %")
 
     try:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import threading
 import time
 from collections.abc import Callable, Hashable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import wraps
+from typing import TypeVar
 
 import streamlit as st
 
@@ -13,33 +17,94 @@ from binade.app.address import follow, plain
 from binade.app.filters import sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
+from binade.data.cache import Cache, Done
 from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
+IDLE = 5  # times SYNC_SECONDS: a catalog that nobody looked at for longer is synchronized before it is shown
+PATIENCE = 20  # a page is drawn again at most once in this many times what it took to draw
+SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
+# Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
+# serve sessions wait, and a reader can stop waiting.
+QUICK, SLOW = ThreadPoolExecutor(2, "quick"), ThreadPoolExecutor(1, "slow")
+
+LARGE = 1 << 24  # values of a tensor that take more than a moment to read
+
+T = TypeVar("T")
+
+
+class Watched:
+    """A catalog that all sessions share and that is synchronized when somebody looks, in a thread of its own."""
+
+    def __init__(self, opened: Catalog) -> None:
+        self.opened = opened
+        opened.cache = Cache(SHARED, outside=(Catalog, threading.Thread))
+        self._pool = ThreadPoolExecutor(1, "sync")
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+        self._sync: Future[None] | None = None
+
+    def look(self) -> None:
+        """Start to synchronize it if that was SYNC_SECONDS ago, and wait for it after a pause or a failure. Raises
+        RunError and OSError."""
+        with self._lock:
+            sync, age = self._sync, time.monotonic() - self._started
+            if sync and not sync.done():
+                return
+            failed = sync is not None and sync.exception() is not None
+            if age > SYNC_SECONDS:
+                self._started = time.monotonic()
+                sync = self._sync = self._pool.submit(self._catch_up)
+        if sync and (failed or age > IDLE * SYNC_SECONDS):
+            sync.result()
+
+    def _catch_up(self) -> None:
+        self.opened.sync()
+        assert self.opened.cache
+        if self.opened.cache.expire(self.opened.version):
+            _give_memory_back()
+
+
+def _give_memory_back() -> None:
+    """Return to the system what malloc keeps for later."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
 
 
 @st.cache_resource(show_spinner="Reading the runs …")
-def _open(root: str) -> tuple[Catalog, dict[str, float]]:
+def _open(root: str) -> Watched:
     opened = Catalog.open(root)
     atexit.register(opened.close)
-    return opened, {"synced": time.monotonic()}
+    return Watched(opened)
 
 
 def catalog() -> Catalog:
     """The catalog, up to date within two seconds. A root that cannot be read ends the page with the reason."""
     try:
-        opened, state = _open(str(resolve_root()))
-        if time.monotonic() - state["synced"] > SYNC_SECONDS:
-            opened.sync()
-            state["synced"] = time.monotonic()
-        return opened
+        watched = _open(str(resolve_root()))
+        watched.look()
+        return watched.opened
     except (RunError, OSError) as error:
         st.error(f"The runs cannot be read: {error}.", icon=":material/folder_off:")
         st.markdown("Start the app on another directory: `TENSOR_SAVE_DIR=<directory> make run`")
         st.stop()
+
+
+def shared(
+    opened: Catalog,
+    request: Hashable,
+    compute: Callable[[Done], T],
+    pool: Executor = QUICK,
+    step: Done = lambda count, of: None,
+    stays: bool = False,
+) -> T:
+    """What compute returns for a request at the catalog's version, or if it stays at any: computed once for all
+    sessions, see `Cache.get`."""
+    assert opened.cache
+    return opened.cache.get(None if stays else opened.version, request, compute, pool, step)
 
 
 @st.cache_resource(max_entries=1, show_spinner="Copying the index …")
@@ -54,15 +119,18 @@ def sandbox(opened: Catalog) -> Sandbox:
 
 
 def catalog_page(
-    title: str, *, needs_tensors: bool = True
+    title: str, *, needs_tensors: bool = True, shows: str | None = None
 ) -> Callable[[Callable[[Catalog], None]], Callable[[], None]]:
     """Turn a function of the catalog into a page: its title, the runs that cannot be read, then what the function
-    draws. On a root without tensors the page explains how to record some instead, unless needs_tensors is False."""
+    draws. On a root without tensors the page explains how to record some instead, unless needs_tensors is False.
+
+    shows: the attribute of the catalog whose change draws the page again."""
 
     def decorate(draw: Callable[[Catalog], None]) -> Callable[[], None]:
         @wraps(draw)
         def page() -> None:
             opened = catalog()
+            start, before = time.monotonic(), getattr(opened, shows or "version")
             st.title(title, anchor=False)
             _explain_refused(opened)
             try:
@@ -73,6 +141,8 @@ def catalog_page(
             except DamagedIndexError as error:
                 st.error(f"{error}.", icon=":material/error:")
             _tell(opened)
+            if shows:
+                _redraw_on_change(opened, shows, before, PATIENCE * (time.monotonic() - start))
 
         return page
 
@@ -86,7 +156,7 @@ def view_page(
     name: of the page in PAGES; params: what `address.follow` reads and the function gives to `address.write`."""
 
     def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
-        @catalog_page(title)
+        @catalog_page(title, shows="version")
         @wraps(draw)
         def page(opened: Catalog) -> None:
             declared = params(opened)
@@ -96,6 +166,26 @@ def view_page(
         return page
 
     return decorate
+
+
+def _redraw_on_change(opened: Catalog, shows: str, before: int, pause: float) -> None:
+    """Draw the page again when an attribute of the catalog has changed, after a pause. The fragment itself draws
+    nothing, as on the page Jobs."""
+    state, at = st.session_state, time.monotonic()
+    state["just_drawn"] = True
+
+    @st.fragment(run_every=SYNC_SECONDS or None)
+    def look_again() -> None:
+        if state.pop("just_drawn", False):  # the fragment also runs as a part of the page
+            return
+        try:
+            _open(str(resolve_root())).look()
+        except (RunError, OSError):
+            st.rerun()  # the page says it
+        if getattr(opened, shows) != before and time.monotonic() - at > pause:
+            st.rerun()
+
+    look_again()
 
 
 def _explain_refused(opened: Catalog) -> None:

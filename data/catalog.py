@@ -7,6 +7,7 @@ the source of truth: `sync` updates the index from them, adding each segment onc
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,6 +22,7 @@ import duckdb
 import pandas as pd
 import pyarrow as pa
 
+from binade.data.cache import Cache
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.intake import CUBES, transaction
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_versions = itertools.count()
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
@@ -119,13 +122,21 @@ def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concaten
 
 
 class Catalog:
-    """The index over one root. Safe to use from several threads: each call has a cursor of its own."""
+    """The index over one root. Safe to use from several threads: each call has a cursor of its own.
+
+    version   changes when tensors or runs come or go
+    progress  changes when anything does: also when a run goes on or ends
+    cache     if there is one, answers are taken from it while the version stays the same
+    """
 
     def __init__(self, root: Path, index: Index) -> None:
         self.root = root
         self._index = index
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
+        self._marks: tuple[object, object] = (None, None)
+        self.version = self.progress = next(_versions)
+        self.cache: Cache | None = None
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
@@ -176,15 +187,27 @@ class Catalog:
                 self._index.replace(in_memory=False)
                 self._synchronize()
 
+    def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
+        """What compute returns at this version, from the cache if there is one."""
+        return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
+
     @_repairing
-    def _frame(self, sql: str, parameters: list[Any] | None = None) -> pd.DataFrame:
-        with self._cursor() as cursor:
-            return cursor.execute(sql, parameters or []).df()
+    def _frame(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:
+        """of: what the answer depends on beside the version."""
+
+        def ask() -> pd.DataFrame:
+            with self._cursor() as cursor:
+                return cursor.execute(sql, parameters or []).df()
+
+        return self.kept((sql, repr(parameters), of), ask).copy(deep=False)  # a caller may add columns to its own
 
     @_repairing
     def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple[Any, ...]]:
-        with self._cursor() as cursor:
-            return cursor.execute(sql, parameters or []).fetchall()
+        def ask() -> list[tuple[Any, ...]]:
+            with self._cursor() as cursor:
+                return cursor.execute(sql, parameters or []).fetchall()
+
+        return list(self.kept(("rows", sql, repr(parameters)), ask))
 
     # Synchronization with the disk
 
@@ -209,7 +232,21 @@ class Catalog:
 
     def _catch_up(self) -> int:
         with self._cursor() as cursor:
-            return self._index.intake.catch_up(cursor)
+            added = self._index.intake.catch_up(cursor)
+            self._count_versions(cursor)
+        return added
+
+    def _count_versions(self, cursor: duckdb.DuckDBPyConnection) -> None:
+        tensors, runs = (
+            cursor.execute(f"SELECT count(*), bit_xor(hash({columns})) FROM {table}").fetchone()
+            for columns, table in (("run_id, name, mtime_ns", "segment"), ("run", "run"))
+        )
+        ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id)) FROM run").fetchone()
+        before, self._marks = self._marks, ((tensors, ids), (runs, tuple(self.refused)))
+        if before != self._marks:
+            self.progress = next(_versions)
+            if before[0] != self._marks[0]:
+                self.version = self.progress
 
     # Queries
 
@@ -217,13 +254,12 @@ class Catalog:
         """Every run, newest first: the columns of the table `run`. Those that are damaged on disk are left out, as they
         are of every table, unless they are requested."""
         chosen = "run" if damaged else SOUND_RUNS
-        runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC")
+        runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC", of=self.progress)
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
 
     def state(self) -> Hashable:
         """The root and how far each of its runs is: what was read of the catalog holds while this stays the same."""
-        runs = self.runs()
-        return str(self.root), *zip(runs["run_id"], runs["tensors"], runs["state"], runs["iteration"], strict=True)
+        return str(self.root), self._only, self.progress
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
         """This catalog as if its root held these runs only: for `runs` and for every method that takes a filter."""
@@ -271,6 +307,9 @@ class Catalog:
         """For each field the values that occur among the tensors that match every *other* field of the filter, so that
         each choice selects something. Sorted; fields without a value are left out."""
         where = where or Filter()
+        return dict(self.kept(("facets", where, self._only), lambda: self._facets(where)))
+
+    def _facets(self, where: Filter) -> dict[str, list[Any]]:
         queries: dict[tuple[Any, ...], list[str]] = {}
         found: dict[str, list[Any]] = {}
         with self._cursor() as cursor, transaction(cursor):
@@ -311,18 +350,23 @@ class Catalog:
         """The selection's merged sketch by some columns, which take these fields: from a cube if there is one, and from
         the sketches of the tensors that it has not summed up yet."""
         condition, parameters = self._selection(where, tensor_ids)
-        with self._cursor() as cursor, transaction(cursor):
-            needed = fields if tensor_ids is None else ("tensor_id",)
-            cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
-            sources = (
-                f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}",
-                f"sketch JOIN tensor USING (key) WHERE {condition} AND sketch.key >= {upto} AND tensor.key >= {upto}",
-            )
-            rows = _union(f"SELECT {columns}, bin, count FROM", sources[not cube :])
-            return cursor.execute(
-                f"SELECT * REPLACE (sum(count)::BIGINT AS count) FROM ({rows}) GROUP BY ALL",
-                parameters * (2 if cube else 1),
-            ).df()
+
+        def ask() -> pd.DataFrame:
+            with self._cursor() as cursor, transaction(cursor):
+                needed = fields if tensor_ids is None else ("tensor_id",)
+                cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
+                tail = f"sketch.key >= {upto} AND tensor.key >= {upto}"
+                sources = (
+                    f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}",
+                    f"sketch JOIN tensor USING (key) WHERE {condition} AND {tail}",
+                )
+                rows = _union(f"SELECT {columns}, bin, count FROM", sources[not cube :])
+                return cursor.execute(
+                    f"SELECT * REPLACE (sum(count)::BIGINT AS count) FROM ({rows}) GROUP BY ALL",
+                    parameters * (2 if cube else 1),
+                ).df()
+
+        return self.kept(("merged", columns, condition, repr(parameters)), ask).copy(deep=False)
 
     def moments(
         self,
@@ -690,6 +734,9 @@ class Catalog:
     def load(self, tensor_id: str) -> Tensor:
         """The tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`, TensorFileError
         for a damaged file: one that is not what the run wrote, too."""
+        return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
+
+    def _read(self, tensor_id: str) -> Tensor:
         path, foreign, key, digest = self._file(tensor_id)
         if not foreign:
             return load(path, digest)

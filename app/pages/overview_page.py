@@ -10,11 +10,13 @@ import streamlit as st
 
 from binade.app import show
 from binade.app.address import go, link, plain, write
+from binade.app.figure import Drawn, Figure
 from binade.app.formatting import big, bytes_text, first_formats
 from binade.app.pages import overview
 from binade.app.params import Params
 from binade.app.questions.registry import QUESTIONS
-from binade.app.state import view_page
+from binade.app.state import shared, view_page
+from binade.data.cache import Done
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
@@ -83,7 +85,9 @@ def _questions(where: Filter) -> None:
 
 def _panels(opened: Catalog, where: Filter) -> None:
     cells = [*st.columns(2, gap="large"), *st.columns(2, gap="large")]
-    found = {figure.name: figure for figure in overview.panels(opened, where)}
+    request = ("overview panels", where)
+    drawn = shared(opened, request, lambda done: Drawn(tuple(overview.panels(opened, where))).prepared())
+    found = {figure.name: figure for figure in drawn.figures}
     for cell, (by, _) in zip(cells, overview.PANELS, strict=True):
         with cell:
             if figure := found.get(f"panel_{by}"):
@@ -94,7 +98,12 @@ def _panels(opened: Catalog, where: Filter) -> None:
 
 def _worst(opened: Catalog, where: Filter, formats: tuple[str, ...]) -> None:
     fmt = st.segmented_control("Worst tensors, if they were rounded to", formats, key="format", required=True)
-    figure = overview.worst(opened, where, fmt or formats[0])
+
+    def compute(done: Done) -> Figure | None:
+        figure = overview.worst(opened, where, fmt or formats[0])
+        return Drawn((figure,)).prepared().figures[0] if figure else None
+
+    figure = shared(opened, ("overview worst", where, fmt), compute)
     if figure is None:
         st.caption("Only the operands of a GEMM are scored, and the filter selects none.")
     elif chosen := show.draw(figure):

@@ -31,7 +31,7 @@ STATES = {
 }
 
 
-@catalog_page("Runs", needs_tensors=False)
+@catalog_page("Runs", needs_tensors=False, shows="progress")
 def page(opened: Catalog) -> None:
     st.session_state["page"] = "runs"
     st.session_state["shown"] = {}

@@ -16,14 +16,12 @@ from binade.app.params import One, Params
 from binade.app.questions.shared.labels import full_labels
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
-from binade.app.state import view_page
+from binade.app.state import LARGE, view_page
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
 from binade.data.store import TensorFileError
 from binade.data.text import one_line
 from binade.quant.specs import Spec, known_specs
-
-LARGE = 1 << 24  # values that take more than a moment to read
 
 
 @view_page("tensor", "Tensor", tensor.params)
@@ -34,10 +32,14 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
         return
     state = st.session_state
     state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
-    listed = tensor.listed(opened, where, state["tensor"])
+
+    def named() -> tuple[pd.DataFrame, dict[str, str]]:
+        listed = tensor.listed(opened, where, state["tensor"])
+        return listed, full_labels(listed)
+
+    listed, labels = opened.kept(("listed", where, state["tensor"]), named)
     if len(listed) >= tensor.MAX_LISTED:
         st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter to see others.")
-    labels = full_labels(listed)
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
     fmt = right.selectbox("Compare with", _allowed(params), key="format", help="The format that it is rounded to here")

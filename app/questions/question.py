@@ -33,6 +33,8 @@ class Question:
     ignores      parameters of its page that the answer does not depend on: their controls are not shown
     slow         what takes long in draw, as a title, "" if nothing does. draw then takes `done` as well, which it calls
                  with (how many steps are through, of how many)
+    of_runs      whether the answer also depends on how far runs are: on their losses and states
+    of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
     note         shown under the title of a page of its own, in place of the filter
     layout       the module whose `page()` shows a page of its own that is not laid out like the others
@@ -51,6 +53,8 @@ class Question:
     narrow: Callable[[Any, dict[str, Any]], Iterable[Control]] | None = None
     ignores: frozenset[str] = frozenset()
     slow: str = ""
+    of_runs: bool = False
+    of_values: bool = False
     link: dict[str, str] = field(default_factory=dict)
     note: str = ""
     layout: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import fields
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -16,14 +17,16 @@ from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
 from binade.app.params import Many, Whole
 from binade.app.questions.question import Question
-from binade.app.questions.shared.selection import Selection
+from binade.app.questions.shared.selection import SelectedTensor, Selection
+from binade.app.state import LARGE, QUICK, SLOW, shared
+from binade.data.cache import Done
 from binade.data.filter import Filter
 
 
 def show_question(question: Question, selected: Selection, values: dict[str, Any]) -> None:
     """Show the controls, and the answer for what is selected. values: of the page's parameters."""
     values = values | show_controls(question.controls_of(selected, values), gap="large")
-    drawn = _draw_stoppable(question, selected, values) if question.slow else question.draw(selected, values)
+    drawn = _draw_stoppable(question, selected, values) if question.slow else _draw(question, selected, values)
     if drawn is not None:
         show_answer(drawn, selected.where, values)
 
@@ -62,6 +65,28 @@ def _widget(control: Control) -> None:
         st.segmented_control(control.label, choices, required=True, **common)
 
 
+def _draw(
+    question: Question, selected: Selection, values: dict[str, Any], step: Done = lambda count, of: None
+) -> Drawn:
+    """The answer: one for all who ask for the same."""
+    opened = selected.opened
+    given = {field.name: getattr(selected, field.name) for field in fields(selected)}
+    numel = given.pop("x").numel() if "x" in given else 0
+    del given["opened"]
+    if isinstance(selected, SelectedTensor):
+        given |= {"row": selected.row.to_dict(), "labels": selected.label}
+    request = (
+        question.name, repr(given), repr(sorted(values.items(), key=str)), opened.progress if question.of_runs else 0,
+    )  # fmt: skip
+
+    def compute(done: Done) -> Drawn:
+        drawn: Drawn = question.draw(selected, values, done) if question.slow else question.draw(selected, values)
+        return drawn.prepared()
+
+    pool = SLOW if question.slow or numel > LARGE else QUICK
+    return shared(opened, request, compute, pool, step, stays=question.of_values)
+
+
 def _draw_stoppable(question: Question, selected: Selection, values: dict[str, Any]) -> Drawn | None:
     """The answer, drawn beside a bar and a button that stops it; None if the user has stopped just this."""
     row = getattr(selected, "row", None)
@@ -77,7 +102,7 @@ def _draw_stoppable(question: Question, selected: Selection, values: dict[str, A
             bar = bar or stack.enter_context(show.progress(question.slow, wanted))
             bar(count, of)
 
-        return question.draw(selected, values, done)
+        return _draw(question, selected, values, done)
 
 
 def show_answer(drawn: Drawn, where: Filter, values: Mapping[str, Any]) -> None:

@@ -5,18 +5,22 @@
     const root = document.documentElement;
     const scheme = () => root.dataset.scheme || (dark.matches ? 'dark' : 'light');
     const charts = [...document.querySelectorAll('.chart')];
-    const chartOf = node => JSON.parse(document.getElementById(node.dataset.name).textContent);
+    async function chartOf(node) {
+        const text = atob(JSON.parse(document.getElementById(node.dataset.name).textContent));
+        const stream = new Blob([Uint8Array.from(text, letter => letter.charCodeAt(0))]).stream();
+        return new Response(stream.pipeThrough(new DecompressionStream('gzip'))).json();
+    }
     const drawn = new Map();
 
     function draw(node) {
         const wanted = scheme();
         if (drawn.get(node)?.scheme === wanted) return drawn.get(node).view;
         const old = drawn.get(node);
-        const spec = { ...chartOf(node).spec, config: themes[wanted].config };
         const options = { mode: 'vega-lite', ast: true, actions: false, renderer: 'svg', logLevel: 1, tooltip: { theme: wanted } };
         const view = (old ? old.view : Promise.resolve())
             .then(before => before && before.finalize())
-            .then(() => vegaEmbed(node, spec, options))
+            .then(() => chartOf(node))
+            .then(({ spec }) => vegaEmbed(node, { ...spec, config: themes[wanted].config }, options))
             .then(result => result.view)
             .catch(error => { node.textContent = `This chart cannot be drawn: ${error.message}`; throw error; });
         drawn.set(node, { scheme: wanted, view });
@@ -27,7 +31,7 @@
         const kind = event.target.closest('button[data-save]')?.dataset.save;
         if (!kind) return;
         const node = event.target.closest('figure').querySelector('.chart');
-        const [{ caption, csv }, { name }] = [chartOf(node), node.dataset];
+        const [{ caption, csv }, { name }] = [await chartOf(node), node.dataset];
         if (kind === 'csv') return save(csv, 'text/csv', `${name}.csv`);
         await draw(node);
         const { card, quiet } = themes[scheme()];

@@ -8,7 +8,9 @@ escaped; where it stands in JSON, so that no tag can end there.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -64,12 +66,14 @@ def fits(figure: Figure) -> bool:
     return figure.table.size <= CSV_CELLS
 
 
-def embedded(figure: Figure) -> dict[str, Any]:
-    """What page.js draws and saves."""
+def embedded(figure: Figure) -> str:
+    """What page.js draws and saves: JSON, compressed, as Base64."""
     spec = figure.spec | {
         "width": "container", "height": figure.height or HEIGHT, "autosize": {"type": "fit", "contains": "padding"},
     }  # fmt: skip
-    return {"spec": spec, "caption": figure.caption_svg, "csv": figure.csv() if fits(figure) else None}
+    content = {"spec": spec, "caption": figure.caption_svg, "csv": figure.csv() if fits(figure) else None}
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def note(figure: Figure) -> str:

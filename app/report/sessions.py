@@ -24,25 +24,24 @@ def filter_of(opened: Catalog, session: Session) -> Filter:
 
 def contributions(opened: Catalog, session: Session, command: str) -> Iterator[Section]:
     """The report of a session, drawn again from its runs as they are now; what is missing is told as a problem."""
-    if session.pins:
-        yield _pins(opened, session)
+    yield from _pins(opened, session)
     yield _view(opened, session)
     yield _runs(opened, session)
     yield run_tables.definitions()
     yield run_tables.made_with(command)
 
 
-def _pins(opened: Catalog, session: Session) -> Section:
-    figures: list[Figure] = []
-    problems: list[str] = []
+def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
+    """A section for each pin, so that one is drawn while pictures are made of those before."""
     for number, pin in enumerate(session.pins, 1):
         drawn = draw(opened, pin, session.run_ids)
-        problems += [f"Pin {number}: {problem}" for problem in drawn.problems]
+        figures: list[Figure] = []
         for figure in drawn.figures:
             lines = [" ".join(pin.caption.split()), drawn.verdict, figure.caption]
             caption = "\n".join(filter(None, lines))
             figures.append(replace(figure, name=f"{number:02d}_{figure.name}", caption=caption))
-    return Section("pins", "Pinned charts", figures, problems=problems)
+        problems = [f"Pin {number}: {problem}" for problem in drawn.problems]
+        yield Section("pins", "Pinned charts", figures, problems=problems)
 
 
 def _view(opened: Catalog, session: Session) -> Section:

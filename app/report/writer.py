@@ -42,6 +42,7 @@ from binade.app.report.section import Section, Table, merged
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
+from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import staged_file, staging_directory, sweep_beside, write_atomic
@@ -49,6 +50,7 @@ from binade.data.text import csv_table
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
+REMEMBERED = 96 << 20  # bytes of answers and tensors that several charts are drawn from
 MANIFEST = "report.json"
 ALWAYS = (MANIFEST, "index.html", "tensor_stats.json", "tensor_stats.txt")  # in every report
 FOLDERS = tuple(section.name for section in contents.SECTIONS if section.name != "overview")
@@ -83,6 +85,7 @@ class Request:
 def make(opened: Catalog, request: Request, progress: Progress) -> int:
     """Draw the report; returns how many charts it has. Raises ReportError, OSError; nothing is left half-written."""
     _check(opened, request)
+    opened.cache = opened.cache or Cache(REMEMBERED, outside=(Catalog,))
     session = storage.load(opened.root, request.session).session if request.session else None
     if session:
         request = replace(request, where=sessions.filter_of(opened, session))
@@ -232,6 +235,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
     found: list[Section] = []
     waiting: deque[tuple[str, Figure, Future[Picture]]] = deque()
     done = total = 0
+    expected = len(session.pins) if session else 0
     with Renderers(request.jobs) as renderers:
 
         def collect(most: int) -> None:
@@ -240,7 +244,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
                 path, figure, picture = waiting.popleft()
                 files.add_figure(path, figure, picture.result())
                 done += 1
-                progress(done, total, path)
+                progress(done, max(total, expected), path)
 
         bundle = renderers.bundle()
         for one in contributions:

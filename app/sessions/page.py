@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from binade.app.sessions import session as sessions
 from binade.app.sessions.draft import Draft
 from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
-from binade.app.state import catalog_page
+from binade.app.state import catalog_page, shared
 from binade.data.access import ReadOnlyError, read_only, reason
 from binade.data.bundle import BundleError
+from binade.data.cache import Done
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-Done = Callable[[int, int], None]
 PARTS = {"saved": "Saved", "open": "Open session", "compare": "Compare", "import": "Import"}
 MAX_LISTED = 12  # sessions
 
@@ -274,11 +274,11 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
                 order.insert(index - 1 if up else index + 1, pin)
             draft.change(pins=tuple(order))
             st.rerun()
-        drawn = _drawn(opened, opened.state(), pin.uncaptioned, draft.runs_of(pin))
+        drawn = _drawn(opened, pin.uncaptioned, draft.runs_of(pin), index)
         for problem in drawn.problems:
             st.caption(plain(problem))
         for figure in drawn.figures:
-            show.draw(replace(figure, name=f"pin{index}_{figure.name}", choose=None), pin=False)
+            show.draw(figure, pin=False)
 
 
 def _recaption(index: int, key: str) -> None:
@@ -288,9 +288,13 @@ def _recaption(index: int, key: str) -> None:
         draft.change(pins=tuple(order))
 
 
-@st.cache_resource(max_entries=64, show_spinner="Drawing …")
-def _drawn(_opened: Catalog, state: Hashable, pin: Pin, runs: tuple[str, ...] | None) -> Drawn:
-    return pins.draw(_opened, pin, runs)
+def _drawn(opened: Catalog, pin: Pin, runs: tuple[str, ...] | None, index: int) -> Drawn:
+    def compute(done: Done) -> Drawn:
+        drawn = pins.draw(opened, pin, runs)
+        named = [replace(figure, name=f"pin{index}_{figure.name}", choose=None) for figure in drawn.figures]
+        return replace(drawn, items=tuple(named)).prepared()
+
+    return shared(opened, ("pin", repr(pin), runs, index, opened.progress), compute)
 
 
 # Compare

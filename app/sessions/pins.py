@@ -66,6 +66,7 @@ def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None
 
     watched = copy(catalog)
     watched.load = load  # type: ignore[method-assign]
+    watched.cache = None  # else what is drawn already loads nothing
     for pin in pins:
         draw(watched, pin, runs)
         loaded |= dict.fromkeys(_tensors(pin))
@@ -85,33 +86,40 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     A page without charts (sql) has none, and neither has a pin of a run, a tensor or a setting that is not here. Never
     raises for what a pin asks: it is a problem then.
     """
+    key = ("view", pin.page, repr(sorted(pin.params.items())), runs if runs is None else tuple(runs), catalog.state())
+    drawn, is_whole = catalog.kept(key, lambda: _view(catalog, pin, runs))
+    if not pin.chart or not is_whole:
+        return drawn
+    figure = drawn.get(pin.chart)
+    if figure is None:
+        problems = (*drawn.problems, f"The view has no chart {pin.chart[:40]!r} now.")
+        return replace(drawn, items=(), problems=problems)
+    return replace(drawn, items=(figure,))
+
+
+def _view(catalog: Catalog, pin: Pin, runs: Sequence[str] | None) -> tuple[Drawn, bool]:
+    """(all of a pin's view, whether it could be drawn)."""
     page = PAGES.get(pin.page)
     if page is None or page.draw is None or page.params is None:
-        return Drawn(problems=(f"The page {pin.page[:40]!r} has no charts.",))
+        return Drawn(problems=(f"The page {pin.page[:40]!r} has no charts.",)), False
     if not catalog.totals().tensors:
-        return Drawn(problems=(f"There are no runs in {catalog.root}.",))
+        return Drawn(problems=(f"There are no runs in {catalog.root}.",)), False
     problems: tuple[str, ...] = ()
     if runs is not None:
         catalog, problems = _of_session(catalog, pin, runs)
         if not catalog.totals().tensors:
-            return Drawn(problems=problems)
+            return Drawn(problems=problems), False
     where, absent = read_filter(catalog.facets(), pin.params)
     params = page.params(catalog)
     values, unknown = read(params, pin.params)
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Not drawn, because it is not here: {gone}."))
+        return Drawn(problems=(*problems, f"Not drawn, because it is not here: {gone}.")), False
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
-    problems = (*problems, *drawn.sentences)
-    if not pin.chart:
-        return replace(drawn, problems=problems)
-    figure = drawn.get(pin.chart)
-    if figure is None:
-        return replace(drawn, items=(), problems=(*problems, f"The view has no chart {pin.chart[:40]!r} now."))
-    return replace(drawn, items=(figure,), problems=problems)
+    return replace(drawn, problems=(*problems, *drawn.sentences)), True
 
 
 def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalog, tuple[str, ...]]:

@@ -42,7 +42,7 @@ def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
     yield open_page
     for root in roots:
         if Path(root).is_dir():
-            state._open(root)[0].close()
+            state._open(root).opened.close()
     state._open.clear()
     state._sandbox.clear()
 

@@ -1,6 +1,6 @@
 """How fast and in how much memory `binade report` draws, beside a plain script that reads every file.
 
-    python -m tests.bench.bench_report [--tensors 500] [--values 1048576] [--keep]
+    python -m tests.bench.bench_report [--tensors 500] [--values 1048576] [--pins 200]
 
 Both draw the same root of float32 tensors with the same kinds of charts, each as a process of its own with whatever
 processes it starts; time is wall clock from start to exit, memory the highest sum of the resident sets of all its
@@ -31,9 +31,12 @@ from pathlib import Path
 import torch
 
 from binade import quant
+from binade.app.sessions import session, storage
+from binade.app.sessions.pins import refreshed
+from binade.app.sessions.session import Pin, View
 from binade.data.catalog import Catalog
-from binade.data.runs import RunWriter
-from binade.data.segment import Identity, TensorRow, write_segment
+from binade.data.runs import DONE, RunWriter
+from binade.data.segment import Identity, Score, TensorRow, write_segment
 from binade.data.store import save
 from binade.quant.metrics import score
 
@@ -47,6 +50,8 @@ PLACES = (
     ("attention", "core", "forward", "query"), ("attention", "core", "forward", "attention_probs"),
 )  # fmt: skip
 LAYERS = 8
+# The charts of a tensor's views that are pinned.
+PINNED = {"why": ("codebook", "channels", "tokens"), "blocks": ("block_map", "scales", "block_values")}
 KEPT_ASIDE = 40 * (1 << 20)  # bytes that must stay free
 
 
@@ -93,16 +98,31 @@ def make_root(root: Path, tensors: int, values: int) -> None:
                     quant.summarize(x),
                     None if recipe == "bf16" else recipe,
                     scores.get(recipe),
-                    scores,
+                    [Score(fmt, error) for fmt, error in scores.items()],
                 )
             )
         write_segment(writer.directory / "segments", writer.next_segment_name(), rows)
         for iteration in range(2):
             writer.append_loss({"iteration": iteration, "loss": 5.0 - iteration + recipe_number / 100})
         writer.update(tensors=len(rows))
-        writer.finish("done")
+        writer.finish(DONE)
     with Catalog.open(root):
         pass  # as after a collection that the app has seen
+
+
+def save_session(root: Path, count: int) -> str:
+    """Save a session of so many pins of tensors' views; its id."""
+    with Catalog.open(root) as catalog:
+        rows = catalog.tensors()
+        ids = rows.loc[rows["contracted_axis"].notna(), "tensor_id"]
+        pins = [
+            Pin("tensor", {"tensor": [tensor_id], "view": [view], "format": ["mxfp4"]}, chart)
+            for tensor_id in ids
+            for view, charts in PINNED.items()
+            for chart in charts
+        ]
+        one = refreshed(catalog, session.new("Pins", View("overview"), pins=tuple(pins[:count])))
+        return storage.save(root, one).session.id
 
 
 @dataclass(frozen=True)
@@ -157,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=500)
     parser.add_argument("--values", type=int, default=1 << 20, help="of a tensor")
+    parser.add_argument("--pins", type=int, default=0, help="also report a session of so many, drawn by one and by all")
     parser.add_argument("--times", type=int, default=3, help="the report is timed; the median counts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -175,6 +196,11 @@ def main() -> None:
         charts = {name: sum(1 for _ in folder.rglob("*.png")) for name, folder in (("r", ours), ("p", theirs))}
         kept = json.loads((ours / "tensor_stats.json").read_text())["totals"]
         assert kept["tensors"] == args.tensors, kept
+        if args.pins:
+            with_pins = [*report, "--session", save_session(root, args.pins)]
+            one, every = (cost_of([*with_pins, *jobs]).seconds for jobs in (("--jobs", "1"), ()))
+            size = (ours / "index.html").stat().st_size
+            print(f"session of {args.pins} pins: {every:.1f} s, with --jobs 1 {one:.1f} s, HTML {size / 1e6:.1f} MB")
     print(f"{args.tensors} tensors of {args.values:,} float32 values, {os.cpu_count()} cores")
     print(f"plain script  {plain.seconds:7.1f} s  {plain.memory / 1e6:7.0f} MB  {charts['p']} pictures")
     print(f"app report    {middle.seconds:7.1f} s  {memory / 1e6:7.0f} MB  {charts['r']} pictures and the HTML")

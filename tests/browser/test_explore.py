@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -99,6 +100,24 @@ def test_a_filter_set_by_clicking_is_in_the_address_and_a_copy_shows_the_same(vi
     assert chips(copy) == chips(page) and "mxfp8" in " ".join(chips(copy))
     drawn = [marks(page, index) for index in range(6)]
     assert all(drawn) and [marks(copy, index) for index in range(6)] == drawn
+
+
+def test_a_new_run_shows_itself_and_what_is_selected_stays(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    later = next(run for run in roots.runs_of(root) if "mxfp4" in run.name)
+    shutil.move(later, tmp_path / later.name)
+    with serving(root) as address:
+        page = visit("/explore?layer_index=1&operation=forward", address)
+        select_row(page, 1)
+        selected, before = query(page)["tensor"], metrics(page)["Tensors"]
+        shutil.move(tmp_path / later.name, later)
+        page.get_by_test_id("stMetric").first.get_by_text(before, exact=True).wait_for(state="detached")
+        settle(page)
+        with Catalog.open(root) as catalog:
+            assert metrics(page)["Tensors"] == str(
+                catalog.totals(Filter(layer_index=[1], operation=["forward"])).tensors
+            )
+        assert query(page)["tensor"] == selected and "1 tensor, exact" in chart_text(page)
 
 
 def test_a_selected_tensor_is_drawn_exactly(visit: Visit, catalog: Catalog):

@@ -141,6 +141,7 @@ ADVISE = Question(
     help="The least predicted loss under a budget of bits, as a recipe to train",
     page="advise",
     draw=draw,
+    of_runs=True,
     controls=CONTROLS,
     note=NOTE,
     layout="binade.app.questions.advise.page",

@@ -157,6 +157,7 @@ BLOCKS = Question(
     page="tensor",
     view="blocks",
     draw=draw,
+    of_values=True,
     controls=(METRIC, BLOCK),
     report=not_in_report,
 )

@@ -83,5 +83,6 @@ CODES = Question(
     page="tensor",
     view="codes",
     draw=draw,
+    of_values=True,
     report=report,
 )

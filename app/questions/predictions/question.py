@@ -82,4 +82,5 @@ PREDICTIONS = Question(
     view="predictions",
     ignores=frozenset(("metric", "format")),
     draw=draw,
+    of_runs=True,
 )

@@ -431,6 +431,7 @@ RECIPES = Question(
     help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s, and its ablation",
     page="recipes",
     draw=draw,
+    of_runs=True,
     controls=(VIEW, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",

@@ -96,5 +96,6 @@ TRAINING = Question(
     page="worst",
     view="training",
     draw=draw,
+    of_runs=True,
     report=report,
 )

@@ -84,9 +84,7 @@ COLUMNS = {
 }  # fmt: skip
 MOST_TENSORS = 12
 EACH = 1 << 16  # values tried of each tensor of a selection
-REMEMBERED = 32  # results
 Tried = tuple[pd.DataFrame, list[Distribution]]
-_results: dict[tuple[str, ...], Tried] = {}
 
 
 @dataclass(frozen=True)
@@ -148,17 +146,16 @@ def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
 
 def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
     """(a row a trial, the distributions before and after), from memory where the same was tried lately."""
-    key = (str(opened.root), *made.ids, *(one.label for one in made.trials))
-    if key not in _results:
-        steps = len(made.ids) * len(made.trials)
-        found = compute.try_formats(
+    steps = len(made.ids) * len(made.trials)
+
+    def found(_: object = None) -> Tried:
+        return compute.try_formats(
             _tensors(opened, made), made.trials, together=len(made.ids) > 1, limit=made.limit,
             done=lambda count: done(count, steps),
         )  # fmt: skip
-        while len(_results) >= REMEMBERED:
-            _results.pop(next(iter(_results)), None)
-        _results[key] = found
-    return _results[key]
+
+    key = ("what_if", *made.ids, *(one.label for one in made.trials))
+    return opened.cache.get(None, key, found) if opened.cache else found()  # values do not change with the version
 
 
 def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:

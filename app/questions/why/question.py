@@ -120,5 +120,6 @@ WHY = Question(
     page="tensor",
     view="why",
     draw=draw,
+    of_values=True,
     report=report,
 )
