@@ -7,6 +7,7 @@ not allow. torch is imported only where a tensor is read or written, so that que
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import os
@@ -14,6 +15,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,11 +29,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_BYTES = 256 << 20  # of a file that is read whole
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
 
 
 class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
+
+
+def regular(path: str, flags: int) -> int:
+    """The opener of `open` for files that others may have put there. OSError for a FIFO or device, which may block."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
+def no_link(path: str, flags: int) -> int:
+    """As `regular`; a symbolic link raises OSError too."""
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError, also for a file that is larger than `most` bytes."""
+    with open(path, "rb", opener=regular) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read(most)
 
 
 @contextmanager
