@@ -37,6 +37,7 @@ from typing_extensions import TypedDict  # pydantic asks for this one before Pyt
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Pid, adapter_of, parse_json, read_json, write_json
 from binade.data.segment import segment_digest, segment_names
+from binade.data.store import process_start as process_start
 from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
@@ -101,6 +102,15 @@ Text = str | None
 WholeOrNone = Whole | None
 
 
+class Weights(TypedDict, total=False):
+    """Where the weights of a run came from, and the formats that they were dequantized from."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    path: str
+    quantized: list[str]
+
+
 class RunFile(TypedDict, total=False):
     """What is read of run.json, beyond showing it. Each field may be missing or null."""
 
@@ -118,7 +128,8 @@ class RunFile(TypedDict, total=False):
     backend: Text
     train_iters: WholeOrNone
     control_iter: WholeOrNone
-    capture_every: WholeOrNone
+    capture_every: Annotated[int, Field(ge=1, lt=2**63)] | None
+    weights: Weights | None
     warmup_iterations: WholeOrNone
     micro_batches: WholeOrNone
     collect_micro_batches: WholeOrNone
@@ -198,19 +209,6 @@ def is_unicode(text: str) -> bool:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def process_start(pid: int) -> float | None:
-    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
-    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (OSError, ValueError):
-        return None
-    fields = stat.rpartition(")")[2].split()
-    state, threads, started = fields[0], int(fields[17]), float(fields[19])
-    # A process whose first thread has ended is called a zombie although the others still run.
-    return None if state == "Z" and threads < 2 else started
 
 
 @cache

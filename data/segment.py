@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from binade.data.store import staged_directory, staged_file, write_atomic
+from binade.data.store import regular, staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
@@ -243,6 +244,7 @@ def read_tables(segment: Path) -> dict[str, pa.Table]:
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
     for name, file in table_files(segment).items():
+        os.close(regular(str(file), os.O_RDONLY))
         try:
             with pq.ParquetFile(file, read_dictionary=["tensor_id"]) as opened:
                 table = opened.read()

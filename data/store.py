@@ -21,8 +21,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import psutil
-
 from binade.data.text import describe
 
 if TYPE_CHECKING:
@@ -106,9 +104,22 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def process_start(pid: int) -> float | None:
+    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
+    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ValueError):
+        return None
+    fields = stat.rpartition(")")[2].split()
+    state, threads, started = fields[0], int(fields[17]), float(fields[19])
+    # A process whose first thread has ended is called a zombie although the others still run.
+    return None if state == "Z" and threads < 2 else started
+
+
 def owner() -> str:
-    """How the name of a directory ends that this process fills."""
-    return f"{HOST}.{os.getpid()}.part"
+    """How the name of a directory ends that this process fills. In containers the number is often the same."""
+    return f"{HOST}.{os.getpid()}-{process_start(os.getpid()) or 0:.0f}.part"
 
 
 def sweep_beside(path: Path) -> None:
@@ -119,8 +130,8 @@ def sweep_beside(path: Path) -> None:
 def sweep(folder: Path, pattern: str) -> None:
     """Delete the directories whose names are of this pattern and end in `owner()` of a process that has ended."""
     for left in folder.glob(f"{pattern}.{HOST}.*.part"):
-        pid = left.name.split(".")[-2]
-        if re.fullmatch("[0-9]{1,9}", pid) and not psutil.pid_exists(int(pid)):
+        found = re.fullmatch("([0-9]{1,9})-([0-9]+)", left.name.split(".")[-2])
+        if found and process_start(int(found[1])) != float(found[2]):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -165,6 +176,7 @@ def load(path: Path) -> Tensor:
     import torch
 
     try:
+        os.close(regular(str(path), os.O_RDONLY))
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None

@@ -207,12 +207,12 @@ class Runner:
     def _attend(self, job: Job, execution: Execution) -> bool:
         """Whether the job still runs; how it ended is noted. What goes wrong with one job is that job's alone."""
         try:
-            return self._follow(job, execution)
+            return self._look_after(job, execution)
         except (OSError, ValueError) as error:  # the disk refuses, or a file is damaged: the next turn tries again
             self._report(job.id, error)
             return execution.alive or job.id in self.children
 
-    def _follow(self, job: Job, execution: Execution) -> bool:
+    def _look_after(self, job: Job, execution: Execution) -> bool:
         if execution.process is None:
             return self._adopt(job, execution)
         if cancelled_at(self.root, job) is not None:

@@ -158,7 +158,8 @@ def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str],
         run = read_run(directory)
     except RunError:
         return None
-    return run if run.status.boot == execution.boot else None  # after another boot the numbers may be another's
+    another_boot = run.status.host == execution.host and run.status.boot != execution.boot
+    return None if another_boot else run  # the numbers may be another process's
 
 
 def has_runner(root: Path) -> bool:

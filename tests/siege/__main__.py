@@ -2,8 +2,8 @@
 
     python -m tests.siege --minutes 30 [--only NAME] [--seed N] [--try K] [--markdown FILE]
 
-Each attack runs in a process of its own, two at a time. Exit status 1 if any try failed; the lines under the table
-repeat each one.
+Each attack runs in a process of its own, two at a time, until it has made its tries or its share of the time is over.
+Exit status 1 if any try failed; the lines under the table repeat each one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from binade.data.text import markdown_table
 from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
 
+# Modules with attacks, which register themselves. Those of damaged values and checksums come as "integrity".
 MODULES = ("files", "statements", "addresses", "archives", "kills", "queue", "disks", "soak")
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
 
@@ -43,8 +44,13 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(chosen: Attack, given: argparse.Namespace, root: Path, deadline: float) -> Outcome:
-    """The attack in a process of its own."""
+def _run(chosen: Attack, given: argparse.Namespace, root: Path, end: float, left: dict[str, Attack]) -> Outcome:
+    """The attack in a process of its own. left: those that have not begun, between which the time until `end` is
+    divided."""
+    shares = sum(each.share for each in left.values())
+    del left[chosen.name]
+    now = time.monotonic()
+    deadline = now + max(0.0, end - now) * min(1.0, given.workers * chosen.share / shares)
     command = [sys.executable, "-m", "tests.siege", "--only", chosen.name, "--root", str(root)]
     command += ["--seed", str(given.seed), "--minutes", str(given.minutes), "--deadline", str(deadline)]
     outcome = Outcome()
@@ -83,7 +89,7 @@ def main() -> int:
     for module in MODULES:
         import_module(f"tests.siege.{module}")
     given = _options().parse_args()
-    names = given.only or list(ATTACKS)
+    names = given.only or sorted(ATTACKS, key=lambda name: -ATTACKS[name].share)  # the long ones first
     tries = {name: max(1, math.ceil(ATTACKS[name].tries * given.minutes / FULL)) for name in names}
     if given.deadline is not None or given.number is not None:
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
@@ -95,14 +101,15 @@ def main() -> int:
                 besiege(name, numbers, given.seed, root, given.minutes, given.deadline or math.inf)
         return 0
     start = time.monotonic()
-    deadline = start + 60 * given.minutes
+    end = start + 60 * given.minutes
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryDirectory(prefix="siege-") as folder:
         root = given.root or Path(folder) / "runs"
         if not given.root:
             _collect(root)
         with ThreadPoolExecutor(given.workers) as pool:
-            running = {name: pool.submit(_run, ATTACKS[name], given, root, deadline) for name in names}
+            left = {name: ATTACKS[name] for name in names}
+            running = {name: pool.submit(_run, ATTACKS[name], given, root, end, left) for name in names}
             outcomes = {name: future.result() for name, future in running.items()}
     table = _table(outcomes)
     command = f"python -m tests.siege --minutes {given.minutes:g} --seed {given.seed}"

@@ -41,7 +41,7 @@ def _open_root(attempt: Attempt) -> Path:
     return attempt.once("root", make)
 
 
-@attack("The page is drawn; nothing in an address is run or raises", tries=2000)
+@attack("The page is drawn; nothing in an address is run or raises", tries=2000, share=6.0)
 def addresses(attempt: Attempt) -> None:
     chance = attempt.random
     page = attempt.choose(list(PAGES))

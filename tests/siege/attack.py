@@ -66,12 +66,13 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Attack:
-    """seconds is how long one try may take."""
+    """seconds is how long one try may take; share is of the siege's time, 1 for most."""
 
     name: str
     holds: str
     tries: int
     seconds: int
+    share: float
     run: Callable[[Attempt], None]
 
 
@@ -88,11 +89,11 @@ ATTACKS: dict[str, Attack] = {}
 
 
 def attack(
-    holds: str, *, tries: int, seconds: int = 120
+    holds: str, *, tries: int, seconds: int = 120, share: float = 1.0
 ) -> Callable[[Callable[[Attempt], None]], Callable[[Attempt], None]]:
     def register(function: Callable[[Attempt], None]) -> Callable[[Attempt], None]:
         name = function.__name__.replace("_", "-")
-        ATTACKS[name] = Attack(name, holds, tries, seconds, function)
+        ATTACKS[name] = Attack(name, holds, tries, seconds, share, function)
         return function
 
     return register

@@ -158,7 +158,7 @@ JOB_FILES = [f"0002/{name}" for name in ("job.json", "process.json", "cancel.jso
 QUEUE_FILES = ["queue.json", "runner.json", "runner.log"]
 
 
-@attack("Other jobs go on; page, `jobs`, `jobs cancel` and runner name the bad one in a sentence", tries=400)
+@attack("Other jobs go on; page, `jobs`, `jobs cancel` and runner name the bad one in a sentence", tries=400, share=0.7)
 def damaged_jobs(attempt: Attempt) -> None:
     name, how = attempt.choose(damages([*JOB_FILES, *QUEUE_FILES]))
     root = attempt.place / "runs"
@@ -225,7 +225,7 @@ def linked_queues(attempt: Attempt) -> None:
 RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt"]
 
 
-@attack("Every page opens; sound runs are shown, the bad one is named or shown", tries=300)
+@attack("Every page opens; sound runs are shown, the bad one is named or shown", tries=150, share=3.0)
 def damaged_runs(attempt: Attempt) -> None:
     name, how = attempt.choose(damages(RUN_FILES))
     root = roots.copy(attempt.root, attempt.place / "runs")

@@ -69,7 +69,7 @@ def make_logs(place: Path) -> None:
         torch.save(torch.randn(16, 64), place / f"x{index:02d}.pt")
 
 
-@attack("The same import again has every tensor once, and leaves nothing aside", tries=24)
+@attack("The same import again has every tensor once, and leaves nothing aside", tries=16)
 def killed_imports(attempt: Attempt) -> None:
     root, logs = attempt.place / "runs", attempt.once("logs", make_logs)
     line = ("import", str(logs), "--scores", "mxfp8", "--workers", "1", "--tensor-save-dir", str(root))

@@ -52,7 +52,7 @@ def runners(root: Path) -> int:
     return found
 
 
-@attack("Each is cancelled, rows and counts agree, and no process is left", tries=25, seconds=300)
+@attack("Each is cancelled, rows and counts agree, and no process is left", tries=25, seconds=300, share=7.0)
 def cancels(attempt: Attempt) -> None:
     """Eight jobs on one and on two ranks, four at a time, each cancelled at a moment of its own."""
     with queue(attempt.place / "runs") as root:
@@ -79,7 +79,7 @@ def cancels(attempt: Attempt) -> None:
         assert check_rows(root) == sum(run.status.tensors for run in made)
 
 
-@attack("Exactly one runner; every job runs once, in its order", tries=5, seconds=300)
+@attack("Exactly one runner; every job runs once, in its order", tries=3, seconds=300)
 def launchers_at_once(attempt: Attempt) -> None:
     """Two apps and two command lines."""
     app = (

@@ -39,7 +39,9 @@ def _resident(port: int) -> float:
     raise AssertionError("no server listens")
 
 
-@attack(f"Memory at the end is at most {GROWTH:.0%} above that after the first rounds", tries=1, seconds=6 * 3600)
+@attack(
+    f"Memory at the end is at most {GROWTH:.0%} above that after the first rounds", tries=1, seconds=6 * 3600, share=1.5
+)
 def soak(attempt: Attempt) -> None:
     root = roots.copy(attempt.root, attempt.place / "runs")
     until, found = time.monotonic() + 60 * attempt.minutes / SHARE, list[float]()

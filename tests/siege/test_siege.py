@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 from binade.app import state as app_state
 from binade.collector import jobs
 from binade.collector.jobs import processes, runner, state, store
-from binade.data.runs import boot
+from binade.data.runs import RunWriter, boot, list_runs
 from tests.siege import addresses, files
 from tests.siege.attack import ATTACKS, Attempt
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -68,8 +71,6 @@ def test_a_text_is_the_value_of_its_option(besiege, text: str):
 
 def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path, monkeypatch):
     """A run that has started an hour before its process, by the clock on the wall."""
-    from binade.data.runs import RunWriter
-
     (job,) = jobs.add(tmp_path, files.LINE)
     writer = RunWriter.create(tmp_path, "mine", {})
     process = processes.Process(writer.status.pid, writer.status.pid_started)
@@ -77,6 +78,16 @@ def test_a_clock_that_is_set_back_parts_no_job_from_its_run(tmp_path, monkeypatc
     assert state.run_of(tmp_path, execution).run_id == writer.run_id
     monkeypatch.setattr("binade.data.runs.boot", lambda: "another")
     assert state.run_of(tmp_path, store.Execution(processes.host(), "another", job.created, process=process)) is None
+
+
+@pytest.mark.parametrize("name", ["run.json", "status.json", "loss.jsonl"])
+def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
+    writer = RunWriter.create(tmp_path, "mine", {})
+    (writer.directory / name).unlink(missing_ok=True)
+    os.mkfifo(writer.directory / name)
+    found, refused = list_runs(tmp_path)
+    assert [name in line and "not a regular file" in line for line in refused] == [True] * (name != "loss.jsonl")
+    assert name != "loss.jsonl" or state.losses_of(found[0]) == []
 
 
 def test_a_real_time_signal_has_no_name(tmp_path):
