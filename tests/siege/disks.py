@@ -22,7 +22,6 @@ def _lines(attempt: Attempt, out: Path) -> dict[str, tuple[str, ...]]:
         "jobs add": ("jobs", "add", *LINE, *there),
         "import": ("import", str(attempt.once("logs", make_logs)), "--scores", "mxfp8", "--workers", "1", *there),
         "export": ("export", "--to", "csv", "--output", str(out / "tables"), *here),
-        "compare": ("compare", *there),
     }
 
 

@@ -116,11 +116,12 @@ def damage(path: Path, how: str, chance: random.Random) -> str:
 
 
 def command(root: Path, *arguments: str) -> tuple[int, str, str]:
-    """binade in this process: its exit status, output and errors."""
+    """binade on this root in this process: its exit status, output and errors."""
+    os.environ["TENSOR_SAVE_DIR"] = str(root)
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            status = main([*arguments, "--tensor-save-dir", str(root)])
+            status = main(arguments)
         except SystemExit as end:
             status = int(end.code or 0)
     texts = []
