@@ -131,7 +131,7 @@ def command(root: Path, *arguments: str) -> tuple[int, str, str]:
     return status, texts[0], texts[1]
 
 
-def show(root: Path, page: str, **query: str | list[str]) -> AppTest:
+def show(root: Path, page: str, /, **query: str | list[str]) -> AppTest:
     """A page of the root, which must not have failed."""
     os.environ["TENSOR_SAVE_DIR"] = str(root)
     return open_page(page, query)
