@@ -184,9 +184,9 @@ def _read_sound(kind: type[T], root: Path, number: int, name: str) -> T | None:
     place = directory_of(root, number)
     try:
         return read_json(kind, place / name)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not (place / name).is_symlink():
+            return None
         raise JobError(_damaged(root, number, f"{name}: {describe(error)}")) from None
 
 

@@ -46,6 +46,7 @@ PROCESS, JOB = "0002/process.json", "0002/job.json"
         *((JOB, f"a field {index}") for index in (0, 1, 7, 10, 13)),
         *((PROCESS, f"a field {index}") for index in (0, 6, 8, 20)),
         (PROCESS, "a field is added"), (PROCESS, "a terabyte"), (PROCESS, "a link to a device"),
+        (PROCESS, "a link to nothing"),
         ("0002/cancel.json", "a FIFO"), ("0002/log.txt", "a FIFO"), ("0002/log.txt", "a link to a device"),
         ("queue.json", "a field 6"), ("queue.json", "a FIFO"), ("runner.json", "a FIFO"), ("runner.log", "a FIFO"),
     ],
@@ -88,6 +89,11 @@ def test_a_fifo_in_a_run_is_not_waited_for(tmp_path, name: str):
     found, refused = list_runs(tmp_path)
     assert [name in line and "not a regular file" in line for line in refused] == [True] * (name != "loss.jsonl")
     assert name != "loss.jsonl" or state.losses_of(found[0]) == []
+
+
+def test_many_negations_are_no_recursion():
+    with pytest.raises(ValueError, match="layer99"):
+        jobs.parse_runs([*files.LINE, "--skip-layers", "!" * 5001 + "layer99"])
 
 
 def test_a_real_time_signal_has_no_name(tmp_path):
