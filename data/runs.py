@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -35,9 +36,10 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from binade.data.access import check_writable
-from binade.data.json_files import STRICT, adapter_of, parse_json, read_json, write_json
+from binade.data.json_files import STRICT, Count, Pid, adapter_of, parse_json, read_json, write_json
 from binade.data.segment import Manifest, read_manifest, segment_digest, segment_names
-from binade.data.store import remove_directory, staged_directory, write_atomic
+from binade.data.store import process_start as process_start
+from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
 DEFAULT_ROOT = Path("data/runs")
@@ -54,6 +56,7 @@ class RunState(StrEnum):
 
 
 RUNNING, DONE, FAILED, CANCELLED, CRASHED = STATES = tuple(RunState)
+Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 
 
 class RunError(ValueError):
@@ -65,38 +68,48 @@ class RunError(ValueError):
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Status:
     """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run lives
-    as long as the process `pid` on `host`."""
+    as long as the process `pid` on `host`, as it was booted then."""
 
     state: RunState
-    pid: int
+    pid: Pid
     pid_started: float
-    iteration: int = -1
-    tensors: int = 0
-    tensors_without_raw: int = 0
-    bytes: int = 0
+    iteration: Whole = -1
+    tensors: Count = 0
+    tensors_without_raw: Count = 0
+    bytes: Count = 0
     loss_first: float | None = None
     loss_last: float | None = None
     reason: str | None = None
     heartbeat: str = ""
     finished: str | None = None
     host: str = ""
+    boot: str = ""
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class RankStatus:
     """ranks/rank00.json: the rank's process and its share of the run's counts."""
 
-    pid: int
+    pid: Pid
     pid_started: float
     host: str
-    tensors: int = 0
-    tensors_without_raw: int = 0
-    bytes: int = 0
+    boot: str = ""
+    tensors: Count = 0
+    tensors_without_raw: Count = 0
+    bytes: Count = 0
 
 
 Text = str | None
-Whole = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 WholeOrNone = Whole | None
+
+
+class Weights(TypedDict, total=False):
+    """Where the weights of a run came from, and the formats that they were dequantized from."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    path: str
+    quantized: list[str]
 
 
 class RunFile(TypedDict, total=False):
@@ -117,7 +130,8 @@ class RunFile(TypedDict, total=False):
     backend: Text
     train_iters: WholeOrNone
     control_iter: WholeOrNone
-    capture_every: WholeOrNone
+    capture_every: Annotated[int, Field(ge=1, lt=2**63)] | None
+    weights: Weights | None
     warmup_iterations: WholeOrNone
     micro_batches: WholeOrNone
     collect_micro_batches: WholeOrNone
@@ -214,23 +228,19 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def process_start(pid: int) -> float | None:
-    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
-    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
+@cache
+def boot() -> str:
+    """The boot of the machine: process numbers and start times mean nothing in another one."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (OSError, ValueError):
-        return None
-    fields = stat.rpartition(")")[2].split()
-    state, threads, started = fields[0], int(fields[17]), float(fields[19])
-    # A process whose first thread has ended is called a zombie although the others still run.
-    return None if state == "Z" and threads < 2 else started
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _process(pid: int | None = None) -> dict[str, Any]:
     """The fields of a status that name a process of this machine: this one unless given."""
     pid = pid or os.getpid()
-    return {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname()}
+    return {"pid": pid, "pid_started": process_start(pid) or 0.0, "host": socket.gethostname(), "boot": boot()}
 
 
 @dataclass
@@ -392,7 +402,7 @@ def read_run(directory: Path) -> RunInfo:
 
 def _is_gone(status: Status | RankStatus) -> bool:
     if status.host in ("", socket.gethostname()):
-        return process_start(status.pid) != status.pid_started
+        return status.boot not in ("", boot()) or process_start(status.pid) != status.pid_started
     if isinstance(status, RankStatus):
         return True  # only its run's heartbeat tells
     try:
@@ -496,4 +506,4 @@ def is_loss(record: object) -> bool:
 
 def _loss_lines(directory: Path) -> list[bytes]:
     path = directory / "loss.jsonl"
-    return path.read_bytes().splitlines() if path.exists() else []
+    return read_file(path).splitlines() if path.exists() else []

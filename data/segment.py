@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from binade.data.json_files import STRICT, read_json
-from binade.data.store import sha256, staged_directory, staged_file, write_atomic
+from binade.data.store import regular, sha256, staged_directory, staged_file, write_atomic
 
 if TYPE_CHECKING:  # they import torch, which reading the index does not need
     from binade.quant.block_histograms import Histogram
@@ -325,7 +325,8 @@ def read_tables(segment: Path, written: Manifest | None = None) -> dict[str, pa.
         if not (segment / name).is_file():
             raise SegmentError(f"{name} is missing")
     for name, file in table_files(segment).items():
-        content = file.read_bytes()
+        with open(file, "rb", opener=regular) as source:
+            content = source.read()
         if written:
             found = Checksum(len(content), hashlib.sha256(content).hexdigest())
             if difference := written.files.get(file.name, ABSENT).difference(found):

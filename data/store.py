@@ -7,6 +7,7 @@ not allow. torch is imported only where a tensor is read or written, so that que
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import io
@@ -15,13 +16,12 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
-
-import psutil
 
 from binade.data.text import describe
 
@@ -29,11 +29,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MOST_BYTES = 256 << 20  # of a file that is read whole
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
 
 
 class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
+
+
+def regular(path: str, flags: int) -> int:
+    """The opener of `open` for files that others may have put there. OSError for a FIFO or device, which may block."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
+
+
+def no_link(path: str, flags: int) -> int:
+    """As `regular`; a symbolic link raises OSError too."""
+    return regular(path, flags | os.O_NOFOLLOW)
+
+
+def read_file(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a regular file. Raises OSError, also for a file that is larger than `most` bytes."""
+    with open(path, "rb", opener=regular) as file:
+        if os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read(most)
 
 
 @contextmanager
@@ -83,9 +106,22 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def process_start(pid: int) -> float | None:
+    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
+    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, ValueError):
+        return None
+    fields = stat.rpartition(")")[2].split()
+    state, threads, started = fields[0], int(fields[17]), float(fields[19])
+    # A process whose first thread has ended is called a zombie although the others still run.
+    return None if state == "Z" and threads < 2 else started
+
+
 def owner() -> str:
-    """How the name of a directory ends that this process fills."""
-    return f"{HOST}.{os.getpid()}.part"
+    """How the name of a directory ends that this process fills. In containers the number is often the same."""
+    return f"{HOST}.{os.getpid()}-{process_start(os.getpid()) or 0:.0f}.part"
 
 
 def sweep_beside(path: Path) -> None:
@@ -96,8 +132,8 @@ def sweep_beside(path: Path) -> None:
 def sweep(folder: Path, pattern: str) -> None:
     """Delete the directories whose names are of this pattern and end in `owner()` of a process that has ended."""
     for left in folder.glob(f"{pattern}.{HOST}.*.part"):
-        pid = left.name.split(".")[-2]
-        if re.fullmatch("[0-9]{1,9}", pid) and not psutil.pid_exists(int(pid)):
+        found = re.fullmatch("([0-9]{1,9})-([0-9]+)", left.name.split(".")[-2])
+        if found and process_start(int(found[1])) != float(found[2]):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -163,6 +199,7 @@ def load(path: Path, expected: str | None = None) -> Tensor:
     import torch
 
     try:
+        os.close(regular(str(path), os.O_RDONLY))
         if expected is not None:
             check_content(path, expected)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

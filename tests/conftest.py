@@ -109,6 +109,15 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
     return place_of
 
 
+def collect_recipes(root: Path) -> None:
+    """Fill a root with one run of each of RECIPES."""
+    done = run_collector(
+        "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
+        "--warmup-iterations", "2", "--control-iter", "2", root=root,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="session")
 def collected(made_once: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with one run of each of RECIPES: tiny, 2 layers, 2 recorded iterations of 128 tokens. Read only.
@@ -117,15 +126,8 @@ def collected(made_once: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     takes twice the time for the same bits (tests/collector/test_training.py).
     """
 
-    def collect(root: Path) -> None:
-        done = run_collector(
-            "batch", "--quantization", ",".join(RECIPES), "--backend", "torch", "--training-config", "fast",
-            "--warmup-iterations", "2", "--control-iter", "2", root=root,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-
     own = tmp_path_factory.getbasetemp() / "runs"
-    return shutil.copytree(made_once("collected", collect), own, copy_function=os.link)
+    return shutil.copytree(made_once("collected", collect_recipes), own, copy_function=os.link)
 
 
 @pytest.fixture(scope="module")

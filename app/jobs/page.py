@@ -34,6 +34,7 @@ from binade.data.runs import RunError, resolve_root
 PULSE, IDLE = 2.0, 10.0  # seconds between looks while something runs, and while nothing does
 SHOWN = 12  # jobs that have ended, before "Show more"
 LOG_LINES = 12
+PROBLEMS = 10  # damaged jobs that are named
 COMMAND = 78  # characters of a line of a command
 MANY = 8  # with more jobs than this there is a search
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError, ValueError)
@@ -45,6 +46,8 @@ def page() -> None:
     st.title("Jobs", anchor=False)
     st.session_state["page"] = "jobs"
     views = jobs.listing(root)
+    if problems := jobs.problems(root):
+        st.warning("\n\n".join(plain(f"{problem}.") for problem in problems[:PROBLEMS]), icon=":material/warning:")
     if not views:
         _empty(root)
         _redraw_on_change(root, views)

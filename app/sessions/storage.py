@@ -22,7 +22,7 @@ from binade.data.access import check_writable
 from binade.data.bundle import Imported, Written
 from binade.data.catalog import Catalog
 from binade.data.runs import now
-from binade.data.store import remove_directory
+from binade.data.store import regular, remove_directory
 
 FOLDER = ".sessions"
 SESSION = "session.json"  # in a bundle
@@ -142,7 +142,7 @@ def _numbers(directory: Path) -> list[int]:
 def _read(directory: Path, number: int) -> Version:
     path = directory / f"{number:04d}.json"
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             session = parse(file.read(LONGEST_FILE + 1))
     except (OSError, SessionError) as error:
         raise SessionError(f"Version {number} of {directory.name} cannot be read: {error}") from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from binade.collector.errors import ConfigError
+from binade.data.store import no_link
 from binade.terminal import CANCELLED, FAILED, Command, resolve_root, root_option
 
 if TYPE_CHECKING:
@@ -164,9 +165,11 @@ def _serve(root: Path) -> None:
 
 
 def _print_jobs(root: Path, everything: bool) -> None:
-    from binade.collector.jobs import State, at_once, listing
+    from binade.collector.jobs import State, at_once, listing, problems
 
     views = listing(root)
+    for problem in problems(root):
+        print(f"binade: {problem}", file=sys.stderr)
     if not views:
         print(f"no jobs in {root}: queue one with binade jobs add run --quantization mxfp8")
         return
@@ -216,10 +219,10 @@ def _ensure_runner(root: Path, views: list[JobView]) -> None:
 def _print_from(log: Path, start: int) -> int:
     """Print what was added to a log; returns how far it was read."""
     try:
-        with open(log, "rb") as file:
+        with open(log, "rb", opener=no_link) as file:
             file.seek(start)
             text = file.read()
-    except FileNotFoundError:
+    except OSError:
         return start
     sys.stdout.write(text.decode(errors="replace"))
     sys.stdout.flush()

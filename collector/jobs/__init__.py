@@ -17,7 +17,18 @@ from binade.collector.jobs.estimate import Estimate, estimate
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.slurm import ClusterJob, SubmissionError
 from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, view_of
-from binade.collector.jobs.store import MOST_AT_ONCE, Job, JobError, add, add_runs, at_once, change, find, set_at_once
+from binade.collector.jobs.store import (
+    MOST_AT_ONCE,
+    Job,
+    JobError,
+    add,
+    add_runs,
+    at_once,
+    change,
+    find,
+    problems,
+    set_at_once,
+)
 from binade.collector.jobs.transitions import ACTIVE, State
 from binade.collector.recipes.recipe import TEN_RECIPES
 
@@ -48,6 +59,7 @@ __all__ = [
     "log_tail",
     "modules_of",
     "parse_runs",
+    "problems",
     "progress",
     "recipes",
     "retry",

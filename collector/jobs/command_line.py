@@ -42,6 +42,21 @@ def parse(line: Sequence[str]) -> Request:
     return request
 
 
+def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a line that `arguments_of` may have written. Raises ValueError for any other: a job's file that names
+    another command, root or launcher."""
+    takes_value = {"--quantization": True} | {each.flag: each.kind is not bool for each in declared(RunConfig).values()}
+    words = iter(arguments)
+    if next(words, None) != "run":
+        raise ValueError("a job is a line of run")
+    for word in words:
+        if word not in takes_value:
+            raise ValueError(f"a job cannot have {word[:40]!r}")
+        if takes_value[word] and next(words, None) is None:
+            raise ValueError(f"{word} has no value")
+    return arguments
+
+
 def arguments_of(config: RunConfig) -> list[str]:
     """`run` with the options that differ from their defaults. `parse_runs` makes the same configuration of it, without
     a byte budget for values that are not kept."""

@@ -267,8 +267,8 @@ def config_of(found: Mapping[str, Any]) -> RunConfig:
     )
     lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
     known = {name: found[name] for name in names if found.get(name) is not None}
-    if weights := found.get("weights"):
-        known["model"] = weights["path"]
+    if path := (found.get("weights") or {}).get("path"):
+        known["model"] = path
     return RunConfig(**known, **lists)
 
 

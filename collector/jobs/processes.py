@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 from pydantic.dataclasses import dataclass
 
-from binade.data.json_files import STRICT
+from binade.data.json_files import STRICT, Pid
+from binade.data.runs import boot as boot
 from binade.data.runs import process_start
 
 MARK = "BINADE_JOB"  # an environment variable of every process of a job, inherited by what these start
@@ -27,7 +28,7 @@ MARK = "BINADE_JOB"  # an environment variable of every process of a job, inheri
 class Process:
     """pid_started is in clock ticks since the boot."""
 
-    pid: int
+    pid: Pid
     pid_started: float
 
     @property
@@ -52,15 +53,6 @@ class Process:
     def of(cls, pid: int) -> Process | None:
         started = process_start(pid)
         return None if started is None else cls(pid, started)
-
-
-@cache
-def boot() -> str:
-    """The boot of the machine: process numbers and start times mean nothing in another one."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @cache

@@ -27,6 +27,7 @@ from binade.collector.jobs.store import (
     End,
     Execution,
     Job,
+    JobError,
     at_once,
     cancelled_at,
     directory_of,
@@ -43,7 +44,9 @@ from binade.collector.jobs.transitions import Event, State, after
 from binade.data import runs
 from binade.data.access import check_writable
 from binade.data.python import package_environment
-from binade.data.runs import now, rank_statuses, settle
+from binade.data.runs import RunError, now, rank_statuses, settle
+from binade.data.store import no_link
+from binade.data.text import one_line
 
 TURN = 0.25  # seconds between two turns
 POLL = 3.0  # seconds between two looks at a cluster
@@ -61,7 +64,7 @@ def start_runner(root: Path) -> None:
         if lock is None:
             return
         lock.release()
-        with open(folder(root) / "runner.log", "ab") as log:
+        with open(folder(root) / "runner.log", "ab", opener=no_link) as log:
             started = subprocess.Popen(
                 [sys.executable, "-P", "-m", "binade", "jobs", "serve", "--tensor-save-dir", str(root)],
                 cwd="/",
@@ -124,6 +127,7 @@ class Runner:
     pressed: dict[int, float] = field(default_factory=dict)  # since when a job is to end
     orphaned: dict[int, float] = field(default_factory=dict)  # since when its first process is gone
     polled: float = -POLL  # when the cluster was last asked
+    reported: dict[int, str] = field(default_factory=dict)
 
     def turn(self) -> bool:
         """Look at every job that has not ended, and start the next ones. Returns whether any runs."""
@@ -135,7 +139,7 @@ class Runner:
                 self._follow(on_cluster)
             self.polled = time.monotonic()
         places = at_once(self.root)
-        with suppress(OSError):  # the disk refuses: the next turn tries again
+        with suppress(OSError, RunError):  # the disk refuses: the next turn tries again
             while running < places and self._start_next():
                 running += 1
         return running > 0 or bool(on_cluster)
@@ -149,14 +153,27 @@ class Runner:
         A job of another machine belongs to its runner, one on a cluster to any that has the cluster's commands."""
         found = []
         for number in numbers(self.root):
-            if number in self.settled or (job := read_job(self.root, number)) is None:
+            if number in self.settled:
                 continue
-            execution = read_execution(self.root, job)
+            try:
+                job = read_job(self.root, number)
+                execution = read_execution(self.root, job) if job else None
+            except JobError as error:
+                self._report(number, error)
+                continue
+            if job is None:
+                continue
             if execution and execution.end:
                 self.settled.add(number)
             elif execution is None or (slurm.follows() if execution.cluster else execution.host == host()):
                 found.append((job, execution))
         return found
+
+    def _report(self, number: int, error: Exception) -> None:
+        """Write into the runner's log, once, what is wrong with a job."""
+        if self.reported.get(number) != str(error):
+            self.reported[number] = str(error)
+            print(f"{now()} job {number}: {one_line(error)}", flush=True)
 
     # Starting
 
@@ -177,7 +194,7 @@ class Runner:
         write_execution(self.root, job, execution)
         command = [sys.executable, "-P", "-m", "binade", *job.arguments, "--tensor-save-dir", str(self.root)]
         try:
-            with open(directory_of(self.root, job) / "log.txt", "ab") as log:
+            with open(directory_of(self.root, job) / "log.txt", "ab", opener=no_link) as log:
                 child = subprocess.Popen(
                     command,
                     cwd=job.directory,
@@ -226,7 +243,14 @@ class Runner:
                 self._note_end(job, execution, state, "its submission was interrupted: retry")
 
     def _attend(self, job: Job, execution: Execution) -> bool:
-        """Whether the job still runs; how it ended is noted."""
+        """Whether the job still runs; how it ended is noted. What goes wrong with one job is that job's alone."""
+        try:
+            return self._look_after(job, execution)
+        except (OSError, ValueError) as error:  # the disk refuses, or a file is damaged: the next turn tries again
+            self._report(job.id, error)
+            return execution.alive or job.id in self.children
+
+    def _look_after(self, job: Job, execution: Execution) -> bool:
         if execution.process is None:
             return self._adopt(job, execution)
         if cancelled_at(self.root, job) is not None:
@@ -243,8 +267,7 @@ class Runner:
             if time.monotonic() - since > NOTICE:
                 _send(rest, signal.SIGKILL)
             return True
-        with suppress(OSError):  # the disk refuses: the next turn tries again
-            self._settle(job, execution, child.returncode if child else None)
+        self._settle(job, execution, child.returncode if child else None)
         return False
 
     def _adopt(self, job: Job, execution: Execution) -> bool:

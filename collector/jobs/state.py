@@ -24,6 +24,7 @@ from binade.collector.jobs.slurm import ENDS, ClusterJob
 from binade.collector.jobs.store import (
     Execution,
     Job,
+    JobError,
     cancelled_at,
     directory_of,
     read_execution,
@@ -33,7 +34,8 @@ from binade.collector.jobs.store import (
 from binade.collector.jobs.transitions import ACTIVE, Event, State, after
 from binade.collector.training.config import RunConfig
 from binade.data import runs
-from binade.data.runs import RunError, RunInfo, read_run, read_status, sound_losses
+from binade.data.runs import RunError, RunInfo, read_run, read_status, run_directories, sound_losses
+from binade.data.store import no_link
 
 ADVICE = {
     State.FAILED: "Read the reason and the last lines below; change what it names, or retry.",
@@ -103,23 +105,19 @@ _owners: dict[tuple[Path, int], tuple[int, float, str]] = {}  # a run directory'
 def owners(root: Path) -> dict[tuple[int, float, str], Path]:
     """The run directory of each process that has made one: by pid, its start, its host."""
     found = {}
-    with suppress(OSError):
-        for entry in sorted(root.iterdir(), reverse=True):  # of copies, the first by name
-            if entry.name.startswith(".") or not (entry / "status.json").is_file():
-                continue
+    for entry in reversed(run_directories(root)):  # of copies, the first by name
+        with suppress(OSError, ValueError):  # no run, damaged, or just deleted
             key = (entry, entry.stat().st_ino)
             if key not in _owners:
-                try:
-                    status = read_status(entry)
-                except (OSError, ValueError, TypeError):
-                    continue
+                status = read_status(entry)
                 _owners[key] = (status.pid, status.pid_started, status.host)
             found[_owners[key]] = entry
     return found
 
 
 def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
-    """The job as it is now. known: `owners` of the root, if they have been read already."""
+    """The job as it is now. known: `owners` of the root, if they have been read already. Raises JobError if the job's
+    files are damaged."""
     execution = read_execution(root, job)
     if execution is None:
         return JobView(job, State.QUEUED)
@@ -174,8 +172,8 @@ def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str],
         run = read_run(directory)
     except RunError:
         return None
-    # After another boot the same numbers may be another's: a run is not older than the process that made it.
-    return run if str(run.config.get("started", "")) >= execution.at[:19] else None
+    another_boot = run.status.host == execution.host and run.status.boot != execution.boot
+    return None if another_boot else run  # the numbers may be another process's
 
 
 def has_runner(root: Path) -> bool:
@@ -231,7 +229,7 @@ def how_it_ended(
     if cluster:
         return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log does not say why"
     if exit_status is not None and exit_status < 0:
-        return State.CRASHED, f"the collector was ended by {signal.Signals(-exit_status).name}"
+        return State.CRASHED, f"the collector was ended by {_signal_name(-exit_status)}"
     return State.CRASHED, "the collector's process is gone and did not say why"
 
 
@@ -243,6 +241,13 @@ def _first_cause(log: Sequence[str], message: str) -> str:
     if lack or (message and PEER_LOST not in message):
         return lack or message
     return next((line for line in own if PEER_LOST not in line), None) or next(iter(said), message)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def last_words(root: Path, job: Job) -> str:
@@ -258,7 +263,7 @@ def last_words(root: Path, job: Job) -> str:
 def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
     """The last lines of what the collector printed, oldest first."""
     try:
-        with open(directory_of(root, job) / "log.txt", "rb") as file:
+        with open(directory_of(root, job) / "log.txt", "rb", opener=no_link) as file:
             file.seek(0, 2)
             size = file.tell()
             file.seek(max(0, size - TAIL))
@@ -270,10 +275,13 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 
 
 def listing(root: Path) -> list[JobView]:
-    """Every job of a root as it is now, in the order of the queue."""
-    jobs = read_jobs(root)
+    """Every job of a root as it is now, in the order of the queue; `problems` names those that cannot be read."""
+    jobs, views = read_jobs(root), []
     known = owners(root) if jobs else {}
-    return [view_of(root, job, known) for job in jobs]
+    for job in jobs:
+        with suppress(JobError):
+            views.append(view_of(root, job, known))
+    return views
 
 
 def progress(view: JobView) -> Progress:
@@ -310,4 +318,4 @@ def seconds_left(config: RunConfig, losses: Sequence[dict[str, Any]]) -> float |
     left += recorded * median(recorded_times or plain_times) if recorded else 0.0
     left += plain * median(plain_times or recorded_times) if plain else 0.0
     passed = datetime.now().timestamp() - losses[-1]["time"] if losses[-1].get("time") is not None else 0.0
-    return max(left - passed, 0.0)
+    return max(left - max(passed, 0.0), 0.0)  # the clock may have been set back

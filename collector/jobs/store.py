@@ -17,17 +17,19 @@ Files are replaced atomically, and changed under the lock, so that several apps 
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from filelock import FileLock
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from binade.collector.jobs.command_line import arguments_of, parse, parse_runs
+from binade.collector.jobs.command_line import arguments_of, check_arguments, parse, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
 from binade.collector.jobs.transitions import State
@@ -36,9 +38,10 @@ from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import Target
 from binade.data.access import check_writable
-from binade.data.json_files import STRICT, read_json, write_json
-from binade.data.runs import RunError, now
+from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
+from binade.data.runs import RunError, is_a_file, now
 from binade.data.store import remove_directory, staged_directory
+from binade.data.text import describe
 
 FOLDER = ".jobs"
 LONGEST_TITLE = 120
@@ -48,7 +51,7 @@ T = TypeVar("T")
 
 
 class JobError(ValueError):
-    """There is no such job, or its state does not allow the action. The message says which."""
+    """There is no such job, its files are damaged, or its state does not allow the action. The message says which."""
 
     exit_status = 2
 
@@ -58,11 +61,11 @@ class Job:
     """job.json. token marks the job's processes; directory is the working directory of the command; created is ISO 8601
     in UTC; retry_of is the number of the job that this one repeats."""
 
-    id: int
-    token: str
-    arguments: tuple[str, ...]
-    directory: str
-    created: str
+    id: Count
+    token: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    arguments: Annotated[tuple[Text, ...], AfterValidator(check_arguments)]
+    directory: Text
+    created: Time
     title: str = ""
     tags: tuple[str, ...] = ()
     retry_of: int | None = None
@@ -85,8 +88,8 @@ def default_title(config: RunConfig) -> str:
 class Queue:
     """queue.json."""
 
-    next_id: int = 1
-    at_once: int = 1
+    next_id: Count = 1
+    at_once: Annotated[int, Field(ge=1, le=MOST_AT_ONCE)] = 1
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -95,7 +98,7 @@ class End:
 
     state: State
     reason: str | None
-    at: str
+    at: Time
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -106,7 +109,7 @@ class Execution:
 
     host: str
     boot: str
-    at: str
+    at: Time
     oom_kills: int = 0
     process: Process | None = None
     runner: Process | None = None
@@ -148,7 +151,7 @@ class RunnerProcess:
 class Cancellation:
     """cancel.json. at is ISO 8601 in UTC."""
 
-    at: str
+    at: Time
 
 
 def folder(root: Path) -> Path:
@@ -162,6 +165,8 @@ def directory_of(root: Path, job: Job | int) -> Path:
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
     """Hold the queue's lock, and make the queue if there is none. Raises RunError if the root cannot be written."""
+    if problem := _no_queue(root):
+        raise RunError(problem)
     lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
@@ -176,6 +181,16 @@ def locked(root: Path) -> Iterator[None]:
         lock.release()
 
 
+def _no_queue(root: Path) -> str:
+    """Why the queue of a root cannot be used, or ""."""
+    place = folder(root)
+    if os.path.lexists(root) and not os.path.isdir(root):
+        return is_a_file(root)
+    if place.is_symlink() or (place.exists() and not place.is_dir()):
+        return f"{place} is not a directory: remove it; a queue belongs to one root, and cannot be a link or a file"
+    return ""
+
+
 def _read(kind: type[T], path: Path) -> T | None:
     """None if there is no such file, or it is damaged."""
     with suppress(OSError, ValueError):
@@ -183,9 +198,26 @@ def _read(kind: type[T], path: Path) -> T | None:
     return None
 
 
+def _read_sound(kind: type[T], root: Path, number: int, name: str) -> T | None:
+    """None if there is no such file. Raises JobError if it is damaged."""
+    place = directory_of(root, number)
+    try:
+        return read_json(kind, place / name)
+    except (OSError, ValueError) as error:
+        if isinstance(error, FileNotFoundError) and not (place / name).is_symlink():
+            return None
+        raise JobError(_damaged(root, number, f"{name}: {describe(error)}")) from None
+
+
+def _damaged(root: Path, number: int, reason: str) -> str:
+    return (
+        f"job {number} is left out, its files are damaged: {reason}; to forget it, delete {directory_of(root, number)}"
+    )
+
+
 def read_execution(root: Path, job: Job) -> Execution | None:
-    """None for a job that was not started."""
-    return _read(Execution, directory_of(root, job) / "process.json")
+    """None for a job that was not started. Raises JobError if its file is damaged."""
+    return _read_sound(Execution, root, job.id, "process.json")
 
 
 def write_execution(root: Path, job: Job, execution: Execution) -> None:
@@ -328,19 +360,50 @@ def _submit(root: Path, made: Sequence[Job], text: str) -> None:
 
 def numbers(root: Path) -> list[int]:
     """The numbers of all jobs, in the order of the queue."""
+    if _no_queue(root):
+        return []
     with suppress(FileNotFoundError):
-        return sorted(int(entry.name) for entry in folder(root).iterdir() if entry.name.isdecimal())
+        names = [entry.name for entry in folder(root).iterdir() if entry.name.isdecimal()]
+        return sorted(int(name) for name in names if name == f"{int(name):04d}")
     return []
 
 
 def read_jobs(root: Path) -> list[Job]:
-    """Every job, in the order of the queue; those whose job.json cannot be read are left out."""
-    return [job for number in numbers(root) if (job := read_job(root, number))]
+    """Every job, in the order of the queue; `problems` names those that cannot be read."""
+    jobs = []
+    for number in numbers(root):
+        with suppress(JobError):
+            jobs.append(find(root, number))
+    return jobs
 
 
 def read_job(root: Path, number: int) -> Job | None:
-    """None if there is none, or its file is damaged."""
-    return _read(Job, directory_of(root, number) / "job.json")
+    """None if there is none. Raises JobError if its files are damaged."""
+    job = _read_sound(Job, root, number, "job.json")
+    if job and job.id != number:
+        raise JobError(_damaged(root, number, f"job.json: id is {job.id}, expected {number}"))
+    if job is None and directory_of(root, number).exists():
+        raise JobError(_damaged(root, number, "job.json is missing"))
+    return job
+
+
+def problems(root: Path) -> list[str]:
+    """What cannot be used of a root's queue: a sentence each."""
+    found = [problem] if (problem := _no_queue(root)) else []
+    try:
+        read_json(Queue, folder(root) / "queue.json")
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        path = folder(root) / "queue.json"
+        found.append(f"one job at a time is run, since {path} is damaged: {describe(error)}; set At once again")
+    for number in numbers(root):
+        try:
+            if job := read_job(root, number):
+                read_execution(root, job)
+        except JobError as error:
+            found.append(str(error))
+    return found
 
 
 def find(root: Path, number: int) -> Job:

@@ -48,8 +48,8 @@ class Term:
     @classmethod
     def parse(cls, text: str) -> Term:
         if text.startswith("!"):
-            inner = cls.parse(text[1:].lstrip())
-            return replace(inner, text=text, negated=not inner.negated)
+            rest = text.lstrip("! ")
+            return replace(cls.parse(rest), text=text, negated=text[: len(text) - len(rest)].count("!") % 2 == 1)
         if found := ENDS.fullmatch(text):
             number = int(found[2] or 1)
             return cls(text, (1, number) if found[1] == "first" else (-number, LAST))

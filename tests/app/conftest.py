@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,28 +23,38 @@ def installed_packages_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
-    """visit(root, page="explore", **query): the page as it is after its first run. It must not have failed."""
-    roots = set()
+def open_page(page: str, query: Mapping[str, str | list[str]]) -> AppTest:
+    """The page of the root TENSOR_SAVE_DIR as it is after its first run. It must not have failed."""
+    at = AppTest.from_string(f"from binade.app.main import navigate\nnavigate({page!r})")
+    at.default_timeout = 120
+    for name, value in query.items():
+        at.query_params[name] = value
+    at.run()
+    assert not at.exception, at.exception[0].message
+    return at
 
-    def open_page(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
-        monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
-        roots.add(str(root))
-        at = AppTest.from_string(f"from binade.app.main import navigate\nnavigate({page!r})")
-        at.default_timeout = 120
-        for name, value in query.items():
-            at.query_params[name] = value
-        at.run()
-        assert not at.exception, at.exception[0].message
-        return at
 
-    yield open_page
+def close_pages(roots: Iterable[str]) -> None:
+    """Give up what pages of these roots have opened."""
     for root in roots:
         if Path(root).is_dir():
             state._open(root).opened.close()
     state._open.clear()
     state._sandbox.clear()
+
+
+@pytest.fixture
+def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
+    """visit(root, page="explore", **query): `open_page` of the root."""
+    roots = set()
+
+    def open_page_of(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
+        monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
+        roots.add(str(root))
+        return open_page(page, query)
+
+    yield open_page_of
+    close_pages(roots)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from binade.data.store import (
     TensorFileError,
     encode,
     load,
+    process_start,
     remove_directory,
     save,
     staged_directory,
@@ -63,14 +64,16 @@ def saved(content: object) -> bytes:
 def test_what_killed_processes_left_aside_is_deleted(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = [tmp_path / f".draw.{HOST}.{pid}.part" for pid in (ended.pid, os.getppid(), "x", 10**20)]
-    left += [tmp_path / f".draw.elsewhere.{ended.pid}.part"]
-    other = tmp_path / f".other.{HOST}.{ended.pid}.part"
-    for folder in (*left, other):
+    own, parent = os.getpid(), os.getppid()
+    gone = [f"{ended.pid}-1", f"{own}-1"]  # the second: an earlier process of a container, where numbers are the same
+    there = [f"{parent}-{process_start(parent):.0f}", "x", f"{10**20}-1", f"{ended.pid}"]
+    left = [tmp_path / f".draw.{HOST}.{name}.part" for name in (*gone, *there)]
+    left += [tmp_path / f".draw.elsewhere.{ended.pid}-1.part", tmp_path / f".other.{HOST}.{ended.pid}-1.part"]
+    for folder in left:
         folder.mkdir()
     sweep_beside(tmp_path / "draw")
     with staging_directory(tmp_path / "draw"):
-        assert [folder.exists() for folder in (*left, other)] == [False, True, True, True, True, True]
+        assert [folder.exists() for folder in left] == [False] * 2 + [True] * 6
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,310 @@
+"""Damaged files of jobs, runs and sessions: each is named in a sentence, and what is sound goes on."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from streamlit.testing.v1 import AppTest
+
+from binade.app.sessions.session import View, new
+from binade.app.sessions.storage import save
+from binade.cli import main
+from binade.collector import jobs
+from binade.collector.jobs import runner, store
+from binade.collector.jobs.processes import Process, host
+from binade.data.runs import boot, list_runs
+from tests.app import roots
+from tests.app.conftest import close_pages, open_page
+from tests.siege.attack import Attempt, attack, check_sentence
+
+GONE = Process(1 << 22, 1.0)  # no process has this number
+LINE = ("run", "--layers", "1", "--micro-batch-size", "1", "--sequence-length", "64", "--scores", "")
+# What may stand where any value is expected.
+VALUES: tuple[Any, ...] = (
+    [1], {}, {"pid": 1}, None, True, -1, -999, 0, 10**30, 1e308, float("nan"), "", "x", "a\0b", "../../x", "--help",
+    "2026-13-01", "9" * 5000, "<script>", [[]] * 50, "\u202e",
+)  # fmt: skip
+CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "null": b"null",
+    "a list": b"[]",
+    "an object": b"{}",
+    "half": b'{"id": ',
+    "deep": b"[" * 200_000,
+    "deep objects": b'{"a":' * 100_000,
+    "binary": random.Random(0).randbytes(4000),
+    "not UTF-8": b'{"id": "\xff\xfe"}',
+    "a mark": b"\xef\xbb\xbf{}",
+    "a long number": b'{"id": ' + b"9" * 100_000 + b"}",
+    "half a letter": b'{"id": "\\ud800"}',
+    "a name twice": b'{"id": 1, "id": 2}',
+}
+
+
+def _huge(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def _into(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a link to nothing": _into("/nowhere/at/all"),
+    "a link to a device": _into("/dev/zero"),
+    "a link to a terminal": _into("/dev/tty"),
+    "a terabyte": _huge,
+    "missing": lambda path: None,
+}
+
+
+def damages(names: list[str]) -> list[tuple[str, str]]:
+    """(file, damage) for `damage`."""
+    fields = ["a field is missing", "a field is added", *(f"a field {index}" for index in range(2 * len(VALUES)))]
+    kinds = [*CONTENTS, *KINDS, "a byte is flipped", "cut"]
+    return [(name, how) for name in names for how in (*kinds, *(fields if ".json" in name else ()))]
+
+
+def damage(path: Path, how: str, chance: random.Random) -> str:
+    """Damage a file; what was done to it."""
+    before = path.read_bytes() if path.is_file() else b""
+    if path.is_symlink() or path.exists():
+        path.unlink()
+    if how in KINDS:
+        KINDS[how](path)
+        return how
+    if how in CONTENTS:
+        path.write_bytes(CONTENTS[how])
+        return how
+    content = bytearray(before)
+    try:
+        record = json.loads(before.splitlines()[0] if path.suffix == ".jsonl" else before)
+    except (ValueError, IndexError):
+        record = {}
+    said = how
+    if how == "cut":
+        del content[chance.randrange(len(content) + 1) :]
+    elif how == "a byte is flipped" and content:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    elif isinstance(record, dict):
+        parents = [record, *(value for value in record.values() if isinstance(value, dict) and value)]
+        parent = chance.choice(parents)
+        if how == "a field is added":
+            parent["exit_status"] = -999
+        elif parent:
+            key = chance.choice(sorted(parent))
+            if how == "a field is missing":
+                del parent[key]
+            else:
+                parent[key] = VALUES[int(how.split()[-1]) % len(VALUES)]
+            said = f"{key} is {str(parent.get(key, 'missing'))[:30]!r}"
+        content = bytearray(json.dumps(record).encode())
+    path.write_bytes(content)
+    return said
+
+
+def command(root: Path, *arguments: str) -> tuple[int, str, str]:
+    """binade on this root in this process: its exit status, output and errors."""
+    os.environ["TENSOR_SAVE_DIR"] = str(root)
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = main(arguments)
+        except SystemExit as end:
+            status = int(end.code or 0)
+    texts = []
+    for stream in (out, err):
+        stream.seek(0)
+        texts.append(stream.read())
+    return status, texts[0], texts[1]
+
+
+def show(root: Path, page: str, /, **query: str | list[str]) -> AppTest:
+    """A page of the root, which must not have failed."""
+    os.environ["TENSOR_SAVE_DIR"] = str(root)
+    return open_page(page, query)
+
+
+def ended_job(root: Path, title: str, exit_status: int = 1) -> jobs.Job:
+    """A job that has ended, without a run."""
+    (job,) = jobs.add(root, LINE, title=title)
+    (store.directory_of(root, job) / "log.txt").write_text("iteration 0\n")
+    execution = store.Execution(host(), boot(), job.created, 1 << 40, GONE)
+    runner.Runner(root)._settle(job, execution, exit_status)
+    return job
+
+
+def make_queue(root: Path) -> None:
+    """Jobs 1 to 3, of which 2 was cancelled while it ran."""
+    for title in ("first", "second", "third"):
+        ended_job(root, title)
+    store.write_cancellation(root, jobs.find(root, 2))
+    jobs.set_at_once(root, 2)
+    store.write_runner(root, GONE)
+
+
+JOB_FILES = [f"0002/{name}" for name in ("job.json", "process.json", "cancel.json", "log.txt")]
+QUEUE_FILES = ["queue.json", "runner.json", "runner.log"]
+
+
+@attack("Other jobs go on; page, `jobs`, `jobs cancel` and runner name the bad one in a sentence", tries=400, share=0.7)
+def damaged_jobs(attempt: Attempt) -> None:
+    name, how = attempt.choose(damages([*JOB_FILES, *QUEUE_FILES]))
+    root = attempt.place / "runs"
+    shutil.copytree(attempt.once("queue", make_queue), root)
+    done = damage(store.folder(root) / name, how, attempt.random)
+    attempt.case = f"{name}: {done}"
+    before = jobs.listing(root)
+    problems = jobs.problems(root)
+    assert {1, 3} <= {view.job.id for view in before} <= {1, 2, 3}
+    for problem in problems:
+        check_sentence(problem)
+    named = any(problem.startswith("job 2 ") for problem in problems)
+    assert named == (2 not in {view.job.id for view in before})
+    if how in (*CONTENTS, *KINDS) and name in JOB_FILES[:2]:
+        assert named or (how, before[1].state) == ("missing", "queued")
+    status, out, err = command(root, "jobs")
+    assert status == 0 and "first" in out and "third" in out and err.count("\n") == len(problems)
+    status, _, err = command(root, "jobs", "cancel", "1")
+    assert status == 2 and "there is nothing to cancel" in err
+    worker = runner.Runner(root)
+    worker._start = lambda job: None  # type: ignore[method-assign]  # a job whose process.json is gone is queued again
+    worker.turn()
+    if attempt.number % 4 == 0:
+        shown = show(root, "jobs", job="2")
+        assert len(shown.warning) >= bool(problems)
+
+
+@attack("A link or file in the place of `.jobs` or of its locks is refused in a sentence, and not followed", tries=16)
+def linked_queues(attempt: Attempt) -> None:
+    place = attempt.choose([".jobs", ".jobs/runner.lock", ".jobs/queue.lock", ".jobs/runner.log", ".jobs/0002"])
+    how = attempt.choose(["a link", "a file", "a FIFO", "a link to itself", "a link to nothing"])
+    root, other = attempt.place / "runs", attempt.place / "other"
+    attempt.case = f"{place} is {how}"
+    shutil.copytree(attempt.once("queue", make_queue), root)
+    target = root / place
+    if target.is_dir():
+        shutil.move(target, other)
+    else:
+        target.unlink(missing_ok=True)
+        other.write_text("mine")
+    if how == "a link":
+        target.symlink_to(other)
+    elif how == "a file":
+        target.write_text("")
+    else:
+        KINDS[how](target)
+    before = {path: path.read_bytes() for path in [other, *other.rglob("*")] if path.is_file()}
+    views = jobs.listing(root)
+    for problem in jobs.problems(root):
+        check_sentence(problem)
+    status, _, err = command(root, "jobs")
+    assert status in (0, 1)
+    if place == ".jobs":
+        assert views == [] and err.count("\n") == 1
+        status, _, err = command(root, "jobs", "add", *LINE)
+        assert status == 1 and err.count("\n") == 1
+    show(root, "jobs")
+    worker = runner.Runner(root)
+    worker._start = lambda job: None  # type: ignore[method-assign]
+    worker.turn()
+    assert {path: path.read_bytes() for path in [other, *other.rglob("*")] if path.is_file()} == before
+
+
+RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt"]
+
+
+@attack("Every page opens; sound runs are shown, the bad one is named or shown", tries=150, share=3.0)
+def damaged_runs(attempt: Attempt) -> None:
+    name, how = attempt.choose(damages(RUN_FILES))
+    root = roots.copy(attempt.root, attempt.place / "runs")
+    run, *others = roots.runs_of(root)
+    shutil.copytree(store.folder(attempt.once("queue", make_queue)), store.folder(root))
+    info = list_runs(root)[0][0]
+    job = jobs.find(root, 3)
+    process = Process(info.status.pid, info.status.pid_started)
+    started = str(info.config["started"])
+    store.write_execution(root, job, store.Execution(info.status.host, info.status.boot, started, process=process))
+    for other in others:  # a batch is one process: only the first run is this job's
+        roots.change_status(other, pid=1 << 22)
+    done = damage(run / name, how, attempt.random)
+    attempt.case = f"{name}: {done}"
+    found, refused = list_runs(root)
+    assert len(found) + len(refused) == len(others) + 1 and len(refused) <= 1
+    for sentence in refused:
+        check_sentence(sentence)
+    status, out, err = command(root, "jobs")
+    assert status == 0 and "third" in out and not err
+    status, _, err = command(root, "compare")
+    assert status in (0, 1, 2) and "Traceback" not in err and err.count("\n") <= 3
+    try:
+        for page in ("jobs", attempt.choose(["runs", "overview", "explore", "recipes", "worst", "tensor", "collect"])):
+            attempt.case = f"{name}: {done}; page {page}"
+            show(root, page, **({"job": "3"} if page == "jobs" else {}))
+    finally:
+        close_pages([str(root)])
+
+
+SEGMENT_FILES = ["tensor.parquet", "sketch.parquet", "score.parquet"]
+
+
+@attack("Segments and tensor files that are no files: pages open and name them", tries=40)
+def odd_segments(attempt: Attempt) -> None:
+    how = attempt.choose([*KINDS, *CONTENTS])
+    root = roots.copy(attempt.root, attempt.place / "runs")
+    run = roots.runs_of(root)[0]
+    path = attempt.random.choice([min((run / "segments").iterdir()) / name for name in SEGMENT_FILES])
+    tensor = next(iter(sorted((run / "tensors").rglob("*.pt"))))
+    attempt.case = f"{path.name}: {how}"
+    damage(path, how, attempt.random)
+    damage(tensor, how, attempt.random)
+    try:
+        shown = show(root, attempt.choose(["explore", "overview", "tensor", "worst"]))
+        assert shown.expander, "nothing is said of it"
+    finally:
+        close_pages([str(root)])
+
+
+def make_session(root: Path) -> None:
+    save(root, new("a session", View("explore", {})))
+
+
+@attack("The page Sessions opens, and names the bad file", tries=120)
+def damaged_sessions(attempt: Attempt) -> None:
+    root = attempt.place / "runs"
+    shutil.copytree(attempt.once("session", make_session), root)
+    (path,) = (root / ".sessions").rglob("0001.json")
+    _, how = attempt.choose(damages(["session.json"]))
+    attempt.case = damage(path, how, attempt.random)
+    try:
+        show(root, "sessions")
+    finally:
+        close_pages([str(root)])
+
+
+@attack("A root that is a file, or cannot be looked into, is a sentence on every page", tries=12, seconds=60)
+def odd_roots(attempt: Attempt) -> None:
+    how = attempt.choose(["a file", "a FIFO", "a link to itself", "a link to nothing", "a link to a device"])
+    page = attempt.choose(["overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs", "collect"])
+    root = attempt.place / "runs"
+    attempt.case = f"{page}: {how}"
+    if how == "a file":
+        root.write_text("")
+    else:
+        KINDS[how](root)
+    show(root, page)
+    for line in (["jobs"], ["compare"], ["jobs", "add", *LINE], ["bundle", "list"]):
+        status, _, err = command(root, *line)
+        assert status in (0, 1, 2) and "Traceback" not in err and err.count("\n") <= 2, (line, err[:200])

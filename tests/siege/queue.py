@@ -1,0 +1,201 @@
+"""The queue with real processes: cancels at random moments, several launchers, an app that is restarted, clocks that
+jump, and processes that only have another's number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+
+from binade.collector import jobs
+from binade.collector.jobs import processes, runner, store
+from binade.data.runs import boot
+from tests.app import roots
+from tests.browser.driver import answers, free_port
+from tests.collector.test_failures import check_rows
+from tests.collector.test_jobs import ENDLESS, SHORT, TWO_RANKS, ended, launch, now
+from tests.conftest import start_python, until
+from tests.siege.attack import Attempt, attack
+from tests.siege.files import LINE, command
+
+CLOCK = Path(__file__).parent / "clock"
+
+
+@contextmanager
+def queue(root: Path) -> Iterator[Path]:
+    """A root for jobs; at the end nothing that was started there may live. (A failed try is cleaned up by force.)"""
+    try:
+        yield root
+    finally:
+        left = [process for job in store.read_jobs(root) for process in processes.marked(job.token)]
+        for process in left:
+            process.send(signal.SIGKILL)
+        for view in jobs.listing(root):
+            if view.active:
+                store.write_cancellation(root, view.job)
+        until(lambda: not jobs.has_runner(root), "the runner to leave", seconds=60)
+    assert left == []
+
+
+def runners(root: Path) -> int:
+    """How many processes work through the queue."""
+    found = 0
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found += entry.read_text().endswith(f"\0serve\0--tensor-save-dir\0{root}\0")
+    return found
+
+
+@attack("Each is cancelled, rows and counts agree, and no process is left", tries=25, seconds=300, share=7.0)
+def cancels(attempt: Attempt) -> None:
+    """Eight jobs on one and on two ranks, four at a time, each cancelled at a moment of its own."""
+    with queue(attempt.place / "runs") as root:
+        jobs.set_at_once(root, 4)
+        lines = [attempt.random.choice([ENDLESS, ENDLESS, TWO_RANKS]) for _ in range(8)]
+        added = [jobs.add(root, line)[0] for line in lines]
+        jobs.start_runner(root)
+        attempt.times = len(added)
+        left = {job.id: attempt.random.uniform(0, 12) for job in added}
+        while left:
+            time.sleep(0.05)
+            for number in list(left):
+                waited = jobs.view_of(root, jobs.find(root, number)).started
+                left[number] -= 0.05 if waited else 0.01
+                if left[number] <= 0:
+                    jobs.cancel(root, number)
+                    del left[number]
+        until(lambda: not any(view.active for view in jobs.listing(root)), "all to end", seconds=200)
+        views = jobs.listing(root)
+        assert [view.state for view in views] == ["cancelled"] * 8, [(view.state, view.reason) for view in views]
+        made = [view.run for view in views if view.run]
+        assert {run.status.state for run in made} <= {"cancelled"}
+        assert len({run.run_id for run in made}) == len(made) == len(roots.runs_of(root))
+        assert check_rows(root) == sum(run.status.tensors for run in made)
+
+
+@attack("Exactly one runner; every job runs once, in its order", tries=3, seconds=300)
+def launchers_at_once(attempt: Attempt) -> None:
+    """Two apps and two command lines."""
+    app = (
+        "import sys; from pathlib import Path; from binade.collector import jobs\n"
+        "root = Path(sys.argv[1]); input()\n"
+        "jobs.add(root, sys.argv[2:]); jobs.start_runner(root)"
+    )
+    with queue(attempt.place / "runs") as root:
+        apps = [start_python("-c", app, root, *SHORT, stdin=subprocess.PIPE) for _ in range(2)]
+        lines = [start_python("-m", "binade", "jobs", "add", "--tensor-save-dir", root, *SHORT) for _ in range(2)]
+        most = 0
+        for each in apps:
+            assert each.stdin
+            each.stdin.write("\n")
+            each.stdin.flush()
+        while any(each.poll() is None for each in [*apps, *lines]):
+            most = max(most, runners(root))
+            time.sleep(0.02)
+        assert [each.communicate()[1] for each in [*apps, *lines]] == [""] * 4
+        while any(view.active for view in jobs.listing(root)):
+            most = max(most, runners(root))
+            time.sleep(0.1)
+        views = jobs.listing(root)
+        assert [view.job.id for view in views] == [1, 2, 3, 4] and {view.state for view in views} <= {"done"}
+        assert len(roots.runs_of(root)) == 4 and most <= 2, most  # one that finds the lock held leaves
+        ran = [(view.run.config["started"], view.run.status.finished) for view in views if view.run]
+        assert all(before[1] <= after[0] for before, after in pairwise(ran))
+
+
+@attack("The job goes on, and is shown as what it is", tries=1, seconds=900)
+def restarted_apps(attempt: Attempt) -> None:
+    """An app that is killed and started again while a job runs: up to 20 times."""
+    attempt.times = max(2, round(20 * min(1.0, attempt.minutes / 30)))
+    with queue(attempt.place / "runs") as root:
+        job = launch(root, ENDLESS)
+        until(lambda: now(root, job).run, "the run to begin")
+        for _ in range(attempt.times):
+            port = free_port()
+            app = start_python("-m", "binade", "serve", "--port", port, env={"TENSOR_SAVE_DIR": str(root)})
+            try:
+                until(lambda app=app, port=port: answers(app, f"http://127.0.0.1:{port}"), "the app to answer")
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/jobs", timeout=20).read()
+            finally:
+                app.kill()
+                app.communicate()
+            assert now(root, job).state == "running" and runners(root) == 1
+        jobs.cancel(root, job.id)
+        view = ended(root, job)
+        assert view.state == "cancelled" and view.run and check_rows(root) == view.run.status.tensors
+
+
+@attack("Jobs end as they would, with their runs and rows", tries=8, seconds=300)
+def clock_jumps(attempt: Attempt) -> None:
+    """The clock of the runner and of the job jumps by up to an hour and back, at random moments."""
+    shift = attempt.place / "shift"
+    shift.write_text("0")
+    path = os.pathsep.join(filter(None, [str(CLOCK), os.environ.get("PYTHONPATH", "")]))
+    before = dict(os.environ)
+    os.environ |= {"PYTHONPATH": path, "SIEGE_CLOCK": str(shift)}
+    jumps = attempt.random.choices([-3600, 3600, 0, -3599, 7200], k=40)
+    attempt.case = f"jumps {jumps[:4]} ..."
+    try:
+        with queue(attempt.place / "runs") as root:
+            jobs.set_at_once(root, 2)
+            (short,) = jobs.add(root, [*SHORT, "--control-iter", "20"])
+            (long,) = jobs.add(root, ENDLESS)
+            jobs.start_runner(root)
+
+            def jump() -> None:
+                part = shift.with_suffix(".part")
+                part.write_text(str(jumps.pop() if jumps else 0))
+                part.replace(shift)
+                time.sleep(attempt.random.uniform(0.05, 0.6))
+
+            while now(root, short).active:
+                jump()
+            jobs.cancel(root, long.id)
+            while now(root, long).active:
+                jump()
+            done, cancelled = now(root, short), now(root, long)
+            assert (done.state, cancelled.state) == ("done", "cancelled"), (done.reason, cancelled.reason)
+            assert done.run and cancelled.run and done.run.status.tensors == 20 * 35
+            assert check_rows(root) == sum(view.run.status.tensors for view in (done, cancelled) if view.run)
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@attack("A live process that only has the number is neither signalled nor believed", tries=60)
+def reused_pids(attempt: Attempt) -> None:
+    root = attempt.place / "runs"
+    with subprocess.Popen(["sleep", "600"]) as stranger:
+        try:
+            theirs = processes.Process.of(stranger.pid)
+            assert theirs
+            cases = [
+                (ticks, where) for ticks in (-1.0, 1.0, 0.5, -theirs.pid_started) for where in ("", "boot", "host")
+            ]
+            ticks, other = attempt.choose([*cases, (0.0, "boot"), (0.0, "host")])
+            attempt.case = f"started {ticks:+} ticks, another {other or 'time'}"
+            job, waiting = jobs.add(root, LINE)[0], jobs.add(root, LINE)[0]
+            process = processes.Process(stranger.pid, theirs.pid_started + ticks)
+            names = {"host": processes.host(), "boot": boot()} | ({other: "another"} if other else {})
+            store.write_execution(root, job, store.Execution(**names, at=job.created, process=process, runner=process))
+            store.write_runner(root, process)
+            if other != "host":  # a job of another machine belongs to its runner
+                assert not jobs.view_of(root, job).active
+            assert jobs.has_runner(root) == (not ticks)
+            store.write_cancellation(root, job)
+            (store.folder(root) / "runner.json").unlink()
+            worker = runner.Runner(root)
+            worker._start = lambda job: None  # type: ignore[method-assign]
+            for _ in range(3):
+                worker.turn()
+            command(root, "jobs", "cancel", str(waiting.id))
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+    until(lambda: not jobs.has_runner(root), "the runner to leave")
