@@ -112,7 +112,10 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
     ("library", "at_home"),
     [
         ("triton", lambda path: path.startswith("quant/backends/triton_")),
-        ("duckdb", lambda path: path in {f"data/{name}.py" for name in ("catalog", "index", "intake", "sandbox", "statement")}),
+        (
+            "duckdb",
+            lambda path: path in {f"data/{name}.py" for name in ("catalog", "index", "intake", "sandbox", "statement")},
+        ),
         (
             "streamlit",
             lambda path: (

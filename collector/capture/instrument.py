@@ -59,21 +59,24 @@ def instrument(
 ) -> Iterator[None]:
     """Within this context the model's GEMMs run under the recipe, and the recorder records their tensors.
 
-    model      of collector.models, megatron.core, transformers or plain torch modules; or Megatron's list of chunks
-    recipe     a Recipe, the name of a recipe or a format, or the path of a .toml file; default: CUSTOM_QUANT_TYPE, else
-               "bf16" (not quantized)
-    backend    what quantizes: auto, triton or torch
-    skip       layers that stay unquantized besides those that the recipe keeps, as a Selection or its text:
-               "first,last"
-    capture    layers that are recorded, likewise; default: all
-    exclude   paths of modules that are neither quantized nor recorded, * for any part of a path
-    cores      paths of modules whose forward writes attention out: in two products, QKᵀ and PV, of three axes or more
-    head       treat the LM head as one more linear layer, `layer0.head`; by default it is left as it is
-    seed       of stochastic rounding and random signs, which are drawn for each iteration, micro-batch, rank, layer
-               and GEMM; a recomputed forward pass draws the same again
-    iterations how many the model will be trained, for a recipe whose schedule depends on it
-    schedule   changes to bf16 in the run, see `binade.schedule`
-    scales_of  the directory of a run whose delayed scales go on; a run's are written there when the context ends
+    Args:
+        model: A model of collector.models, megatron.core, transformers or plain torch modules, or Megatron's list of
+            chunks.
+        recipe: A Recipe, the name of a recipe or a format, or the path of a .toml file. The default is
+            CUSTOM_QUANT_TYPE, or "bf16" (not quantized).
+        backend: "triton", "torch" or "auto": see `fake_quantize`.
+        skip: Layers to leave unquantized besides those that the recipe keeps, as a Selection or its text, such as
+            "first,last".
+        capture: Layers to record, likewise. The default is all.
+        exclude: Paths of modules to neither quantize nor record; * stands for any part of a path.
+        cores: Paths of modules whose forward computes attention as two products, QKᵀ and PV, of three axes or more.
+        head: Whether to treat the LM head as one more linear layer, `layer0.head`.
+        seed: Seeds stochastic rounding and random signs. They are drawn for each iteration, micro-batch, rank, layer
+            and GEMM; a recomputed forward pass draws the same again.
+        iterations: The number of training iterations, for a recipe whose schedule depends on it.
+        schedule: Changes to bf16 during the run, see `binade.schedule`.
+        scales_of: The directory of a run whose delayed scales are continued. A run writes its own when the context
+            ends.
 
     The model's modules get a `forward` (or what stands for it) of their own, and lose it again at the end, or once
     nothing more is recorded and nothing is quantized; nothing else of the model changes. Until then what torch.compile

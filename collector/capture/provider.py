@@ -33,9 +33,15 @@ def instrument_provider(
     """The provider, wrapped: the models that it builds are instrumented and recorded as one run, which begins with the
     first model (of a virtual pipeline's chunks) and ends with this context.
 
-    recipe, options              as `instrument` takes them; the environment's CUSTOM_QUANT_TYPE if none is given
-    root, config, scores         as Recorder takes them
-    iterations, micro_batches    how many are recorded, from the first on; None for all
+    Args:
+        provider: Megatron's model provider.
+        recipe: See `instrument`. The default is CUSTOM_QUANT_TYPE.
+        root: See `Recorder`.
+        iterations: The number of iterations to record, from the first on; None for all.
+        micro_batches: The number of micro-batches to record in each; None for all.
+        config: See `Recorder`.
+        scores: See `Recorder`.
+        **options: Further options of `instrument`.
 
     Raises what `instrument` and Recorder raise, from the provider's call. Every rank calls it.
     """

@@ -91,26 +91,37 @@ class RecorderError(RuntimeError):
 class Recorder:
     """Writes a run: its directory, tensor files and segments. A context manager; leaving it ends the run.
 
-    root        where runs are kept; default: TENSOR_SAVE_DIR, else data/runs
-    label       part of the run's id
-    config      kept as run.json; its model, size, dataset and recipe describe each tensor
-    tensors     the names of data.tensor_kinds to record of an instrumented model; default: all those of its products
-    scores      formats or specs that every operand is tried in; default: those of `binade run`; () for none
-    measures    what else is measured of each GEMM, see data.tensor_kinds.Measure; default: all
-    loss_scale  what the loss is multiplied by before its backward pass, as 1 / accumulated micro-batches, or a function
-                that returns it, as GradScaler.get_scale
-    raw         keep values, not only statistics, sketch and scores, while this rank's files stay within max_bytes
-    ranks       of a run on several, where each rank has a Recorder and rank 0 makes the directory; default: those of
-                torch.distributed and megatron.core, if they are initialized
-    iterations, micro_batches   how many are recorded, from the first on, where `at` does not say it; None for all
-    evaluation  also record forward passes of a model in eval mode or without gradients, which have micro-batch numbers
-                of their own and the operation "evaluation" in place of "forward"
-    sink        what also gets the rows once they are on the disk: TensorBoard, Weights & Biases or a file; see
-                data.export.Sink. If it fails, it gets no more, with a warning, and the run goes on
-    watch, stats, trigger, capture_steps, ring, ring_bytes, find_nan, cooldown, capture_bytes
-                follow a long run: see docs/watching.md and WatchOptions. With watch or ring, iterations is 0 by default
-    alert       functions that are called with each data.events.Event, on the writer's thread; see capture.alerts
-    enabled     False to write nothing while everything else works; default: TENSOR_SAVE_ENABLED
+    Args:
+        root: The directory of the runs. The default is TENSOR_SAVE_DIR, or data/runs.
+        label: Part of the run's id.
+        config: Kept as run.json. Its model, size, dataset and recipe describe each tensor.
+        tensors: Names of data.tensor_kinds to record. The default is all tensors of products.
+        scores: Formats or specs to try on every operand; () for none. The default is that of `binade run`.
+        measures: What else to measure of each GEMM, see data.tensor_kinds.Measure. The default is all.
+        loss_scale: The factor by which the loss is multiplied before its backward pass, such as 1 / accumulated
+            micro-batches, or a function that returns it, such as GradScaler.get_scale.
+        raw: Whether to keep values, not only statistics, sketches and scores.
+        max_bytes: The limit of this rank's tensor files. Beyond it, values are not kept.
+        ranks: The ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
+            torch.distributed and megatron.core, if they are initialized.
+        iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all.
+        micro_batches: The number of micro-batches to record in each, likewise.
+        evaluation: Whether to also record forward passes in eval mode or without gradients. They have their own
+            micro-batch numbers and the operation "evaluation" instead of "forward".
+        sink: Where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see
+            `Sink`. If it fails, Binade warns once and continues to record.
+        watch: Which steps to watch, such as "every 100 steps". This and the next options follow a long run, see
+            docs/watching.md. With watch or ring, iterations is 0 by default.
+        stats: What to record of a watched step: "basic" or "full".
+        trigger: Conditions that make the next steps be recorded whole, such as "sqnr_db < 12 for 3".
+        capture_steps: The number of steps to record whole after a trigger fires.
+        ring: The number of steps before a trigger fires to record, too.
+        ring_bytes: The limit of the memory that these steps take.
+        find_nan: Whether to find the operation that makes the first NaN or Inf, in every step.
+        cooldown: The number of steps after a trigger fired in which it does not fire again.
+        capture_bytes: The limit of the disk space that captures take.
+        alert: Functions to call with each data.events.Event, on the writer's thread, see capture.alerts.
+        enabled: False writes nothing while everything else works. The default is TENSOR_SAVE_ENABLED.
 
     Each forward pass of the instrumented model is a micro-batch, and the step of an optimizer that holds the model's
     parameters ends an iteration; Megatron's own count is used if there is one. If your optimizer is not one of
