@@ -50,6 +50,7 @@ def root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     roots.copy_run(source, place / source.name)
     config = json.loads((source / "run.json").read_text())
+    del config["run_id"]
     with Catalog.open(place) as catalog:
         mine = advise(costs(catalog, parts=("linear",)), Request(6)).recipe("mine")
     made = {name: mine if name == "mine" else parse_recipe(name) for name in GAPS} | {"bf16": parse_recipe("bf16")}
