@@ -177,7 +177,7 @@ class TestCollect:
         at.multiselect(key="collect_own").set_value(["fc2"])
         at.text_input(key="collect_name").set_value("../mine")
         rerun(at)
-        assert "is not a name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
+        assert "is not a valid name for a recipe" in at.error[0].value and at.button(key="save_refused").disabled
         at.text_input(key="collect_name").set_value("mine")
         rerun(at)
         assert not at.error and not root.exists()  # looking changes nothing
@@ -247,7 +247,7 @@ class TestCollect:
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert "takes less than the job had" in at.warning[0].value
+        assert "does not offer everything" in at.warning[0].value
         for word in ("micro batches 5000: 4096 here", f"seed {2**60}: {2**53 - 1} here"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)

@@ -177,7 +177,7 @@ class TestVerdict:
             "No bf16 run of seed 2 saw the same data: its runs have no gap.",
             "Not every rung has 2 seeds: without tiles 1.",
         )
-        assert "without tiles is not separated" in drawn.verdict or "separates no rung" in drawn.verdict
+        assert "without tiles is not separated" in drawn.verdict or "separates no step" in drawn.verdict
 
     def test_without_bf16_there_is_no_ladder(self, tmp_path, draw):
         make_ladder(tmp_path, [0, 1], bf16=[])
