@@ -191,7 +191,7 @@ def _same(one: Recipe, other: Recipe) -> bool:
 def path_of(root: Path, name: str) -> Path:
     """The file of a saved recipe. Raises RecipeError for a name or a root that cannot be used."""
     if not NAME.fullmatch(name):
-        raise RecipeError(f"{name!r} is not a name for a recipe: use up to 64 letters, digits, - and _")
+        raise RecipeError(f"{name!r} is not a valid name for a recipe: use up to 64 letters, digits, - and _")
     path = folder(root) / f"{name}.toml"
     if names(str(path)) != (str(path),):
         raise RecipeError(f"{root} has a comma in its name, which separates recipes: use a root without one")

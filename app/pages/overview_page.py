@@ -55,8 +55,8 @@ def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
     parts = ["Every tensor has its values on disk."]
     if dropped:
         parts = [
-            f"{dropped:,} tensors have no values on disk (over the byte budget, or not asked for): their statistics, "
-            "sketches and scores are whole."
+            f"{dropped:,} tensors have no values on disk (over the byte budget, or not requested). Their statistics, "
+            "sketches and scores are complete."
         ]
     configs = [json.loads(text) for text in runs["config"]]
     if some := [c for c in configs if _less(c, "collect_micro_batches", "micro_batches")]:
