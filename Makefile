@@ -7,8 +7,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check
 BINADE := $(VENV)/bin/binade
-# Whole files to each worker: what a file's tests share is made once. One worker more than cores: some always wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Whole files to each worker: what a file's tests share is made once. Two workers more than cores: some always wait.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 PYTEST = $(PY) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 SHELL := /bin/sh
 export PYTHONUNBUFFERED := 1

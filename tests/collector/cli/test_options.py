@@ -33,6 +33,8 @@ OTHER = {
     "ranks": (0,),
     "scores": (),
     "router_quant": "bf16",
+    "watch": "every 3 steps",
+    "trigger": ("saturated > 1%", "nan"),
 }
 TOGETHER = {
     "router_quant": {"model": "deepseek2_lite"},
