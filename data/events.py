@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from binade.data.json_files import STRICT, parse_json
+from binade.data.runs import Whole
+from binade.data.store import read_file
 
 
 class EventKind(StrEnum):
@@ -38,14 +41,14 @@ class Event:
     """
 
     kind: EventKind
-    iteration: int
+    iteration: Whole
     text: str
     time: str
-    rank: int = 0
+    rank: Whole = 0
     trigger: str | None = None
     place: str | None = None
-    until: int | None = None
-    order: int | None = None
+    until: Whole | None = None
+    order: Whole | None = None
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, " if self.rank else ""
@@ -61,14 +64,23 @@ def append_event(directory: Path, event: Event) -> None:
 
 def read_events(directory: Path) -> list[Event]:
     """A run's events by iteration, those with an order first, and rank. A line that is damaged or cut short ends
-    those of its file. Raises OSError for a file that cannot be read."""
+    those of its file. A file that cannot be read has none; `check_events` names it."""
     found = []
-    for path in (directory / "events.jsonl", *sorted(directory.glob("ranks/rank*.events.jsonl"))):
-        for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
+    for path in _files(directory):
+        with suppress(OSError, ValueError):
+            for line in read_file(path).splitlines():
                 found.append(parse_json(Event, line))
-            except ValueError:
-                break
     return sorted(
         found, key=lambda event: (event.iteration, math.inf if event.order is None else event.order, event.rank)
     )
+
+
+def check_events(directory: Path) -> None:
+    """Raise OSError for a file of events that cannot be read."""
+    for path in _files(directory):
+        with suppress(FileNotFoundError):
+            read_file(path)
+
+
+def _files(directory: Path) -> list[Path]:
+    return [directory / "events.jsonl", *sorted(directory.glob("ranks/rank*.events.jsonl"))]

@@ -24,6 +24,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from binade.data.events import check_events
 from binade.data.filter import FIELDS
 from binade.data.runs import CANCELLED, DONE, FAILED, RunError, RunInfo, read_run, run_directories
 from binade.data.segment import TABLES, SegmentError, read_tables, segment_names
@@ -168,7 +169,13 @@ class Intake:
                 names = segment_names(directory)
                 segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in names}
                 mark = _mark(directory, names)  # before the files are read: what changes meanwhile is seen next time
-                changed.append(_OnDisk(read_run(directory), segments, mark))
+                run = read_run(directory)
+                try:
+                    check_events(directory)
+                except OSError as error:
+                    self.refused.append(f"the events of {directory.name} are not shown: {describe(error)}")
+                    mark = None  # it is said again next time
+                changed.append(_OnDisk(run, segments, mark))
             except RunError as error:
                 self.refused.append(str(error))
             except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import streamlit as st
@@ -15,7 +16,7 @@ from binade.collector.jobs import JobError, SubmissionError
 from binade.collector.jobs.command_line import parse
 from binade.collector.recipes.files import label
 from binade.collector.training.config import DATASETS, ConfigError, RunConfig
-from binade.collector.training.slurm_options import SlurmOptions
+from binade.collector.training.slurm_options import Launcher, SlurmOptions
 from binade.collector.training.targets import read_targets
 from binade.data.access import ReadOnlyError, reason
 from binade.data.runs import RunError, resolve_root
@@ -29,7 +30,8 @@ TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one a
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError)
-HERE = ""  # the choice of this machine among the targets
+HERE, CLUSTER = "", "--launcher slurm"  # the choices beside the targets: this machine, and a cluster without a target
+PLACES = {HERE: "this machine", CLUSTER: "Slurm, without a target"}
 
 
 def page() -> None:
@@ -64,12 +66,12 @@ def _begin() -> None:
             st.warning(plain(f"Job {number[:20]} cannot be cloned: {error}."), icon=":material/warning:")
         else:
             _fill(config, (config.recipe,), title=job.title, tags=", ".join(job.tags))
-            state[_key("target")] = request.start.target or HERE
+            _fill_start(request.start)
             return
     if f"{PREFIX}model" not in state:
         preset = collecting.PRESETS["quick"]
         _fill(preset.config, preset.recipes, preset.seeds)
-        state[_key("target")] = HERE
+        _fill_start(SlurmOptions())
         state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
@@ -93,6 +95,13 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
     state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
     state[f"{PREFIX}title"], state[f"{PREFIX}tags"] = title, tags
     state[f"{PREFIX}base"] = config
+
+
+def _fill_start(start: SlurmOptions) -> None:
+    """Set where the runs are started, and what the form has no field for of how."""
+    state = st.session_state
+    state[_key("kept")] = start
+    state[_key("target")] = start.target or (CLUSTER if start.launcher == Launcher.SLURM else HERE)
 
 
 def _choose_preset(name: str) -> None:
@@ -217,11 +226,13 @@ def _summary() -> None:
         return
     count = len(runs)
     with st.container(border=True):
-        start = SlurmOptions(target=_target() or None)
+        start = _start()
         try:
-            target = start.for_run(runs[0])
+            target = start.for_run(runs[0]) if start else None
         except ConfigError as error:
             st.error(plain(f"{error}."), icon=":material/edit:")
+            start = None
+        if start is None:
             st.button("Launch", type="primary", disabled=True, width="stretch", key="launch_refused")
             return
         at_once = (target.at_once or count) if target else 1
@@ -255,26 +266,30 @@ def _summary() -> None:
     st.caption("The same in a terminal:")
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
-    if kept := collecting.kept_options(base):
+    if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
         st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
     st.caption(f"Into `{root}`.")
 
 
-def _target() -> str:
-    """Where the runs are started: the choice is shown if binade.toml has targets."""
+def _start() -> SlurmOptions | None:
+    """How the runs are started: the choice is shown if there is one. None for a target that is not there any more."""
+    kept: SlurmOptions = _value("kept")
+    choices = [HERE, CLUSTER] if kept.launcher == Launcher.SLURM else [HERE]
     try:
-        names = list(read_targets())
+        choices += read_targets()
     except ConfigError as error:
         st.warning(plain(f"{error}."), icon=":material/warning:")
-        return HERE
-    if _value("target") not in names:
-        st.session_state[_key("target")] = HERE
-    if not names:
-        return HERE
-    chosen: str = st.selectbox(
-        "Where", [HERE, *names], key=_key("target"), format_func=lambda name: name or "this machine", help=TARGETS
-    )
-    return chosen
+    name = _value("target")
+    if missing := name not in choices:
+        st.warning(plain(f"binade.toml has no target {name}: choose where to run."), icon=":material/warning:")
+        choices.append(name)
+    if len(choices) > 1:
+        name = st.selectbox(
+            "Where", choices, key=_key("target"), format_func=lambda name: PLACES.get(name, name), help=TARGETS
+        )
+    if missing:
+        return None
+    return SlurmOptions() if name == HERE else replace(kept, target=None if name == CLUSTER else name)
 
 
 def _launch(runs: list[RunConfig], start: SlurmOptions) -> None:

@@ -115,7 +115,7 @@ class Provenance:
             return known[2]
         low, high = torch.aminmax(x.detach())
         note = _Note((low, high), not x.requires_grad)
-        if x.is_cuda and not self.found:
+        if x.is_cuda and (self.kept or not self.found):
             self.waiting.append(note)
         else:
             note.decide(float(low), float(high))

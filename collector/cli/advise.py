@@ -91,7 +91,7 @@ def _advise(
     where = resolve_root(root)
     with Catalog.open(where) as catalog:
         for reason in catalog.refused:
-            fail(f"passed over: {reason}")
+            fail(f"skipped: {reason}")
         with quiet():
             known = costs(catalog, filter_of(filters), parts)
             bits = budget or (5.5 if memory is None else 8 * memory / known.values)

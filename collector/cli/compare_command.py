@@ -25,7 +25,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     except OSError as error:
         raise RunError(f"{runs} cannot be read: {error.strerror or error}") from error
     for reason in comparison.refused:
-        fail(f"passed over: {reason}")
+        fail(f"skipped: {reason}")
     if not comparison.sections:
         found = "holds no runs that can be read" if runs.is_dir() else "does not exist"
         raise RunError(f"{runs} {found}: name the root of some runs, or collect some with binade batch")

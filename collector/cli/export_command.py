@@ -31,7 +31,7 @@ def _export(
     export.target(to)
     with Catalog.open(resolve_root(root)) as catalog:
         for reason in catalog.refused:
-            fail(f"passed over: {reason}")
+            fail(f"skipped: {reason}")
         done = export.export(catalog, to, output, choice)
     print_text(f"{done.runs} runs, {done.values} values and {done.histograms} histograms written to {output}")
 

@@ -13,26 +13,29 @@ import click
 from binade.terminal import Command, Option, print_text, resolve_root
 
 if TYPE_CHECKING:  # they import pyarrow: --help does not wait for it
+    from binade.data.events import Event
     from binade.data.runs import RunInfo
+
+    Seen = dict[str, tuple[str, set[Event]]]
 
 SECONDS = 1.0  # between two looks
 
 
-def _lines(root: Path, seen: dict[str, tuple[str, int]]) -> Iterator[str]:
+def _lines(root: Path, seen: Seen) -> Iterator[str]:
     """What is new since the last look: a line for each event, and for each run that has gone on. seen: of each run its
-    last line and how many of its events were shown."""
+    last line and the events that were shown."""
     from binade.data.events import read_events
     from binade.data.runs import RUNNING, list_runs
 
     for run in list_runs(root)[0]:
-        before, shown = seen.get(run.run_id, ("", 0))
+        before, shown = seen.get(run.run_id, ("", set()))
         events = read_events(run.directory)
         if events or run.status.state == RUNNING or before:
-            yield from (f"{run.run_id}: {event}" for event in events[shown:])
+            yield from (f"{run.run_id}: {event}" for event in events if event not in shown)
             line = _progress(run, len(events))
             if line != before:
                 yield line
-            seen[run.run_id] = line, len(events)
+            seen[run.run_id] = line, set(events)
 
 
 def _progress(run: RunInfo, events: int) -> str:
@@ -67,7 +70,8 @@ def _latest(run: RunInfo) -> str:
 
 
 def _watch(root: str | None, once: bool, **_: Any) -> None:
-    folder, seen = resolve_root(root), dict[str, tuple[str, int]]()
+    folder = resolve_root(root)
+    seen: Seen = {}
     while True:
         for line in _lines(folder, seen):
             print_text(line)

@@ -43,9 +43,11 @@ def parse(line: Sequence[str]) -> Request:
 
 
 def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a line that `arguments_of` may have written. Raises ValueError for any other: a job's file that names
-    another command, root or launcher."""
-    takes_value = {"--quantization": True} | {each.flag: each.kind is not bool for each in declared(RunConfig).values()}
+    """Return a line that `arguments_of` and `SlurmOptions.arguments` may have written. Raises ValueError for any other:
+    a job's file that names another command or root, or --dry-run."""
+    options = declared(RunConfig) | declared(SlurmOptions)
+    del options["dry_run"]
+    takes_value = {"--quantization": True} | {each.flag: each.kind is not bool for each in options.values()}
     words = iter(arguments)
     if next(words, None) != "run":
         raise ValueError("a job is a line of run")

@@ -16,7 +16,9 @@ from binade.app import state
 from binade.app.jobs import collecting
 from binade.collector import jobs
 from binade.collector.jobs import processes, runner, store
+from binade.collector.jobs.command_line import parse
 from binade.collector.training.config import RunConfig
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
@@ -39,6 +41,11 @@ def chosen(at: AppTest) -> list[RunConfig]:
     """The runs of the command that the page shows, as the collector reads it."""
     lines = at.code[0].value.replace("\\\n", " ").splitlines()
     return [run for line in lines for run in jobs.parse_runs(shlex.split(line)[1:])]
+
+
+def started(at: AppTest) -> SlurmOptions:
+    """How the runs of the command that the page shows are started."""
+    return parse(shlex.split(at.code[0].value.replace("\\\n", " "))[1:]).start
 
 
 def press(at: AppTest, key: str) -> AppTest:
@@ -125,7 +132,27 @@ class TestCollect:
         rerun(at)
         assert not at.button(key="launch").disabled and at.code[0].value.endswith("--target gpu")
         (tmp_path / "binade.toml").write_text("[targets.gpu")
-        assert "binade.toml" in rerun(at).warning[0].value and "--target" not in at.code[0].value
+        assert "binade.toml" in rerun(at).warning[0].value and at.button(key="launch_refused").disabled
+
+    def test_a_clone_starts_where_and_as_the_job_did(self, visit, root, tmp_path, monkeypatch):
+        monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+        targets = tmp_path / "binade.toml"
+        targets.write_text('[targets.gpu]\nlauncher = "slurm"\n')
+        path = store.directory_of(root, jobs.add(root, SHORT)[0]) / "job.json"
+        job = json.loads(path.read_text())
+        for start in (["--launcher", "slurm", "--time", "90"], ["--target", "gpu", "--time", "90"]):
+            path.write_text(json.dumps(job | {"arguments": [*job["arguments"], *start]}))
+            at = visit(root, "collect", **{"from": "1"})
+            assert started(at) == parse([*SHORT, *start]).start
+        targets.write_text('[targets.other]\nlauncher = "slurm"\n')
+        at = visit(root, "collect", **{"from": "1"})
+        assert "has no target gpu: choose where to run" in at.warning[0].value.replace("\\", "")
+        assert at.button(key="launch_refused").disabled
+        at.selectbox(key="collect_target").set_value("other")
+        rerun(at)
+        assert not at.button(key="launch").disabled and started(at) == SlurmOptions(target="other", time="90")
+        at.selectbox(key="collect_target").set_value("")
+        assert started(rerun(at)) == SlurmOptions()
 
     def test_an_ablation_is_of_the_chosen_recipe(self, visit: Visit, root: Path):
         at = visit(root, "collect")
@@ -240,14 +267,14 @@ class TestCollect:
     @pytest.mark.parametrize("number", ["abc", "9", "1" * 99])
     def test_what_is_no_job_is_said(self, visit: Visit, root: Path, number: str):
         at = visit(root, "collect", **{"from": number})
-        assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value
+        assert f"Job {number[:20]} cannot be cloned" in at.warning[0].value.replace("\\", "")
         assert chosen(at) == jobs.parse_runs(["quick", "mxfp8"])
 
     def test_what_is_beyond_the_form_is_said(self, visit: Visit, root: Path):
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert "does not offer everything" in at.warning[0].value
+        assert "does not offer everything" in at.warning[0].value.replace("\\", "")
         for word in ("micro batches 5000: 4096 here", f"seed {2**60}: {2**53 - 1} here"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from binade import quant
+from binade.collector import Recorder
 from binade.collector.models.attention import CoreAttention
 from binade.collector.models.model import GPTModel
 from binade.collector.models.parallel import ParallelLinear
@@ -41,6 +43,14 @@ def step(model: GPTModel) -> torch.Tensor:
     logits = model(tokens)
     F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     return logits.detach()
+
+
+def end_step(recorder: Recorder) -> None:
+    """End an iteration before the writer's thread has seen what it recorded, which it has when this returns."""
+    with (held := Lock()):
+        recorder.later(held.acquire)
+        recorder.step()
+    recorder.settle()
 
 
 class Hooks:

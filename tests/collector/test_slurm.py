@@ -10,13 +10,18 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from binade.collector.cli.options import job_arguments
-from binade.collector.jobs import runner, slurm, store, view_of
+from binade.collector.jobs import arguments_of, runner, slurm, store, view_of
+from binade.collector.jobs.command_line import parse
+from binade.collector.training.config import RunConfig
+from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import CONFIG
+from binade.data.json_files import read_json, write_json
 from tests.conftest import PROJECT
 
 pytestmark = pytest.mark.slow
@@ -102,6 +107,16 @@ def test_a_target_gives_what_the_command_does_not(command, capsys, tmp_path: Pat
     assert "--container-image=docker://lab/torch:2.11 --container-mounts=/data:/data python3 -u -m" in line
     line = dry_script(command, capsys, "run", "--target", "sif").splitlines()[-2]
     assert f"apptainer exec --nv --bind /data /images/torch.sif {sys.executable} -u -m" in line
+
+
+def test_a_job_keeps_how_it_starts(tmp_path: Path):
+    start = SlurmOptions(target="gpu", partition="a100", time="1:30:00", nodes=2)
+    arguments = (*arguments_of(RunConfig(tp=2)), *start.arguments())
+    write_json(tmp_path / "job.json", store.Job(1, "0" * 16, arguments, "/", "2026-01-01"))
+    job = read_json(store.Job, tmp_path / "job.json")
+    assert job.arguments == arguments and parse(job.arguments).start == start and job.on_cluster
+    with pytest.raises(ValueError, match="--dry-run"):
+        replace(job, arguments=(*arguments, "--dry-run"))
 
 
 @pytest.mark.parametrize(

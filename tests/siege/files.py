@@ -20,6 +20,7 @@ from binade.cli import main
 from binade.collector import jobs
 from binade.collector.jobs import runner, store
 from binade.collector.jobs.processes import Process, host
+from binade.data.events import Event, EventKind, append_event
 from binade.data.runs import boot, list_runs
 from tests.app import roots
 from tests.app.conftest import close_pages, open_page
@@ -223,7 +224,7 @@ def linked_queues(attempt: Attempt) -> None:
     assert {path: path.read_bytes() for path in [other, *other.rglob("*")] if path.is_file()} == before
 
 
-RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt"]
+RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl"]
 
 
 @attack("Every page opens; sound runs are shown, the bad one is named or shown", tries=150, share=3.0)
@@ -239,6 +240,7 @@ def damaged_runs(attempt: Attempt) -> None:
     store.write_execution(root, job, store.Execution(info.status.host, info.status.boot, started, process=process))
     for other in others:  # a batch is one process: only the first run is this job's
         roots.change_status(other, pid=1 << 22)
+    append_event(run, Event(EventKind.TRIGGER, 0, "absmax is 9", started, place="layer1.fc1 input", order=1))
     done = damage(run / name, how, attempt.random)
     attempt.case = f"{name}: {done}"
     found, refused = list_runs(root)

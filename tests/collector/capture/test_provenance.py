@@ -18,7 +18,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
-from tests.collector.small_model import batch, build
+from tests.collector.small_model import batch, build, end_step
 
 pytestmark = pytest.mark.slow
 
@@ -188,8 +188,7 @@ def test_what_is_found_fires_the_trigger_nan(tmp_path):
         for factor in (1.0, torch.inf, 1.0, 1.0):
             model.factor = factor
             model(torch.ones(4, 8)).sum().backward()
-            recorder.step()
-            recorder.settle()
+            end_step(recorder)
     found, fired, captured = read_events(recorder.writer.directory)
     assert (found.kind, found.iteration, fired.kind, fired.trigger) == ("non-finite", 1, "trigger", "nan")
     assert (captured.kind, captured.iteration) == ("capture", 3)

@@ -15,7 +15,7 @@ from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import OPERANDS
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
-from tests.collector.small_model import build, loss
+from tests.collector.small_model import build, end_step, loss
 
 pytestmark = pytest.mark.slow
 STEPS = 5
@@ -37,8 +37,7 @@ def losses(root, recipes: dict[int, str], schedule=(), skip=None, **options) -> 
                     optimizer.step()
                     optimizer.zero_grad()
                     found.append(value.item())
-                    recorder.step()
-                    recorder.settle()
+                    end_step(recorder)
     return found, recorder
 
 

@@ -10,7 +10,7 @@ from binade.collector.training.config import ConfigError
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
 from binade.quant.summary import summarize, summarize_later
-from tests.collector.small_model import build, loss
+from tests.collector.small_model import build, end_step, loss
 
 NAMES = ("input", "weight")
 pytestmark = pytest.mark.slow
@@ -38,8 +38,7 @@ def trained(
             found.backward()
             optimizer.step()
             optimizer.zero_grad()
-            recorder.step()
-            recorder.settle()
+            end_step(recorder)
     with Catalog.open(root) as catalog:
         counts = catalog._frame(
             "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(s.key)::BIGINT AS sketched FROM tensor "

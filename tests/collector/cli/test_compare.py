@@ -759,7 +759,7 @@ class TestCommand:
         assert read_csv(out)[1]["gradient_cosine"] == ""
         monkeypatch.setattr("binade.collector.cli.compare.MAX_GRADIENT_VALUES", TENSOR.numel() - 1)
         assert command("compare", "--format", "csv") == 0
-        assert "passed over: gradients: 4,096 values are too many to compare here" in capsys.readouterr().err
+        assert "skipped: gradients: 4,096 values are too many to compare here" in capsys.readouterr().err
 
     def test_a_damaged_segment_is_told(self, command, capsys, made):
         run = made("mxfp8", [5.0], tensors=[(TENSOR, {"format": "mxfp8"})])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from binade.collector.capture.alerts import scalars, webhook
+from binade.collector.cli.watch_command import _lines
 from binade.collector.errors import ConfigError
 from binade.data.events import Event, EventKind, append_event, read_events
+from binade.data.runs import RunWriter
 
 EVENT = Event(
     EventKind.TRIGGER, 7, "layer1.fc1 input: absmax is 9, above 8", "2026-01-01T00:00:00+00:00", trigger="absmax > 8"
@@ -46,6 +49,15 @@ def test_events_of_ranks_are_in_order_and_a_cut_line_ends_a_file(tmp_path):
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"kind": "trigg')
     assert read_events(tmp_path) == [found[1], found[0], EVENT]
+
+
+def test_a_late_event_of_another_rank_is_printed(tmp_path):
+    run, seen = RunWriter.create(tmp_path, "mine", {}, ranks=2), {}
+    append_event(run.directory, EVENT)
+    assert len(list(_lines(tmp_path, seen))) == 2
+    late = replace(EVENT, iteration=6, rank=1)
+    append_event(run.directory, late)
+    assert next(_lines(tmp_path, seen)) == f"{run.run_id}: {late}"
 
 
 def told(alert) -> None:
