@@ -199,7 +199,7 @@ class Catalog:
             with self._cursor() as cursor:
                 return cursor.execute(sql, parameters or []).df()
 
-        return self.kept((sql, repr(parameters), of), ask).copy(deep=False)  # a caller may add columns to its own
+        return self.kept((sql, repr(parameters), of), ask).copy(deep=False)  # pandas 3 copies on write
 
     @_repairing
     def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple[Any, ...]]:
