@@ -34,6 +34,7 @@ from pydantic import FailFast, Field, Strict
 from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
+from binade.data.events import read_events
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import owner, staged_file, sweep
@@ -215,7 +216,11 @@ class _Writer:
         status_file = self._temporary(f"status-{run.run_id}")
         status_file.write_text(json.dumps(asdict(status)))
         files.append((f"{prefix}/status.json", status_file))
-        for name in ("run.json", "loss.jsonl", "log.txt", "events.jsonl"):
+        if events := read_events(run.directory):  # of all ranks
+            merged = self._temporary(f"events-{run.run_id}")
+            merged.write_text("".join(f"{json.dumps(asdict(event))}\n" for event in events))
+            files.append((f"{prefix}/events.jsonl", merged))
+        for name in ("run.json", "loss.jsonl", "log.txt"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
         return _Plan(files, digests, tensors, len(raw), left_out)

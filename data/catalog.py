@@ -7,11 +7,10 @@ the source of truth: `sync` updates the index from them, adding each segment onc
 
 from __future__ import annotations
 
-import itertools
 import json
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_versions = itertools.count()
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
@@ -134,8 +132,6 @@ class Catalog:
         self._index = index
         self._only: tuple[str, ...] | None = None
         self._lock = threading.Lock()
-        self._marks: tuple[object, object] = (None, None)
-        self.version = self.progress = next(_versions)
         self.cache: Cache | None = None
 
     @classmethod
@@ -150,6 +146,14 @@ class Catalog:
         catalog = cls(path, Index(path))
         catalog.sync()
         return catalog
+
+    @property
+    def version(self) -> int:
+        return self._index.version
+
+    @property
+    def progress(self) -> int:
+        return self._index.progress
 
     @property
     def in_memory(self) -> bool:
@@ -182,7 +186,7 @@ class Catalog:
         it has another cause."""
         if not self._index.is_damage(error) and generation == self._index.generation:
             raise error
-        with self._lock:
+        with self._updating():
             if generation == self._index.generation:
                 self._index.replace(in_memory=False)
                 self._synchronize()
@@ -199,7 +203,7 @@ class Catalog:
             with self._cursor() as cursor:
                 return cursor.execute(sql, parameters or []).df()
 
-        return self.kept((sql, repr(parameters), of), ask).copy(deep=False)  # a caller may add columns to its own
+        return self.kept((sql, repr(parameters), of), ask).copy(deep=False)  # pandas 3 copies on write
 
     @_repairing
     def _rows(self, sql: str, parameters: list[Any] | None = None) -> list[tuple[Any, ...]]:
@@ -217,8 +221,17 @@ class Catalog:
         A segment that cannot be read is skipped, listed in `refused` and tried again next time. If the index can no
         longer be written (the disk is full), it is left unchanged and the segments are loaded into memory instead.
         """
-        with self._lock:
+        with self._updating():
             return self._synchronize()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """One thread at a time; if it replaces the index, the others wait until that is up to date."""
+        with self._lock:
+            try:
+                yield
+            finally:
+                self._index.release()
 
     def _synchronize(self) -> int:
         for attempt in ("as it is", "rebuilt"):
@@ -227,7 +240,13 @@ class Catalog:
             except duckdb.Error as error:
                 if self.in_memory:
                     raise
-                self._index.replace(in_memory=attempt == "rebuilt" or is_unavailable(error))
+                rebuild = attempt == "as it is" and self._index.is_damage(error)
+                if not (rebuild or is_unavailable(error)):
+                    self.notices.append(
+                        f"{self._index.path} cannot be used: {describe(error)}. Until the next start the index is kept"
+                        " in memory. If this happens again, delete the file: it is built again from the runs."
+                    )
+                self._index.replace(in_memory=not rebuild)
         return self._catch_up()
 
     def _catch_up(self) -> int:
@@ -242,11 +261,7 @@ class Catalog:
             for columns, table in (("run_id, name, mtime_ns", "segment"), ("run", "run"))
         )
         ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id)) FROM run").fetchone()
-        before, self._marks = self._marks, ((tensors, ids), (runs, tuple(self.refused)))
-        if before != self._marks:
-            self.progress = next(_versions)
-            if before[0] != self._marks[0]:
-                self.version = self.progress
+        self._index.mark((tensors, ids), (runs, tuple(self.refused)))
 
     # Queries
 

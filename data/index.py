@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import stat
@@ -29,26 +30,32 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+_versions = itertools.count()
 
 
 class Index:
     """The database, empty or as it was left: `intake` brings it up to date. Threads share it.
 
-    generation  counts the databases that took the place of the first
-    notices     sentences for the user, oldest first
+    generation         counts the databases that took the place of the first
+    version, progress  see Catalog
+    notices            sentences for the user, oldest first
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self.path = root, root / FILE
         self.generation = 0
+        self._marks: tuple[object, object] = (None, None)
+        self.version = self.progress = next(_versions)
         self.notices: list[str] = []
         self._cursors = 0
+        self._replacing: int | None = None
         self._gate = threading.Condition()
         self._open()
 
     @contextmanager
     def cursor(self) -> Iterator[duckdb.DuckDBPyConnection]:
         with self._gate:
+            self._gate.wait_for(lambda: self._replacing in (None, threading.get_ident()))
             cursor = self._connection.cursor()
             self._cursors += 1
         try:
@@ -68,9 +75,10 @@ class Index:
         return damaged and not self.in_memory and not is_unavailable(error)
 
     def replace(self, *, in_memory: bool) -> None:
-        """Start again with an empty database, in memory or in a new file. Waits until no cursor is open; others wait
-        for it."""
+        """Start again with an empty database, in memory or in a new file. Waits until no cursor is open. Until
+        `release`, other threads that ask for one wait, so that none sees the database while it is filled."""
         with self._gate:
+            self._replacing = threading.get_ident()
             self._gate.wait_for(lambda: not self._cursors)
             self._connection.close()
             if not in_memory:
@@ -78,6 +86,21 @@ class Index:
                 _discard(self.path)
             self._open(in_memory)
             self.generation += 1
+            self.mark(None, None)
+
+    def release(self) -> None:
+        """Let the threads go on that wait for a database which this one has replaced."""
+        with self._gate:
+            self._replacing = None
+            self._gate.notify_all()
+
+    def mark(self, content: object, course: object) -> None:
+        """Count a new progress if either is not as it was marked before, and a new version if the content is not."""
+        before, self._marks = self._marks, (content, course)
+        if before != self._marks:
+            self.progress = next(_versions)
+            if before[0] != content:
+                self.version = self.progress
 
     def _open(self, in_memory: bool = False) -> None:
         reason = _no_file(self.path)

@@ -166,10 +166,11 @@ class Intake:
                 unchanged[directory.name] = found
                 continue
             try:
-                names = segment_names(directory)
-                segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in names}
-                mark = _mark(directory, names)  # before the files are read: what changes meanwhile is seen next time
+                # The mark first: what changes meanwhile is seen next time. The segments last: a run that ends
+                # meanwhile may have published some that its status counts.
+                mark = _mark(directory, segment_names(directory))
                 run = read_run(directory)
+                segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
                 try:
                     check_events(directory)
                 except OSError as error:

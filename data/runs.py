@@ -376,7 +376,7 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
         else:
             part.unlink(missing_ok=True)
     status = read_status(directory)
-    counts: dict[str, Any] = total_counts(directory)
+    counts: dict[str, Any] = total_counts(directory) if (directory / "ranks").is_dir() else {}
     changed = replace(status, state=state, reason=reason, finished=now(), heartbeat=now(), **counts)
     write_json(directory / "status.json", changed)
 

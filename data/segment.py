@@ -242,6 +242,8 @@ MANIFEST = "manifest.json"
 class SegmentError(ValueError):
     """A segment is not what was written. The message says which file differs, and what was expected."""
 
+    exit_status = 1
+
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Checksum:
@@ -281,10 +283,8 @@ class Manifest:
                 found[name] = f"is missing, expected {expected.bytes} bytes"
             elif difference := expected.difference(Checksum.of(file)):
                 found[name] = difference
-        return found
-
-
-ABSENT = Checksum(0, "")  # of a file that the manifest does not name
+        more = [file.name for file in table_files(segment).values() if file.name not in self.files]
+        return found | dict.fromkeys(more, f"is not in {MANIFEST}")
 
 
 def manifest(run_id: str | None, name: str, files: Mapping[str, Path]) -> bytes:
@@ -329,7 +329,9 @@ def read_tables(segment: Path, written: Manifest | None = None) -> dict[str, pa.
             content = source.read()
         if written:
             found = Checksum(len(content), hashlib.sha256(content).hexdigest())
-            if difference := written.files.get(file.name, ABSENT).difference(found):
+            if file.name not in written.files:
+                raise SegmentError(f"{file.name} is not in {MANIFEST}")
+            if difference := written.files[file.name].difference(found):
                 raise SegmentError(f"{file.name} {difference}")
         try:
             with pq.ParquetFile(pa.BufferReader(content), read_dictionary=["tensor_id"]) as opened:
@@ -434,12 +436,16 @@ def drop_rows(directory: Path, name: str, tensor_ids: set[str], files: bytes) ->
     """Rewrite the segment directory/name without these tensors, with `files` as its files.jsonl.
 
     After a crash between the two renames neither version exists, so rows and their files are lost together. If it
-    raises OSError, the old version stays."""
+    raises OSError, or SegmentError for a segment that is damaged, the old version stays."""
+    segment = directory / name
+    if (segment / MANIFEST).exists():
+        for damaged, difference in read_manifest(segment, None).differences(segment).items():
+            raise SegmentError(f"{segment / damaged} {difference}")
     tables = {}
-    for stem, file in table_files(directory / name).items():
+    for stem, file in table_files(segment).items():
         table = pq.read_table(file, partitioning=None)
         tables[stem] = table.filter(pc.invert(pc.is_in(table["tensor_id"], pa.array(sorted(tensor_ids), _TEXT))))
-    with staged_directory(directory / name, replace=True) as part:
+    with staged_directory(segment, replace=True) as part:
         _fill(part, name, tables, files)
 
 

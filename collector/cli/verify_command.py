@@ -23,7 +23,8 @@ def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     for run_id in found.unchecked:
         print_text(f"{one_line(run_id)} has no checksums: it was recorded by an earlier version")
     count = len(found.damaged)
-    print_text(f"{found.runs} runs, {found.files} files read: {count or 'none'} damaged")
+    read = f"{found.runs} run{'s' * (found.runs != 1)}, {found.files} file{'s' * (found.files != 1)} read"
+    print_text(f"{read}: {count or 'none'} damaged")
     return FAILED if count else 0
 
 

@@ -27,6 +27,7 @@ from binade.data.store import TensorFileError
 from binade.quant import score, summarize
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
 from tests.conftest import run_collector, run_python, start_python, until
+from tests.data.builder import with_column
 
 pytestmark = pytest.mark.slow
 
@@ -336,6 +337,18 @@ def test_importing_again_adds_what_is_new_and_nothing_twice(bring, capsys, tmp_p
     again = rows(tmp_path)
     assert len(again) == 10 and set(first["tensor_id"]) < set(again["tensor_id"]) and again["tensor_id"].is_unique
     assert only_run(tmp_path).status.tensors == 10 and only_run(tmp_path).config["files"]["V2"] == 1
+
+
+def test_damaged_rows_are_not_written_again_with_new_checksums(bring, capsys, tmp_path, logs):
+    for seed, name in enumerate(("a", "b")):
+        write(logs / f"{name}.pt", tensor(seed))
+    assert bring() == 0
+    (file,) = only_run(tmp_path).directory.glob("segments/*/tensor.parquet")
+    file.write_bytes(with_column(file.read_bytes(), "nans", 9))
+    damaged = file.read_bytes()
+    write(logs / "b.pt", tensor(9))
+    assert bring() == 1 and file.read_bytes() == damaged
+    assert "tensor.parquet has " in capsys.readouterr().err
 
 
 def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):

@@ -27,6 +27,7 @@ from hypothesis import strategies as some
 from binade.data import bundle
 from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog, CatalogError
+from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.filter import Filter
 from binade.data.runs import RUNNING, fingerprint, process_start, sound_losses
 from tests.data.builder import assorted, make_run, with_column, without_checksums
@@ -111,6 +112,17 @@ def test_all_values_or_none(source: Path, tmp_path: Path):
     bundle.write(tmp_path / "again", tmp_path / "second.zip", run_ids(source), None)
     bundle.import_runs(tmp_path / "third", tmp_path / "second.zip")  # a bundle of a bundle
     assert tables(tmp_path / "third")[0].equals(tables(source)[0])
+
+
+def test_the_events_of_every_rank_come_along(tmp_path: Path):
+    run = make_run(tmp_path, assorted(1))
+    (run.directory / "ranks").mkdir()
+    for rank in (1, 0, 2):
+        append_event(run.directory, Event(EventKind.TRIGGER, 3, f"seen on {rank}", "2026-01-02T03:04:05+00:00", rank))
+    bundle.write(tmp_path, tmp_path / "bundle.zip", [run.run_id], None)
+    bundle.import_runs(tmp_path / "new", tmp_path / "bundle.zip")
+    events = read_events(tmp_path / "new" / run.run_id)
+    assert events == read_events(run.directory) and [event.rank for event in events] == [0, 1, 2]
 
 
 def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_path: Path):

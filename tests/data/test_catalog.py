@@ -27,6 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from binade.data import intake
+from binade.data.cache import Cache
 from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
 from binade.data.filter import Filter
 from binade.data.intake import schema
@@ -382,9 +383,10 @@ class TestIndexFile:
     def test_damaged_blocks_are_noticed_and_the_index_is_rebuilt(self, tmp_path):
         """Blocks that a query reads first, after the index was opened."""
         make_root(tmp_path, 400, runs=2)
+        by = ("module", "operation")
         queries = [
             lambda catalog: catalog.tensors(),
-            lambda catalog: catalog.crossed(Filter(layer_index=[1]), ("module", "operation")),
+            lambda catalog: catalog.crossed(Filter(layer_index=[1]), by).sort_values([*by, "bin"], ignore_index=True),
             lambda catalog: catalog.moments(by="layer_index"),
             lambda catalog: catalog.operand_costs(),
             lambda catalog: pd.DataFrame([catalog.facets()]),
@@ -410,6 +412,43 @@ class TestIndexFile:
                 assert not catalog.in_memory and len(catalog.notices) <= 1
                 damaged += len(catalog.notices)
         assert damaged >= 4
+
+    def test_nobody_sees_an_index_that_is_being_rebuilt(self, tmp_path, monkeypatch):
+        """Also where one finds the damage who sees a part of the root, and answers are kept."""
+        make_root(tmp_path, 500)
+        with Catalog.open(tmp_path) as catalog:
+            expected = catalog.totals()
+        real, seen = intake.Intake.catch_up, []
+        with Catalog.open(tmp_path) as catalog:
+            catalog.cache = Cache(1 << 20)
+            narrow, before = catalog.restricted(catalog.runs()["run_id"]), catalog.version
+            other = threading.Thread(target=lambda: seen.append(catalog.totals()))
+
+            def catch_up(self, cursor):
+                if not other.ident:
+                    other.start()
+                    other.join(0.5)
+                return real(self, cursor)
+
+            monkeypatch.setattr(intake.Intake, "catch_up", catch_up)
+            with open(tmp_path / "index.duckdb", "r+b") as file:
+                file.seek(12288)
+                file.write(bytes((tmp_path / "index.duckdb").stat().st_size - 12288))
+            narrow.table("score")
+            other.join()
+            assert len(catalog.notices) == 1 and seen == [expected] and catalog.totals() == expected
+            assert before < catalog.version == narrow.version
+
+    def test_an_index_that_is_not_damaged_is_not_deleted(self, root):
+        with Catalog.open(root) as catalog:
+            before = (root / "index.duckdb").stat().st_ino
+            with catalog._cursor() as cursor:
+                cursor.execute("ALTER TABLE run RENAME TO other")  # another error than of a block that differs
+            catalog.sync()
+            (notice,) = catalog.notices
+            assert "index.duckdb cannot be used: Catalog Error" in notice and "damaged" not in notice
+            assert catalog.in_memory and (root / "index.duckdb").stat().st_ino == before
+            agree(catalog, root)
 
     def test_an_index_that_stays_damaged_is_refused(self, tmp_path, monkeypatch):
         make_root(tmp_path, 500)

@@ -28,6 +28,7 @@ from binade.data.runs import (
     read_losses,
     read_run,
     resolve_root,
+    settle,
     sound_losses,
 )
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA, segment_names, write_segment
@@ -145,6 +146,13 @@ def test_what_a_killed_process_left_is_gone_when_a_run_goes_on(tmp_path):
     writer.finish(FAILED, "killed")
     RunWriter.reopen(writer.directory)
     assert list((writer.directory / "segments").iterdir()) == []
+
+
+def test_a_run_of_one_process_keeps_its_counts_when_its_end_is_written_for_it(tmp_path):
+    run = make_run(tmp_path, assorted(1))
+    settle(run.directory, FAILED, "no reason")
+    status = read_run(run.directory).status
+    assert (status.state, status.tensors) == (FAILED, run.status.tensors) and status.tensors
 
 
 def test_a_config_that_is_no_json_leaves_no_run(tmp_path):

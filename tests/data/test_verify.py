@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from binade.data import intake
 from binade.data.catalog import Catalog
-from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunWriter, read_run
+from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, read_run
 from binade.data.store import TensorFileError
 from binade.data.verify import Verified, verify
 from tests.conftest import PROJECT, RECIPES
@@ -101,6 +102,13 @@ def cut(root: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
+def unlisted(root: Path) -> None:
+    file = segments(root)[0] / "manifest.json"
+    written = json.loads(file.read_text())
+    del written["files"]["trace.parquet"]
+    file.write_text(json.dumps(written))
+
+
 def miscount(root: Path) -> None:
     status = segments(root)[0].parents[1] / "status.json"
     status.write_text(json.dumps(json.loads(status.read_text()) | {"tensors": 22}))
@@ -115,6 +123,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "a table less": (lambda root: (segments(root)[0] / "trace.parquet").unlink(), 1, "trace.parquet is missing"),
     "no manifest": (lambda root: (segments(root)[0] / "manifest.json").unlink(), 1, "manifest.json is missing"),
     "an odd manifest": (lambda root: (segments(root)[0] / "manifest.json").write_text("{}"), 1, "cannot be read"),
+    "a table more": (unlisted, 1, "trace.parquet is not in manifest.json"),
     "another count": (miscount, 1, "status.json says 22"),
 }  # fmt: skip
 
@@ -166,6 +175,20 @@ def test_a_run_that_is_being_recorded(root: Path):
     assert not verify(root).damaged and left_out(root) == []
 
 
+def test_a_run_that_ends_while_it_is_looked_at(root: Path, monkeypatch: pytest.MonkeyPatch):
+    run = make_run(root, assorted(5), label="live")
+    run.update(state=RUNNING, finished=None)
+
+    def read_at_its_end(directory: Path) -> RunInfo:
+        if directory == run.directory and run.status.state == RUNNING:
+            add_segment(run, assorted(6), first=50)
+            run.finish(DONE)
+        return read_run(directory)
+
+    monkeypatch.setattr(intake, "read_run", read_at_its_end)
+    assert left_out(root) == [] and run.status.state == DONE
+
+
 def test_a_renamed_run_that_goes_on(root: Path):
     run = next(root.glob("*second*")).rename(root / "renamed")
     writer = RunWriter.reopen(run)
@@ -214,3 +237,8 @@ def test_the_command(root: Path, command: Callable[..., int], capsys: pytest.Cap
     assert command("verify", str(root), "nowhere") == 1 and "has no run 'nowhere'" in capsys.readouterr().err
     with pytest.raises(RunError, match="does not exist"):
         verify(root / "nowhere")
+    (run,) = root.glob("*second*")
+    shutil.rmtree(run / "segments")
+    (run / "segments").mkdir()
+    assert command("verify", str(root), run.name) == 1
+    assert capsys.readouterr().out.endswith("1 run, 0 files read: 1 damaged\n")
