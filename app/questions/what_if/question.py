@@ -200,9 +200,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     histogram = log2_histogram([d for d in shown if d.total])
     if not histogram.empty:
         of = f" · {len(made.ids)} operands together" if len(made.ids) > 1 else ""
-        chart = distribution_charts.histogram(
-            histogram, f"as captured, and rounded to each format{of}", "values"
-        )
+        chart = distribution_charts.histogram(histogram, f"as captured, and rounded to each format{of}", "values")
         height = 360 + style.legend_height([d.group for d in shown])
         words = f"{what}\nShares of all values per binade; zeros have no magnitude."
         items.append(Figure("trial_histogram", chart, histogram, words, height=height))
