@@ -53,9 +53,9 @@ def _serve(
     port: int,
     allow_host: tuple[str, ...],
     login: bool,
-    trust_proxy_header: str,
-    proxy: str,
-    operators: str,
+    trust_proxy_header: str | None,
+    proxy: str | None,
+    operators: str | None,
     read_only: bool,
 ) -> int:
     """Open the app on 127.0.0.1, or share it (docs/serving.md)."""
@@ -209,18 +209,16 @@ serve = Command(
         ),
         Option(
             ["--trust-proxy-header"],
-            default="",
             metavar="NAME",
             help="Header with the user's name, such as X-Forwarded-User, from the proxy that authenticates users",
         ),
-        Option(["--proxy"], default="", metavar="ADDRESS", help="The address that this proxy connects from"),
+        Option(["--proxy"], metavar="ADDRESS", help="The address that this proxy connects from"),
         Option(
             ["--operators"],
-            default="",
             metavar="FILE|NAMES",
             help="Users who may launch, cancel, delete, save and upload; others only look  [default: all may]",
         ),
-        Option(["--read-only"], is_flag=True, help="Nobody may; as with BINADE_READ_ONLY=1"),
+        Option(["--read-only"], is_flag=True, help="Nobody may change anything; the same as BINADE_READ_ONLY=1"),
     ],
     callback=_serve,
     help=_serve.__doc__,

@@ -25,6 +25,8 @@ GROUPS = {
     "Iteration and rank": ("iteration", "micro_batch", "rank", "expert"),
 }
 
+MOST_CHIPS = 20
+
 
 def sidebar(catalog: Catalog) -> Filter:
     """Draw the filter and return it. Values in the address that do not occur are named."""
@@ -51,8 +53,17 @@ def _chips(chosen: Filter) -> None:
     """Show the filter's values above the page; a click removes one."""
     chips = {f"{TITLES[name]}: {value} ✕": (name, value) for name, values in chosen.items() for value in values}
     if chips:
-        label = "Filter: click a value to remove it"
-        st.pills(label, list(chips), key="chips", on_change=_remove, args=(chips,), label_visibility="collapsed")
+        st.pills(
+            "Filter: click a value to remove it",
+            list(chips)[:MOST_CHIPS],
+            key="chips",
+            format_func=plain,
+            on_change=_remove,
+            args=(chips,),
+            label_visibility="collapsed",
+        )
+    if len(chips) > MOST_CHIPS:
+        st.caption(f"and {len(chips) - MOST_CHIPS} more")
 
 
 def _remove(chips: Mapping[str, tuple[str, str | int]]) -> None:

@@ -13,6 +13,7 @@ from binade.app.pages import question_page
 from binade.app.pages.registry import PAGES, Page
 from binade.app.sessions import draft
 from binade.data.access import read_only
+from binade.data.catalog import DamagedIndexError
 
 # Drawn here: Streamlit's own icons would be fetched from another host.
 ICON = (
@@ -48,12 +49,15 @@ def navigate(default: str = "overview") -> None:
     chosen = st.navigation(list(declared.values()), position="top" if known else "hidden")
     if not known:
         return
-    draft.follow_link()
-    draft.notices()
-    chosen.run()
-    draft.panel()
-    users.panel()
-    uploads.end_page()
+    users.panel()  # before the page, which may stop
+    with uploads.page():
+        try:
+            draft.follow_link()
+            draft.notices()
+            chosen.run()
+        except DamagedIndexError as error:
+            st.error(f"{error}.", icon=":material/error:")
+        draft.panel()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
+from binade.data.text import describe
+
 LOOPBACK = "127.0.0.1"
 USER = "binade_user"  # in Streamlit's st.user: what the proxy's header says
 
@@ -53,22 +55,25 @@ def sharing_of(
     host: str,
     port: int,
     allow_host: tuple[str, ...] = (),
-    header: str = "",
-    proxy: str = "",
+    header: str | None = None,
+    proxy: str | None = None,
     login: bool = False,
-    operators: str = "",
+    operators: str | None = None,
 ) -> Sharing:
-    """From the options of `binade serve`. Raises SharingError where they would let in users that nobody has
-    authenticated, or do not fit together."""
+    """From the options of `binade serve`; None where an option is not given. Raises SharingError where they would let
+    in users that nobody has authenticated, or do not fit together."""
+    for option, text in (("--trust-proxy-header", header), ("--proxy", proxy), ("--operators", operators)):
+        if text is not None and not text.strip():
+            raise SharingError(f"{option} is empty: give it a value, or leave the option out")
     try:
         address = address_of(host)
     except ValueError:
         raise SharingError(f"--host {host}: expected an IP address, such as {LOOPBACK} or 0.0.0.0") from None
-    if bool(header) != bool(proxy):
+    if (header is None) != (proxy is None):
         raise SharingError(
             "--trust-proxy-header NAME and --proxy ADDRESS belong together: the header is believed from there only"
         )
-    if proxy:
+    if proxy is not None:
         try:
             proxy = str(address_of(proxy))
         except ValueError:
@@ -83,21 +88,25 @@ def sharing_of(
         )
     own = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
     hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in own), *allow_host)
-    names = _names(operators) if operators else None
+    names = None if operators is None else _names(operators)
     if names is not None and not (login or header):
         raise SharingError("--operators needs users with names: give --login or --trust-proxy-header as well")
-    return Sharing(tuple(name.lower() for name in hosts), header, proxy, login, names)
+    return Sharing(tuple(name.lower() for name in hosts), header or "", proxy or "", login, names)
 
 
 def _names(given: str) -> frozenset[str]:
-    """Of a file, one in each line, or separated by commas."""
-    path = Path(given)
-    if path.is_file():
-        lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
-    elif "/" in given or path.suffix == ".txt":
-        raise SharingError(f"--operators {given}: there is no such file")
-    else:
-        lines = given.split(",")
+    """Of a file, one in each line, or separated by commas: a text with a comma names no file."""
+    path, lines = Path(given), given.split(",")
+    if len(lines) == 1:
+        try:
+            if path.is_file():
+                lines = [line.partition("#")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+            elif "/" in given or path.suffix == ".txt":
+                raise SharingError(f"--operators {given}: there is no such file")
+        except OSError as error:
+            raise SharingError(f"--operators: {describe(error)}") from None
+        except UnicodeError:
+            raise SharingError(f"--operators {given}: expected a text file in UTF-8") from None
     names = frozenset(line.strip() for line in lines if line.strip())
     if not names:
         raise SharingError(f"--operators {given}: it names nobody; --read-only lets nobody change anything")

@@ -18,7 +18,7 @@ from binade.app.filters import sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
 from binade.data.cache import Cache, Done
-from binade.data.catalog import Catalog, DamagedIndexError
+from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
 from binade.data.sandbox import Sandbox
@@ -133,13 +133,10 @@ def catalog_page(
             start, before = time.monotonic(), getattr(opened, shows or "version")
             st.title(title, anchor=False)
             _explain_refused(opened)
-            try:
-                if needs_tensors and not opened.totals().tensors:
-                    explain_empty(opened)
-                else:
-                    draw(opened)
-            except DamagedIndexError as error:
-                st.error(f"{error}.", icon=":material/error:")
+            if needs_tensors and not opened.totals().tensors:
+                explain_empty(opened)
+            else:
+                draw(opened)
             _tell(opened)
             if shows:
                 _redraw_on_change(opened, shows, before, PATIENCE * (time.monotonic() - start))
@@ -169,20 +166,33 @@ def view_page(
 
 
 def _redraw_on_change(opened: Catalog, shows: str, before: int, pause: float) -> None:
-    """Draw the page again when an attribute of the catalog has changed, after a pause. The fragment itself draws
-    nothing, as on the page Jobs."""
-    state, at = st.session_state, time.monotonic()
+    """Draw the page again when an attribute of the catalog has changed, after a pause."""
+    at = time.monotonic()
+    redraw_when(lambda: has_changed(opened, shows, before) and time.monotonic() - at > pause, SYNC_SECONDS)
+
+
+def has_changed(opened: Catalog, shows: str, before: int) -> bool:
+    """Whether an attribute of the catalog is no longer as it was, or the runs can no longer be read, which the page
+    says when it is drawn again."""
+    try:
+        _open(str(resolve_root())).look()
+    except (RunError, OSError):
+        return True
+    return bool(getattr(opened, shows) != before)
+
+
+def redraw_when(changed: Callable[[], bool], every: float) -> None:
+    """Draw the page again when it has changed: look every so many seconds, or for 0 never.
+
+    The fragment itself draws nothing: one that draws can send elements for a place that the page no longer has, and
+    then the page in the browser breaks.
+    """
+    state = st.session_state
     state["just_drawn"] = True
 
-    @st.fragment(run_every=SYNC_SECONDS or None)
+    @st.fragment(run_every=every or None)
     def look_again() -> None:
-        if state.pop("just_drawn", False):  # the fragment also runs as a part of the page
-            return
-        try:
-            _open(str(resolve_root())).look()
-        except (RunError, OSError):
-            st.rerun()  # the page says it
-        if getattr(opened, shows) != before and time.monotonic() - at > pause:
+        if not state.pop("just_drawn", False) and changed():  # the fragment also runs as a part of the page
             st.rerun()
 
     look_again()

@@ -8,11 +8,13 @@ files in the server together MOST.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 
 import streamlit as st
 from streamlit import runtime
-from streamlit.runtime.scriptrunner import get_script_run_ctx
+from streamlit.runtime.scriptrunner import RerunException, get_script_run_ctx
 from streamlit.runtime.uploaded_file_manager import UploadedFile
 
 LARGEST = 64 << 20
@@ -34,10 +36,19 @@ def uploader(label: str, types: list[str], key: str) -> UploadedFile | None:
     return st.file_uploader(label, types, key=key)
 
 
-def end_page() -> None:
-    """Drop the file of this session if the page that has been drawn shows no uploader."""
-    if not st.session_state.pop(SHOWN, False):
-        close(_session())
+@contextmanager
+def page() -> Iterator[None]:
+    """Around what draws a page: drop the file of this session if the page shows no uploader, also where it stops or
+    fails. One that is drawn again, or goes to another page, leaves that to the one drawn then."""
+    st.session_state[SHOWN] = again = False
+    try:
+        yield
+    except RerunException:
+        again = True
+        raise
+    finally:
+        if not (again or st.session_state[SHOWN]):
+            close(_session())
 
 
 def drop() -> None:
@@ -71,9 +82,9 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
     """(HTTP status to refuse a file with, else 0; the reason). The file that the session holds makes room for it."""
     with _lock:
         if session not in _held:
-            return 403, "No page of yours takes a file now"
+            return 403, "Open Sessions > Import before you upload a file"
         if length is None or not length.isdecimal():
-            return 411, "Files are sent with a Content-Length"
+            return 411, "Uploads need a Content-Length"
         if (size := int(length)) > LARGEST:
             return 413, f"The file has more than {LARGEST >> 20} MiB: use binade bundle import on the machine itself"
         if session in _sending:

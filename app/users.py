@@ -6,18 +6,19 @@ import streamlit as st
 
 from binade.app import sharing
 from binade.app.address import plain
+from binade.data.access import read_only
 
 
 def name() -> str:
     """The name of the user whose page runs: the proxy's, or the e-mail address of an account. "" where nobody is known,
     as in a thread that draws for no page.
 
-    An address that the provider has not verified could be anybody's: such an account is named by its subject.
+    An address that the provider does not declare verified could be anybody's: such an account is named by its subject.
     """
     if sharing.current.header:
         return str(st.user.get(sharing.USER) or "")
     if sharing.current.login and st.user.get("is_logged_in"):
-        verified = str(st.user.get("email_verified", True)).lower() == "true"
+        verified = str(st.user.get("email_verified", False)).lower() == "true"
         return str((verified and st.user.get("email")) or st.user.get("sub") or "")
     return ""
 
@@ -45,6 +46,6 @@ def panel() -> None:
     if not sharing.current.has_users:
         return
     with st.sidebar.container(horizontal=True, vertical_alignment="center", key="user"):
-        st.caption(plain(f"{name()} · {'viewer' if reason() else 'operator'}"))
+        st.caption(plain(f"{name()} · {'viewer' if read_only() else 'operator'}"))
         if sharing.current.login:
             st.button("Sign out", type="tertiary", on_click=st.logout)

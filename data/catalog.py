@@ -113,7 +113,7 @@ def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concaten
             if not catalog._index.is_damage(error):
                 raise
             raise DamagedIndexError(
-                f"{catalog._index.path} cannot be read, though it was made anew: check the disk ({describe(error)})"
+                f"{catalog._index.path} cannot be read even after a rebuild: check the disk ({describe(error)})"
             ) from error
 
     return ask

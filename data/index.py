@@ -82,7 +82,7 @@ class Index:
             self._gate.wait_for(lambda: not self._cursors)
             self._connection.close()
             if not in_memory:
-                self.notices.append(f"{self.path} was damaged: it was deleted and made anew from the runs.")
+                self.notices.append(f"{self.path} was damaged and has been rebuilt from the runs.")
                 _discard(self.path)
             self._open(in_memory)
             self.generation += 1

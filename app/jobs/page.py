@@ -14,7 +14,7 @@ import streamlit as st
 
 from binade.app import show
 from binade.app.address import link, plain
-from binade.app.figure import Figure
+from binade.app.figure import Drawn, Figure
 from binade.app.formatting import bytes_text, duration_text, first_formats
 from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
@@ -23,10 +23,12 @@ from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import events_of
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.view import open_tensor
-from binade.app.state import catalog
+from binade.app.state import catalog, has_changed, redraw_when, shared
 from binade.collector import jobs
 from binade.collector.jobs import Job, JobError, JobView, State, SubmissionError
 from binade.data.access import ReadOnlyError, read_only, reason
+from binade.data.cache import Done
+from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
@@ -67,10 +69,11 @@ def page() -> None:
                 label_visibility="collapsed",
             )
         _queue(views, chosen, words)
+    seen = ((opened := catalog()), opened.version) if chosen.run else None
     with right:
         _title(root, chosen)
         _details(root, chosen)
-    _redraw_on_change(root, views)
+    _redraw_on_change(root, views, seen)
 
 
 def _empty(root: Path) -> None:
@@ -83,23 +86,18 @@ def _empty(root: Path) -> None:
     st.caption(f"The queue of `{root}`.")
 
 
-def _redraw_on_change(root: Path, shown: list[JobView]) -> None:
-    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs has changed.
+def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int] | None = None) -> None:
+    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs has changed, or the
+    catalog from the version that was seen: it may know the last tensors of a job only after that has ended."""
+    if any(view.active for view in shown):
+        redraw_when(lambda: True, PULSE)
+        return
 
-    The fragment itself draws nothing: one that draws can send elements for a place that the page no longer has, and
-    then the page in the browser breaks.
-    """
-    state, active = st.session_state, any(view.active for view in shown)
-    state["jobs_just_drawn"] = True
+    def changed() -> bool:
+        listed = _signature(jobs.listing(root)) != _signature(shown)
+        return listed or (seen is not None and has_changed(seen[0], "version", seen[1]))
 
-    @st.fragment(run_every=PULSE if active else IDLE)
-    def look_again() -> None:
-        if state["jobs_just_drawn"]:  # the fragment also runs as a part of the page
-            state["jobs_just_drawn"] = False
-        elif active or _signature(jobs.listing(root)) != _signature(shown):
-            st.rerun()
-
-    look_again()
+    redraw_when(changed, IDLE)
 
 
 def _ensure_runner(root: Path, views: list[JobView]) -> None:
@@ -119,7 +117,7 @@ def _head(root: Path, views: list[JobView]) -> None:
     with st.container(horizontal=True, vertical_alignment="center", horizontal_alignment="distribute"):
         st.caption(f"{running} running · {queued} queued · {ended} ended", width="content")
         if why := reason():
-            st.caption(plain(f"Only to look at: {why}"), width="content")
+            st.caption(plain(f"Read-only: {why}"), width="content")
         else:
             with st.container(horizontal=True, vertical_alignment="center", width="content", gap="small"):
                 st.caption("At once", width="content")
@@ -199,7 +197,7 @@ def _title(root: Path, view: JobView) -> None:
     again = f" · repeats job {job.retry_of}" if job.retry_of else ""
     took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
     slurm = f" · Slurm job {plain(view.cluster.id)}" if view.cluster else ""
-    st.caption(f"Job {job.id} · asked for {created}{took}{again}{slurm} {_tags(job)}")
+    st.caption(f"Job {job.id} · created {created}{took}{again}{slurm} {_tags(job)}")
     if view.reason and not view.active:
         text = plain(f"{view.state.capitalize()}: {view.reason}")
         if view.state is State.DONE:
@@ -321,8 +319,8 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
 def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:
     opened, where = catalog(), Filter(run_id=(run_id,))
     formats = first_formats(opened, where)
-    worst = overview.worst(opened, where, formats[0], "what it has recorded so far") if formats else None
-    height = max(300, worst.height or 0) if worst else 300
+    worst = _worst(opened, where, formats[0]) if formats else None
+    height = worst.height if worst else 300
     several = len(losses) > 1  # a single one is no curve, and stands above
     cells = st.columns(1 + several, gap="medium")
     if several:
@@ -334,10 +332,20 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
             show.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
     with cells[-1]:
         if worst:
-            tensor_id = show.draw(replace(worst, name="job_worst", height=height, hint=""), pin=False)
+            tensor_id = show.draw(worst, pin=False)
             open_tensor(tensor_id, where, {"format": formats[0]})
         elif view.active:
             st.caption("The worst tensors are shown as soon as some are recorded and scored.")
+
+
+def _worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
+    def compute(done: Done) -> Drawn:
+        worst = overview.worst(opened, where, fmt, "what it has recorded so far")
+        if worst is None:
+            return Drawn()
+        return Drawn((replace(worst, name="job_worst", height=max(300, worst.height or 0), hint=""),)).prepared()
+
+    return shared(opened, ("job_worst", where, fmt), compute).get("job_worst")
 
 
 def _log(root: Path, view: JobView) -> None:

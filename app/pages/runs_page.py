@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 import pandas as pd
 import streamlit as st
@@ -14,7 +16,7 @@ from binade.app.formatting import bytes_text
 from binade.app.pages import runs as figures
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Selection
-from binade.app.state import catalog_page, explain_empty
+from binade.app.state import catalog_page, explain_empty, shared
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.filter import Filter
@@ -46,7 +48,9 @@ def page(opened: Catalog) -> None:
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
             st.caption(plain(f"{model}: {note}"))
-    losses = figures.draw(Selection(opened, Filter()), {})
+    losses = shared(
+        opened, ("losses", opened.progress), lambda _: figures.draw(Selection(opened, Filter()), {}).prepared()
+    )
     for note in losses.problems:
         st.caption(note)
     for figure in losses.figures:
@@ -103,16 +107,14 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
 
 
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:
-    """What happened in the newest runs that have events, the latest first."""
-    found: list[dict[str, object]] = []
-    for run_id in runs["run_id"].head(MOST_RUNS):
-        events = read_events(opened.root / run_id)
-        found += [asdict(event) | {"kind": event.kind.value, "run": run_id} for event in reversed(events)]
-    if found:
+    """What happened in the newest runs, the latest first."""
+    newest = runs["run_id"].head(MOST_RUNS)
+    found, count = shared(opened, ("events", opened.progress), lambda _: _latest(opened.root, newest))
+    if count:
         shown = ["kind", "iteration", "rank", "trigger", "text", "time", "run"]
         st.subheader("Events", anchor=False)
         st.dataframe(
-            pd.DataFrame(found[:MOST_EVENTS]),
+            found,
             hide_index=True,
             placeholder="–",
             column_order=shown,
@@ -121,8 +123,16 @@ def _events(opened: Catalog, runs: pd.DataFrame) -> None:
                 "text": st.column_config.TextColumn("What happened", width=600),
             },
         )
-        if len(found) > MOST_EVENTS:
-            st.caption(f"The latest {MOST_EVENTS} of {len(found):,} events.")
+        if count > MOST_EVENTS:
+            st.caption(f"The latest {MOST_EVENTS} of {count:,} events.")
+
+
+def _latest(root: Path, runs: Iterable[str]) -> tuple[pd.DataFrame, int]:
+    """(the latest MOST_EVENTS events of runs, how many there are)."""
+    found = [(event, run_id) for run_id in runs for event in reversed(read_events(root / run_id))]
+    found.sort(key=lambda each: each[0].time, reverse=True)
+    rows = [asdict(event) | {"kind": event.kind.value, "run": run_id} for event, run_id in found[:MOST_EVENTS]]
+    return pd.DataFrame(rows), len(found)
 
 
 def _source(config: str) -> str | None:

@@ -19,7 +19,7 @@ from binade.app.sessions.session import Pin, Session, SessionError, View
 from binade.app.sessions.storage import Version
 from binade.app.state import catalog
 from binade.data.access import ReadOnlyError, reason
-from binade.data.catalog import Catalog
+from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.runs import RunError, resolve_root
 
 LINK = "session"  # the address parameter that opens a saved session
@@ -114,7 +114,7 @@ def save(opened: Catalog, session: Session) -> None:
     before = draft.saved if (draft := current()) else None
     try:
         version = storage.save(opened.root, pins.refreshed(opened, session, before and before.session))
-    except (SessionError, ReadOnlyError, RunError) as error:
+    except (SessionError, ReadOnlyError, RunError, DamagedIndexError) as error:
         notify(str(error))
         return
     saved, number = version
@@ -138,7 +138,12 @@ def open_version(version: Version) -> None:
     """Open a saved version, with a notice for each of its runs that is missing."""
     set_current(Draft(version.session, version))
     found = pins.missing_runs(resolve_root(), version.session)
-    if more := len(pins.other_runs(catalog(), version.session)):
+    try:
+        more = len(pins.other_runs(catalog(), version.session))
+    except DamagedIndexError as error:
+        more = 0
+        found.append(f"{error}.")
+    if more:
         runs = "1 run here does" if more == 1 else f"{more} runs here do"
         found.append(f"{runs} not belong to this session: its page shows every run, its pins do not.")
     notify(*found)

@@ -267,7 +267,7 @@ def _pin(opened: Catalog, one: Session, index: int, key: str) -> None:
         )
         if cells[2].button("", icon=":material/open_in_new:", key=f"view_{index}", help="Open its page"):
             draft.show(View(pin.page, pin.params))
-        gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Take it out")
+        gone = cells[3].button("", icon=":material/delete:", key=f"unpin_{index}", help="Remove")
         if up or down or gone:
             order = [*one.pins[:index], *one.pins[index + 1 :]]
             if not gone:
@@ -307,7 +307,7 @@ def _compare(opened: Catalog) -> None:
         for one, number in storage.history(opened.root, latest.session.id)[0]:
             choices[f"{one.name} · version {number} · {one.id}"] = one
     if (now := draft.current()) and now.changed:
-        choices = {f"{now.session.name} · as it is open": now.session} | choices
+        choices = {f"{now.session.name} · unsaved changes": now.session} | choices
     if len(choices) < 2:
         st.info(
             "There is nothing to compare. A comparison needs two sessions, or two versions of one.",
@@ -319,7 +319,7 @@ def _compare(opened: Catalog) -> None:
     second = right.selectbox("with this", list(choices), index=1, key="compare_second")
     differences = sessions.differences(choices[first], choices[second])
     if not differences:
-        st.success("They show the same.", icon=":material/check:")
+        st.success("No differences.", icon=":material/check:")
         return
     st.dataframe(
         pd.DataFrame(differences),

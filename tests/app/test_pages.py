@@ -7,16 +7,23 @@ import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from streamlit.runtime.scriptrunner import RerunException, StopException
+from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
 from streamlit.testing.v1 import AppTest
 
-from binade.app import state
+from binade.app import state, uploads
 from binade.app.address import plain
+from binade.app.pages import runs_page
+from binade.app.params import TITLES
 from binade.app.questions.shared.labels import group_name
+from binade.app.sessions import draft
 from binade.collector import Recorder
-from binade.data.catalog import Catalog
+from binade.data.catalog import Catalog, DamagedIndexError
+from binade.data.events import Event, EventKind, append_event
 from binade.data.filter import Filter
 from tests.app import roots
 
@@ -190,6 +197,19 @@ class TestRuns:
         assert sorted(table["state"]) == ["✓ done"] * 3 + ["✕ crashed"]
         assert "process ended" in table.loc[table["state"] == "✕ crashed", "reason"].iloc[0]
 
+    def test_the_latest_events_of_all_runs_are_shown(
+        self, visit: Visit, collected: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        root = roots.copy(collected, tmp_path / "runs")
+        for number, run in enumerate(roots.runs_of(root)[:3]):
+            (run / "events.jsonl").unlink(missing_ok=True)  # it may be a link to that of `collected`
+            for minute in (number, 10 + number):
+                append_event(run, Event(EventKind.TRIGGER, 0, "x", f"2026-01-01T00:{minute:02}:00+00:00"))
+        monkeypatch.setattr(runs_page, "MOST_EVENTS", 4)
+        at = visit(root, "runs")
+        assert [time[14:16] for time in at.dataframe[1].value["time"]] == ["12", "11", "10", "02"]
+        assert "The latest 4 of 6 events" in words(at)
+
     def test_a_failed_run_says_why(self, visit: Visit, tmp_path: Path):
         with pytest.raises(MemoryError):
             roots.record(tmp_path, [FailingTensor()])
@@ -231,6 +251,39 @@ class TestNoRuns:
         assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
 
 
+def test_chips_show_names_as_they_are_and_not_too_many(visit: Visit, tmp_path: Path):
+    model = "![x](http://example.org/x.png)"
+    with Recorder(tmp_path, config={"model": model}) as recorder:
+        for layer in range(24):
+            recorder.record("input", torch.ones(4), layer=layer, module="fc1", operation="forward", phase="pre")
+    at = visit(tmp_path, "explore", model=model, layer_index=[str(layer) for layer in range(24)])
+    (chips,) = [each for each in at.get("button_group") if any("✕" in option for option in each.options)]
+    assert len(chips.options) == 20 and "and 5 more" in words(at)
+    assert model not in "".join(chips.options)
+    chips.select(f"{TITLES['model']}: {model} ✕")
+    assert "model" not in rerun(at).query_params
+
+
+def test_an_index_that_stays_damaged_is_named_on_every_way_to_a_page(
+    visit: Visit, collected: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def damaged(*_: object) -> NoReturn:
+        raise DamagedIndexError("the index cannot be read")
+
+    monkeypatch.setattr(draft, "follow_link", damaged)
+    assert [error.value for error in visit(collected, "jobs").error] == ["the index cannot be read."]
+
+
+def test_a_page_that_stops_ends_its_uploads(monkeypatch: pytest.MonkeyPatch):
+    closed: list[str] = []
+    monkeypatch.setattr(uploads, "close", closed.append)
+    for raised, ends in ((StopException, 1), (RerunException(RerunData()), 0), (ValueError, 1)):
+        closed.clear()
+        with pytest.raises(BaseException), uploads.page():  # noqa: B017, PT011
+            raise raised
+        assert len(closed) == ends
+
+
 def test_a_damaged_index_is_made_anew_and_a_toast_says_so(visit: Visit, collected: Path, tmp_path: Path):
     root = roots.copy(collected, tmp_path / "runs")
     before = words(visit(root))
@@ -243,7 +296,7 @@ def test_a_damaged_index_is_made_anew_and_a_toast_says_so(visit: Visit, collecte
         file.write(bytes(index.stat().st_size - 12288))
     at = visit(root)
     (toast,) = at.toast
-    assert "was damaged: it was deleted and made anew" in re.sub(r"\\([^A-Za-z0-9\s])", r"\1", toast.value)
+    assert "was damaged and has been rebuilt" in re.sub(r"\\([^A-Za-z0-9\s])", r"\1", toast.value)
     assert words(at) == before and not at.error
 
 

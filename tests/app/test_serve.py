@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from click.testing import CliRunner
 from streamlit import config
@@ -57,6 +59,10 @@ PROXIED = {"header": "X-User", "proxy": "10.0.0.1"}
         ({"operators": "ada"}, "give --login or --trust-proxy-header"),
         ({"operators": "./none", **PROXIED}, "no such file"),
         ({"operators": " , ", **PROXIED}, "names nobody"),
+        ({"operators": "", **PROXIED}, "--operators is empty"),
+        ({"host": "0.0.0.0", "header": "", "proxy": ""}, "--trust-proxy-header is empty"),
+        ({"operators": "a" * 300, **PROXIED}, "name too long"),
+        ({"operators": sys.executable, **PROXIED}, "expected a text file in UTF-8"),
     ],
 )
 def test_options_that_would_let_anybody_in_are_refused(options, named):
@@ -70,6 +76,8 @@ def test_hosts_and_operators(tmp_path):
     assert "[2001:db8::1]:81" in sharing_of("2001:db8::1", 81, **PROXIED).hosts
     (tmp_path / "names").write_text("# of the team\nada\n\nbob@example.org  # on leave\n")
     assert sharing_of("::1", 81, **PROXIED, operators=str(tmp_path / "names")).operators == {"ada", "bob@example.org"}
+    many = [f"user{number}@example.org" for number in range(300)]
+    assert sharing_of("::1", 81, **PROXIED, operators=",".join(many)).operators == {*many}
     assert str(address_of("::ffff:10.0.0.1")) == "10.0.0.1"
 
 

@@ -151,10 +151,10 @@ server_metadata_url = "http://localhost:{provider}/.well-known/openid-configurat
 
 
 def test_signing_in(browser: Browser, root: Path, tmp_path: Path):
-    """Nobody sees a page before they have signed in with the provider; an address that it has not verified is not
-    that of the operator."""
+    """Nobody sees a page before they have signed in with the provider; an address that it does not declare verified
+    is not that of the operator."""
     claims = {"email": "ada@example.org"}
-    users = [User(sub="ada", claims=claims), User(sub="eve", claims=claims | {"email_verified": False})]
+    users = [User(sub="ada", claims=claims | {"email_verified": True}), User(sub="eve", claims=claims)]
     port = free_port()
     with run_server_in_thread(user_claims=users) as provider:
         secrets = tmp_path / ".streamlit" / "secrets.toml"

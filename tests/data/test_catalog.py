@@ -458,7 +458,7 @@ class TestIndexFile:
                 file.seek(12288)
                 file.write(bytes((tmp_path / "index.duckdb").stat().st_size - 12288))
             monkeypatch.setattr(catalog, "_repair", lambda error, generation: None)
-            with pytest.raises(DamagedIndexError, match=r"index\.duckdb cannot be read, though it was made anew"):
+            with pytest.raises(DamagedIndexError, match=r"index\.duckdb cannot be read even after a rebuild"):
                 catalog.table("score")
 
     def test_a_deleted_index_is_rebuilt(self, root):

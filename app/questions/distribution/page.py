@@ -51,7 +51,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     rows = opened.tensors(where, limit=MAX_ROWS)
     if rows.empty:
         st.info(
-            f"No tensor matches: {plain(where.sentence())}. Take something out of the filter.",
+            f"No tensor matches: {plain(where.sentence())}. Remove something from the filter.",
             icon=":material/filter_alt_off:",
         )
         write(where, params)

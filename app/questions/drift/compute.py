@@ -32,7 +32,7 @@ class ThreeWay:
         of = self.table.set_index("what")["relative_error"]
         rounding, drift = of["rounding"], of["drift"]
         if not (math.isfinite(rounding) and math.isfinite(drift)):
-            return "Not to be told: one of the three has no finite size."
+            return "Undetermined: one of the three has no finite size."
         if drift == 0:
             return "The format's rounding alone: the run has not drifted, its tensor is bit for bit that of bf16."
         if rounding == 0:
