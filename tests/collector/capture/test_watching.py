@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from contextlib import suppress
 
 import pandas as pd
@@ -17,6 +19,7 @@ from binade.data.events import EventKind, read_events
 from binade.data.runs import read_status
 from binade.quant.summary import summarize, summarize_later
 from tests.collector.small_model import build, loss
+from tests.conftest import PROJECT
 
 NAMES = ("input", "weight")
 pytestmark = pytest.mark.slow
@@ -139,6 +142,13 @@ def test_the_ring_is_kept_if_the_loss_ends_the_run(tmp_path):
     assert (event.iteration, "iterations 3 to 5 are kept" in event.text) == (6, True)
 
 
+@pytest.mark.parametrize("trigger", ["kurtosis > 3", "skewness > 0", "absmin > 0"])
+def test_every_moment_can_be_a_trigger(tmp_path, trigger):
+    recorder, found = measured(tmp_path, [1.0], watch="every step", trigger=(trigger,))
+    assert read_events(recorder.writer.directory)[0].trigger == trigger
+    assert found["kurtosis"].item() > 3
+
+
 def test_a_segment_whose_bytes_cannot_be_counted_keeps_its_files(tmp_path, monkeypatch):
     def removed(monitor, segment, rows):
         raise FileNotFoundError(segment)
@@ -166,3 +176,9 @@ def test_an_alert_that_fails_is_dropped(tmp_path):
 def test_refuses_what_it_cannot_do(tmp_path, option, text):
     with pytest.raises(ConfigError, match=text):
         Recorder(tmp_path, **option)
+
+
+def test_triggers_are_checked_without_assertions():
+    code = "from binade.collector.capture.watching import WatchOptions as W; W(trigger=('foo',)).check()"
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert "ConfigError" in done.stderr and "LIMIT" in done.stderr
