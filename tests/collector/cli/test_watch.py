@@ -93,7 +93,8 @@ def test_a_webhook_posts_json_and_survives_silence():
 def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(answer, warning):
     """The process ends at once after the alert."""
     code = (
-        "import sys; from binade.collector.capture.alerts import webhook; from binade.data.events import Event, EventKind\n"
+        "import sys; from binade.collector.capture.alerts import webhook\n"
+        "from binade.data.events import Event, EventKind\n"
         "webhook(sys.argv[1])(Event(EventKind.TRIGGER, 7, 'x', 't', 0))"
     )
     with socket.create_server(("127.0.0.1", 0)) as server:
