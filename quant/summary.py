@@ -21,6 +21,7 @@ from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
 
 CHUNK = 1 << 18
+COSTLY = ("absmin", "skewness", "kurtosis")  # what `summarize_later` leaves out without the sketch
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,12 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
 
 
 def summarize_later(
-    x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True
+    x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True, costly: bool = False
 ) -> Callable[[], Summary]:
     """As `summarize`, but a function that returns the result: nothing waits for a GPU until it is called. x may be
     overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, the summary has no
-    bins; of a finite float32 tensor on a CPU it also lacks absmin, skewness and kurtosis, which are NaN."""
+    bins; of a finite float32 tensor on a CPU it also lacks absmin, skewness and kurtosis, which are NaN, unless
+    costly asks for them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -93,7 +95,7 @@ def summarize_later(
         return lambda: _with(sketch, _from_pass(numel, fetch()))
     codes = codes or counted(x)
     if codes is None:
-        found = (None if sketch else _moments(x)) or _with(sketch, _from_pass(x.numel(), _one_pass(x)))
+        found = (None if sketch or costly else _moments(x)) or _with(sketch, _from_pass(x.numel(), _one_pass(x)))
         return lambda: found
     return lambda: _with(sketch, _from_codes(codes))
 

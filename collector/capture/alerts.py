@@ -7,6 +7,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from http.client import HTTPException
 from threading import Thread
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,21 +21,25 @@ TIMEOUT = 5.0  # seconds
 
 def webhook(url: str) -> Callable[[Event], None]:
     """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and its
-    like show. In a thread of its own, for 5 seconds at most; a failure is a warning. Raises ConfigError for another
-    scheme than http and https."""
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ConfigError(f"webhook {url!r} is no URL: http:// or https:// was expected")
+    like show. In a thread of its own, for 5 seconds at most, which the end of the process waits for; a failure is a
+    warning. Raises ConfigError for what is not a URL of http or https."""
+    try:
+        valid = urlsplit(url).scheme in ("http", "https")
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"webhook {url!r} is not a URL: http:// or https:// was expected")
 
     def post(event: Event) -> None:
         content = json.dumps(asdict(event) | {"text": f"binade: {event}"}).encode()
         request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
         try:
             urllib.request.urlopen(request, timeout=TIMEOUT).close()
-        except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
+        except (OSError, ValueError, HTTPException) as error:  # URLError and HTTPError are OSErrors
             warnings.warn(f"the webhook was not told of iteration {event.iteration}: {describe(error)}", stacklevel=2)
 
     def alert(event: Event) -> None:
-        Thread(target=post, args=(event,), name="webhook", daemon=True).start()
+        Thread(target=post, args=(event,), name="webhook").start()
 
     return alert
 

@@ -37,7 +37,8 @@ class Monitor:
         self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
-        self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring)
+        # One more than are asked for: the step in which the loss fires a trigger may be in it already.
+        self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring + 1)
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)
         self._non_finite: int | None = None  # the iteration of the last one that was announced
@@ -46,13 +47,14 @@ class Monitor:
 
     def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
         """Judge the rows of a step. ring: those of them that are kept in memory only. Returns those to write: the
-        others, and what is in the ring if a trigger fires."""
+        others, and what is in the ring if a trigger fires. Without rows, what the loss has left to write."""
         kept = {id(row) for row in ring}
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger:
             self._judge(rows)
         if self._fired is not None:  # by these rows, or by the loss since the last ones
-            before = [row for _, each in self._before(self._fired) for row in each]
+            first = self._fired - self._options.ring
+            before = [row for iteration, each in self._ring if iteration >= first for row in each]
             self._ring.clear()
             self._fired = None
             return [*before, *rows]
@@ -61,9 +63,6 @@ class Monitor:
             while sum(len(each) for _, each in self._ring) * ROW_BYTES > self._options.ring_bytes:
                 self._ring.popleft()
         return written
-
-    def _before(self, iteration: int) -> list[tuple[int, list[TensorRow]]]:
-        return [each for each in self._ring if each[0] >= iteration - self._options.ring]
 
     def _judge(self, rows: list[TensorRow]) -> None:
         measured: dict[str, dict[str, float]] = {}
@@ -88,7 +87,7 @@ class Monitor:
         full = self._captured_bytes >= self._options.capture_bytes
         for fired in found:
             left = ", and nothing is captured: the captures have filled their budget" if full else ""
-            before = [number for number, _ in self._before(iteration)]
+            before = [number for number, _ in self._ring if iteration - self._options.ring <= number < iteration]
             ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
             self._fired, self._trigger = iteration, fired.trigger.text

@@ -59,7 +59,7 @@ from binade.quant.gemm import Observed, Tap
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
-from binade.quant.summary import Summary, summarize_later
+from binade.quant.summary import COSTLY, Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
 WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
@@ -195,6 +195,7 @@ class Recorder:
             cooldown,
             capture_bytes,
         ).check()
+        self._costly = any(trigger.quantity in COSTLY for trigger in self.watching.triggers)
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
         # What is watched is not recorded besides, unless it says how many iterations are.
         self.iterations = 0 if iterations is None and self.watching.follows else iterations
@@ -581,7 +582,7 @@ class Recorder:
         traced = whole and Measure.TRACE in self.measures and identity.tensor_name not in MAPS
         trace = _trace_later(seen, shown, identity.tensor_name) if traced else None
         codes = counted(x) if x.device.type == "cpu" else None
-        summary = cache(summarize_later(x, codes=codes, sketch=whole))  # the file has it too
+        summary = cache(summarize_later(x, codes=codes, sketch=whole, costly=self._costly))  # the file has it too
         tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None

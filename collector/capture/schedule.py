@@ -25,9 +25,9 @@ class Switch:
 
     @property
     def text(self) -> str:
-        """What is left: "dgrad of first 2"."""
+        """What changes: "the dgrad GEMM is replaced by bf16 in first 2"."""
         what = f"the {self.gemm} GEMM" if self.gemm else "quantization"
-        return f"{what} is left for bf16 in {self.layers or 'all layers'}"
+        return f"{what} is replaced by bf16 in {self.layers or 'all layers'}"
 
     def sites(self, sites: Sequence[Site]) -> frozenset[Site]:
         """Raises SelectionError for layers that the model does not have."""

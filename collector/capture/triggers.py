@@ -144,7 +144,7 @@ class Triggers:
         if trigger.quantity == NAN:
             if place == LOSS:
                 return "the loss is NaN or Inf" if value else ""
-            count = "its" if math.isinf(value) else f"{value:,.0f}"  # only that there are some is known
+            count = "some" if math.isinf(value) else f"{value:,.0f}"  # only that there are some is known
             return f"{count} values are NaN or Inf" if value else ""
         past = self._past.setdefault((trigger, place), _Past(deque(maxlen=trigger.window)))
         if math.isnan(value):  # undefined, as the SQNR of zeros

@@ -80,5 +80,6 @@ class WatchOptions:
     def check(self) -> WatchOptions:
         """Raise ConfigError for a value that is not allowed."""
         check_options(self)
-        assert self.triggers is not None
+        for text in self.trigger:
+            Trigger.parse(text)
         return self

@@ -144,8 +144,10 @@ class Writing:
         for task in iter(self._tasks.get, None):
             self._attempt(task)
             del task  # it holds the tensor's values
-        if self._unnamed:
-            self._attempt(lambda: self._drop(set(self._unnamed)))
+        published, unnamed = self._published, set(self._unnamed)
+        self._attempt(lambda: self._write([]))
+        self._attempt(lambda: self._drop(unnamed))
+        if unnamed or self._published > published:
             self._attempt(self._update_status)
         self._attempt(lambda: self._send(None))
 
@@ -173,7 +175,7 @@ class Writing:
     def _segment(self, pending: list[Pending], status: dict[str, Any]) -> None:
         kept = [each for each in pending if each.path is None or each.path in self._unnamed]
         named = {each.path for each in kept if each.path}
-        if kept and self._attempt(lambda: self._write(kept)):
+        if self._attempt(lambda: self._write(kept)):
             for relative in named:
                 del self._unnamed[relative]
         else:
@@ -185,6 +187,7 @@ class Writing:
         self._writer.update(**counts, **status)
 
     def _write(self, kept: list[Pending]) -> None:
+        """Write rows, and those of the monitor's ring if a trigger has fired since."""
         rows = [replace(each.row(), sha256=self._unnamed[each.path] if each.path else None) for each in kept]
         if self._monitor:
             ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
@@ -195,8 +198,8 @@ class Writing:
         write_segment(segments, name, rows)
         self._published += len(rows)
         self._without_values += sum(row.path is None for row in rows)
-        if self._monitor:
-            self._monitor.wrote(segments / name, rows)
+        if monitor := self._monitor:
+            self._attempt(lambda: monitor.wrote(segments / name, rows))  # the files of this segment stay
         self._attempt(lambda: self._send(rows))  # a warning may have been made an error
 
     def _send(self, rows: list[TensorRow] | None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from binade.collector.capture.watching import Stats
 from binade.collector.models.shape import OtherSpec, Spec
 from binade.collector.training.config import ConfigError, Device, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory, needed
@@ -31,7 +32,8 @@ FLOPS = {"cpu": 5e10, "cuda": 5e13}
 QUANTIZE = {("cpu", "triton"): 1e-7, ("cpu", "torch"): 2e-8, ("cuda", "triton"): 5e-11, ("cuda", "torch"): 1e-9}
 RECORD = {"cpu": 1e-8, "cuda": 1e-10}
 STARTUP = 8.0  # seconds to import torch, read the data and build a tiny model
-FILE, ROW = 2048, 1700  # bytes of a tensor file without its values, and of a tensor's row in the segments
+# Bytes of a tensor file without its values, and of a tensor's row in the segments, with and without a sketch.
+FILE, ROW, BASIC_ROW = 2048, 1700, 850
 RECENT = 5  # earlier runs that are used
 
 
@@ -132,22 +134,28 @@ def memory_free(device: str) -> int | None:
 
 
 def planned(config: RunConfig) -> Plan:
-    """What a run records, computed from the layers of its model."""
+    """What a run records, computed from the layers of its model. Of what a trigger adds, the ring is counted once; what
+    captures take is not known."""
     shape = config.shape()
     specs = shape.recordable(config.tensors)
     chosen = config.capture().of([spec.site for spec in specs]) if config.save_tensors else ()
-    iterations, replicas = len(config.recorded_iterations), len(config.recording_ranks) / config.tp
-    total = values = nbytes = 0.0
+    recorded, replicas = config.recorded_iterations, len(config.recording_ranks) / config.tp
+    # Of a watched step, the first micro-batch is measured.
+    watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
+    full = watched if config.stats == Stats.FULL else 0
+    ring = min(config.ring, config.iterations) if config.trigger else 0
+    total = basic = values = nbytes = 0.0
     for spec in (each for each in specs if each.site in chosen):
         elements = elements_of(config, spec, config.tensors)
         a_step = spec.layer_type == Other.PARAMETER  # recorded once for all micro-batches
-        times = iterations * (1 if a_step else config.recorded_micro_batches) * replicas
+        times = (len(recorded) * (1 if a_step else config.recorded_micro_batches) + full) * replicas
+        basic += 0 if a_step else len(elements) * (watched - full + ring) * replicas * config.tp
         total, values = total + len(elements) * times * config.tp, values + sum(elements) * times
         nbytes += (4 if isinstance(spec, OtherSpec) else 2) * sum(elements) * times
-    tensors, values = round(total), round(values)
+    tensors, values, rows = round(total), round(values), round(basic)
     wanted = (round(nbytes) + FILE * tensors) if config.raw else 0
     files = min(wanted, config.max_bytes)
-    return Plan(tensors, values, files, files + ROW * tensors, wanted <= config.max_bytes)
+    return Plan(tensors + rows, values, files, files + ROW * tensors + BASIC_ROW * rows, wanted <= config.max_bytes)
 
 
 def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] = ()) -> list[int]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -135,7 +136,7 @@ class Runner:
         on_cluster = [(job, execution) for job, execution in opened if job.on_cluster]
         running = sum(self._attend(job, execution) for job, execution in opened if execution and not job.on_cluster)
         if on_cluster and time.monotonic() - self.polled > POLL:
-            with suppress(OSError):
+            with suppress(OSError):  # no more processes, for example: the next turn tries again
                 self._follow(on_cluster)
             self.polled = time.monotonic()
         places = at_once(self.root)
@@ -222,16 +223,22 @@ class Runner:
             slurm.cancel(ids)
         found = slurm.poll([cluster for _, cluster in known]) if known else {}
         for job, execution in opened:
-            if execution is None or execution.cluster is None:
-                self._lose(job)
-                continue
-            now_known = found.get(execution.cluster.id, execution.cluster)
-            cluster = replace(now_known, rank=now_known.rank or slurm.read_rank(directory_of(self.root, job)))
-            if cluster != execution.cluster:
-                execution = replace(execution, cluster=cluster)
-                write_execution(self.root, job, execution)
-            if cluster.state in slurm.ENDED:
-                self._settle(job, execution, None)
+            try:
+                self._follow_one(job, execution, found)
+            except (OSError, ValueError) as error:  # as in `_attend`
+                self._report(job.id, error)
+
+    def _follow_one(self, job: Job, execution: Execution | None, found: Mapping[str, slurm.ClusterJob]) -> None:
+        if execution is None or execution.cluster is None:
+            self._lose(job)
+            return
+        now_known = found.get(execution.cluster.id, execution.cluster)
+        cluster = replace(now_known, rank=now_known.rank or slurm.read_rank(directory_of(self.root, job)))
+        if cluster != execution.cluster:
+            execution = replace(execution, cluster=cluster)
+            write_execution(self.root, job, execution)
+        if cluster.state in slurm.ENDED:
+            self._settle(job, execution, None)
 
     def _lose(self, job: Job) -> None:
         """A job is submitted while the queue is locked: one without a number of the cluster was interrupted."""

@@ -28,7 +28,8 @@ from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT, read_json
 from binade.data.python import package_path
 
-PATIENCE = 60  # seconds that a command of Slurm may take
+PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait meanwhile
+SUBMIT_PATIENCE = 60  # seconds that sbatch may take
 NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 UNKNOWN = "UNKNOWN"  # Slurm has forgotten the job
@@ -167,20 +168,22 @@ def cancel(ids: Iterable[str]) -> None:
 
 
 def poll(jobs: Collection[ClusterJob]) -> dict[str, ClusterJob]:
-    """The jobs as they are now, by id; none of them while the cluster does not answer."""
+    """The jobs as they are now, by id, without those that the cluster does not answer for."""
     ids = ",".join(sorted({job.id for job in jobs}))
     try:
-        rows = _rows("squeue", "--states=all", f"--jobs={ids}", "--format=%i|%T|%r|%P")
+        rows = _rows("squeue", "--states=all", f"--jobs={ids}", "--format=%i|%T|%P|%r")
         known = {row[0]: row[1:] for row in rows}
         missing = [job.id for job in jobs if job.id not in known]
         ended = _accounted(missing) if missing else {}
-        waiting = {row[2] for row in known.values() if row[0] in WAITING}
+        waiting = {row[1] for row in known.values() if row[0] in WAITING}
         places = _positions(waiting) if waiting else {}
     except SubmissionError:
         return {}
     found = {}
     for job in jobs:
-        state, reason, partition = known.get(job.id) or (ended.get(job.id, UNKNOWN), "", job.partition)
+        if job.id not in known and job.id not in ended:
+            continue
+        state, partition, reason = known.get(job.id) or (ended[job.id], job.partition, "")
         position = places.get(job.id) if state in WAITING else None
         found[job.id] = ClusterJob(job.id, state, reason, partition, position, job.rank)
     return found
@@ -190,7 +193,8 @@ def _rows(*command: str) -> list[list[str]]:
     done = _slurm(command[0], "--noheader", "--array", *command[1:])
     if done.returncode and "Invalid job id" not in done.stderr:
         raise SubmissionError(_last_line(done.stderr))
-    return [line.strip().split("|") for line in done.stdout.splitlines() if line.count("|") >= 1]
+    columns = command[-1].count("|")  # the last one is text that may have more of them
+    return [line.strip().split("|", columns) for line in done.stdout.splitlines() if line.count("|") >= columns]
 
 
 def _positions(partitions: Iterable[str]) -> dict[str, int]:
@@ -203,14 +207,20 @@ def _positions(partitions: Iterable[str]) -> dict[str, int]:
     return found
 
 
-def _accounted(ids: Iterable[str]) -> dict[str, str]:
-    """The states of jobs that squeue no longer knows; nothing of a cluster without accounting."""
+def _accounted(ids: Collection[str]) -> dict[str, str]:
+    """The states of jobs that squeue no longer knows; none while the accounting does not answer."""
+    unknown = dict.fromkeys(ids, UNKNOWN)
+    if shutil.which("sacct") is None:
+        return unknown
     wanted = ("--noheader", "--parsable2", "--allocations", "--format=JobID,State", f"--jobs={','.join(ids)}")
-    done = _slurm("sacct", *wanted)
-    if done.returncode:
+    try:
+        done = _slurm("sacct", *wanted)
+    except SubmissionError:
         return {}
+    if done.returncode:
+        return unknown if "accounting storage is disabled" in done.stderr else {}
     rows = (line.split("|") for line in done.stdout.splitlines() if "|" in line)
-    return {row[0]: row[1].split()[0] for row in rows if row[1]}  # "CANCELLED by 1000"
+    return unknown | {row[0]: row[1].split()[0] for row in rows if row[1]}  # "CANCELLED by 1000"
 
 
 def read_rank(directory: Path) -> RankProcess | None:
@@ -226,11 +236,12 @@ def _last_line(text: str) -> str:
 
 def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
     """Raises SubmissionError if the command is missing or does not end."""
+    patience = SUBMIT_PATIENCE if command[0] == "sbatch" else PATIENCE
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=PATIENCE
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=patience
         )
     except subprocess.TimeoutExpired:
-        raise SubmissionError(f"{command[0]} has not answered for {PATIENCE} seconds") from None
+        raise SubmissionError(f"{command[0]} has not answered for {patience} seconds") from None
     except FileNotFoundError:
         raise SubmissionError(f"{command[0]} is not on this machine") from None

@@ -18,7 +18,7 @@ from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import Part, Recipe, RecipeError
 from binade.collector.recipes.selection import Selection, SelectionError
-from binade.collector.training.option import Group, check_options, declared, option
+from binade.collector.training.option import Group, declared, option
 from binade.data.tensor_kinds import Measure, tensor_names
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
@@ -276,8 +276,7 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 
 def check(config: RunConfig) -> None:
     """Raise ConfigError for the first choice that cannot be run."""
-    check_options(config)
-    assert config.triggers is not None  # raises for one that cannot be read
+    config.check()
     published = shape_of(config.model, config.size)
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
     try:

@@ -83,17 +83,17 @@ class SlurmOptions:
             check_options(SlurmOptions(**merged))
         except ConfigError as error:
             raise ConfigError(f"target {self.target}: {error}") from None
-        nodes, ranks_per_node = _placed(config, merged["nodes"], merged["ranks_per_node"])
-        gpus = merged["gpus_per_node"]
-        if config.device == Device.CUDA and gpus is not None and gpus < ranks_per_node:
-            raise ConfigError(
-                f"--gpus-per-node is {gpus}, but a node has {ranks_per_node} ranks and each takes a GPU: "
-                "raise it, or --nodes"
-            )
+        try:
+            nodes, ranks_per_node = _placed(config, merged["nodes"], merged["ranks_per_node"], merged["gpus_per_node"])
+        except ConfigError as error:
+            machines = ("nodes", "ranks_per_node", "gpus_per_node")
+            if all(name in given or merged[name] is None for name in machines):
+                raise
+            raise ConfigError(f"with target {self.target}, {error}") from None
         return replace(described, **merged | {"nodes": nodes, "ranks_per_node": ranks_per_node})
 
 
-def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None) -> tuple[int, int]:
+def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None, gpus: int | None) -> tuple[int, int]:
     """Nodes and ranks on each; the missing one is computed from the other."""
     ranks = config.world_size
     given = f"--tp {config.tp} times --dp {config.dp} is {ranks} ranks"
@@ -107,4 +107,10 @@ def _placed(config: RunConfig, nodes: int | None, ranks_per_node: int | None) ->
         raise ConfigError(f"{given}, which {name} {divisor} does not divide: every node has the same number of ranks")
     if nodes is None:
         nodes = ranks // (ranks_per_node or ranks)
-    return nodes, ranks // nodes
+    ranks_per_node = ranks // nodes
+    if config.device == Device.CUDA and gpus is not None and gpus < ranks_per_node:
+        raise ConfigError(
+            f"--gpus-per-node is {gpus}, but a node has {ranks_per_node} ranks and each takes a GPU: "
+            "raise it, or --nodes"
+        )
+    return nodes, ranks_per_node

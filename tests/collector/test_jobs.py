@@ -172,6 +172,8 @@ class TestEstimate:
         [
             ["--model", "deepseek2_lite"],
             ["--tp", "2", "--ranks", "1", "--modules", "core,proj,fc2", "--tensors", "input,query,grad_value"],
+            ["--train-iters", "5", "--watch", "every 2 steps", "--stats", "full"],
+            ["--train-iters", "5", "--watch", "every 2 steps"],
         ],
         ids=lambda line: " ".join(line),
     )
@@ -182,6 +184,9 @@ class TestEstimate:
         plan = planned(jobs.parse_runs(["run", *size, *line])[0])
         assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
         assert plan.files == pytest.approx(run.status.bytes, rel=0.05)
+        if "--watch" in line:
+            written = sum(path.stat().st_size for path in run.directory.rglob("*") if path.is_file())
+            assert plan.disk == pytest.approx(written, rel=0.1)
 
     def test_time_comes_from_former_runs(self, collected, tmp_path):
         length = ("--training-config", "fast", "--warmup-iterations", "2", "--control-iter", "2")

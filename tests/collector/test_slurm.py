@@ -139,6 +139,13 @@ def test_a_file_that_is_wrong_is_one_line(command, capsys, tmp_path: Path, monke
     assert err.startswith("binade: ") and message in err and err.count("\n") == 1
 
 
+def test_a_target_is_named_for_the_machines_that_it_chose(command, capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(CONFIG, str(tmp_path / "binade.toml"))
+    (tmp_path / "binade.toml").write_text("[targets.a]\nnodes = 2\nranks_per_node = 4")
+    assert command("run", "--target", "a", "--dry-run") == 2
+    assert capsys.readouterr().err.startswith("binade: with target a, --tp 1 times --dp 1 is 1 ranks, --nodes 2 times")
+
+
 @pytest.mark.parametrize(
     ("options", "nodes", "tasks"),
     [
@@ -233,6 +240,12 @@ def test_jobs_that_squeue_has_forgotten_are_looked_up_in_sacct(tmp_path: Path, m
     assert [found[job.id].state for job in forgotten] == ["COMPLETED", "CANCELLED", slurm.UNKNOWN]
     executable(tmp_path, "sacct", "import sys; sys.exit('Slurm accounting storage is disabled')")
     assert {job.state for job in slurm.poll(forgotten).values()} == {slurm.UNKNOWN}
+    executable(tmp_path, "sacct", "import sys; sys.exit('sacct: error: Unable to connect to slurmdbd')")
+    assert slurm.poll(forgotten) == {}
+    executable(tmp_path, "squeue", "print('7_0|RUNNING|gpu|a|b')")
+    assert slurm.poll(forgotten) == {"7_0": slurm.ClusterJob("7_0", "RUNNING", "a|b", "gpu")}
+    (tmp_path / "sacct").unlink()
+    assert [job.state for job in slurm.poll(forgotten).values()] == ["RUNNING", slurm.UNKNOWN, slurm.UNKNOWN]
     executable(tmp_path, "squeue", "import sys; sys.exit('slurm_load_jobs error: Unable to contact slurm controller')")
     assert slurm.poll(forgotten) == {}  # nothing is known, and nothing has ended
 
@@ -254,6 +267,34 @@ def test_a_submission_that_was_interrupted(tmp_path: Path, monkeypatch):
     runner.Runner(tmp_path / "runs").turn()
     view = view_of(tmp_path / "runs", job)
     assert (view.state, view.reason) == ("failed", "its submission was interrupted: retry")
+
+
+def test_a_job_that_cannot_be_followed_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    executable(tmp_path, "sbatch", "print(7)")
+    executable(tmp_path, "squeue", "print('7_0|RUNNING|gpu|a', '7_1|RUNNING|gpu|a', sep='\\n')")
+    root = tmp_path / "runs"
+    damaged, sound = store.add(root, ["batch", "--launcher", "slurm", "--quantization", "bf16,mxfp8"])
+    write = runner.write_execution
+
+    def refused(where, job, execution):
+        if job.id == damaged.id:
+            raise store.JobError("its file is damaged")
+        write(where, job, execution)
+
+    monkeypatch.setattr(runner, "write_execution", refused)
+    runner.Runner(root).turn()
+    assert "job 1: its file is damaged" in capsys.readouterr().out
+    assert store.read_execution(root, sound).cluster.state == "RUNNING"
+
+
+def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(slurm, "PATIENCE", 0.5)
+    executable(tmp_path, "squeue", "import time; time.sleep(60)")
+    assert slurm.poll([slurm.ClusterJob("7_0")]) == {}
+    executable(tmp_path, "sbatch", "import time; time.sleep(1); print(7)")
+    assert slurm.submit("", tmp_path / "script") == "7"
 
 
 # What is refused

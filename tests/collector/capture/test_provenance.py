@@ -191,4 +191,5 @@ def test_what_is_found_fires_the_trigger_nan(tmp_path):
             end_step(recorder)
     found, fired, captured = read_events(recorder.writer.directory)
     assert (found.kind, found.iteration, fired.kind, fired.trigger) == ("non-finite", 1, "trigger", "nan")
+    assert "some values are NaN or Inf" in fired.text
     assert (captured.kind, captured.iteration) == ("capture", 3)

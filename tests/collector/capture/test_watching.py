@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+from contextlib import suppress
+
+import pandas as pd
 import pytest
 import torch
 
 from binade.collector import Recorder, instrument
+from binade.collector.capture.monitor import Monitor
 from binade.collector.training.config import ConfigError
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
+from binade.data.runs import read_status
 from binade.quant.summary import summarize, summarize_later
 from tests.collector.small_model import build, end_step, loss
+from tests.conftest import PROJECT
 
 NAMES = ("input", "weight")
 pytestmark = pytest.mark.slow
@@ -111,6 +120,44 @@ def test_the_budgets_hold(tmp_path):
     assert list(trained(tmp_path / "small", 6, ring_bytes=8 * 2048, **trigger)[1]) == [3, 4]
 
 
+def measured(root, losses, **options) -> tuple[Recorder, pd.DataFrame]:
+    """A tensor of each step, without a model, and its loss: the last one ends the run."""
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    x[:4] = 1e3
+    with suppress(ZeroDivisionError), Recorder(root, scores=(), **options) as recorder:
+        for step, each in enumerate(losses):
+            with recorder.at(step, 0, record=False):
+                recorder.record("x", x, layer=1, module="norm", operation="forward", phase="pre")
+            recorder.report_loss(each)
+        raise ZeroDivisionError
+    with Catalog.open(root) as catalog:
+        return recorder, catalog.tensors()
+
+
+def test_the_ring_is_kept_if_the_loss_ends_the_run(tmp_path):
+    recorder, found = measured(tmp_path, [1.0] * 6 + [math.nan], trigger=("nan",), ring=3)
+    assert sorted(found["iteration"]) == [3, 4, 5, 6]
+    (event,) = read_events(recorder.writer.directory)
+    assert (event.iteration, "iterations 3 to 5 are kept" in event.text) == (6, True)
+
+
+@pytest.mark.parametrize("trigger", ["kurtosis > 3", "skewness > 0", "absmin > 0"])
+def test_every_moment_can_be_a_trigger(tmp_path, trigger):
+    recorder, found = measured(tmp_path, [1.0], watch="every step", trigger=(trigger,))
+    assert read_events(recorder.writer.directory)[0].trigger == trigger
+    assert found["kurtosis"].item() > 3
+
+
+def test_a_segment_whose_bytes_cannot_be_counted_keeps_its_files(tmp_path, monkeypatch):
+    def removed(monitor, segment, rows):
+        raise FileNotFoundError(segment)
+
+    monkeypatch.setattr(Monitor, "wrote", removed)
+    with pytest.raises(FileNotFoundError), Recorder(tmp_path, scores=()) as recorder:
+        recorder.record("x", torch.ones(4), layer=1, module="norm", operation="forward", phase="pre")
+    assert len(list(tmp_path.rglob("*.pt"))) == read_status(recorder.writer.directory).tensors == 1
+
+
 def test_an_alert_that_fails_is_dropped(tmp_path):
     def fails(event):
         raise RuntimeError("no such channel")
@@ -128,3 +175,9 @@ def test_an_alert_that_fails_is_dropped(tmp_path):
 def test_refuses_what_it_cannot_do(tmp_path, option, text):
     with pytest.raises(ConfigError, match=text):
         Recorder(tmp_path, **option)
+
+
+def test_triggers_are_checked_without_assertions():
+    code = "from binade.collector.capture.watching import WatchOptions as W; W(trigger=('foo',)).check()"
+    done = subprocess.run([sys.executable, "-O", "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert "ConfigError" in done.stderr and "LIMIT" in done.stderr

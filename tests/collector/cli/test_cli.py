@@ -93,6 +93,7 @@ WRONG = {
     "recording on and off": (*RUN, "--save-tensors", "--no-save-tensors"),
     "tensors of a run that records nothing": (*RUN, "--no-save-tensors", "--tensors", "query"),
     "layers of a run that records nothing": (*RUN, "--no-save-tensors", "--capture-layers", "first"),
+    "NaNs of a run that records nothing": (*RUN, "--no-save-tensors", "--find-nan"),
     "bytes of a run that records nothing": (*RUN, "--no-save-tensors", "--max-bytes", "1M"),
     "bytes of values that are not kept": (*RUN, "--no-raw", "--max-bytes", "1"),
     "model of a name too long": (*RUN, "--model", "x" * 300),

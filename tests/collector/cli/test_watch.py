@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -14,6 +17,7 @@ from binade.collector.cli.watch_command import _lines
 from binade.collector.errors import ConfigError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.runs import RunWriter
+from tests.conftest import PROJECT
 
 EVENT = Event(
     EventKind.TRIGGER, 7, "layer1.fc1 input: absmax is 9, above 8", "2026-01-01T00:00:00+00:00", trigger="absmax > 8"
@@ -92,8 +96,34 @@ def test_a_webhook_posts_json_and_survives_silence():
     alert = webhook(f"http://127.0.0.1:{server.server_port}/hook")
     with pytest.warns(UserWarning, match="was not told of iteration 7"):
         told(alert)
-    with pytest.raises(ConfigError, match="http"):
-        webhook("file:///etc/passwd")
+    for url in ("file:///etc/passwd", "http://["):
+        with pytest.raises(ConfigError, match="http"):
+            webhook(url)
+
+
+@pytest.mark.parametrize(("answer", "warning"), [("HTTP/1.0 204 x", ""), ("what", "was not told of iteration 7: what")])
+def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(answer, warning):
+    """The process ends at once after the alert."""
+    code = (
+        "import sys; from binade.collector.capture.alerts import webhook\n"
+        "from binade.data.events import Event, EventKind\n"
+        "webhook(sys.argv[1])(Event(EventKind.TRIGGER, 7, 'x', 't', 0))"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        process = subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True, cwd=PROJECT)
+        server.settimeout(20)
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(20)
+            received = b""
+            while b"iteration 7" not in received:
+                part = connection.recv(4096)
+                assert part, "the process has ended"
+                received += part
+            connection.sendall(answer.encode() + b"\r\n\r\n")
+        err = process.communicate(timeout=20)[1]
+    assert process.returncode == 0 and "Traceback" not in err and warning in err and bool(err) == bool(warning)
 
 
 def test_scalars_go_to_either_kind_of_writer():
