@@ -10,7 +10,7 @@ from tests.conftest import run_python
 pytestmark = pytest.mark.slow
 
 SPECS = ("nvfp4(rounding=stochastic)", "hif4", "nvfp4(scale=4over6)", "mxfp4(scale=quest)")
-KERNELS = {"quantize_dequantize_kernel", "run_errors_kernel", "run_moments_kernel"}
+KERNELS = {"quantize_dequantize_kernel", "run_errors_kernel", "run_moments_kernel", "summarize_kernel"}
 
 PROGRAM = """
 import sys
@@ -20,6 +20,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 
 from binade.quant.backends import triton_kernels as kernels
+from binade.quant.backends.triton_summary import BINS, TILE, WARPS, summarize_kernel
 from binade.quant.specs import Spec
 
 TARGETS = [GPUTarget("cuda", 100, 32)] + [GPUTarget("hip", "gfx942", 64)] * ("amd" in backends)
@@ -59,6 +60,9 @@ for name in [name for name in vars(kernels) if name.endswith("_kernel")]:
 for number, text in enumerate(sys.argv[1:]):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
     kernels.quantize_dequantize(x, Spec.of(text), -(number % 2) - 1, None, False, 0)
+types = torch.bfloat16, torch.int32, torch.float64, torch.float32, torch.int64, torch.float64
+tensors = [torch.empty(1, dtype=dtype, device="meta") for dtype in types]
+Compiling(summarize_kernel).launch(*tensors, 1 << 24, ROWS=TILE // 8, WIDTH=8, BINS=BINS, num_warps=WARPS)
 """
 
 
