@@ -14,28 +14,30 @@ from binade.terminal import Command, Option, print_text, resolve_root
 
 if TYPE_CHECKING:  # they import pyarrow: --help does not wait for it
     from binade.data.events import Event
-    from binade.data.runs import RunInfo
+    from binade.data.runs import RunInfo, Status
 
-    Seen = dict[str, tuple[str, set[Event]]]
+    Seen = dict[str, tuple[Status, str, set[Event]]]
 
 SECONDS = 1.0  # between two looks
 
 
 def _lines(root: Path, seen: Seen) -> Iterator[str]:
     """What is new since the last look: a line for each event, and for each run that has gone on. seen: of each run its
-    last line and the events that were shown."""
+    last status and line, and the events that were shown."""
     from binade.data.events import read_events
     from binade.data.runs import RUNNING, list_runs
 
     for run in list_runs(root)[0]:
-        before, shown = seen.get(run.run_id, ("", set()))
+        status, before, shown = seen.get(run.run_id, (None, "", set()))
         events = read_events(run.directory)
+        if run.status == status and shown.issuperset(events):
+            continue
         if events or run.status.state == RUNNING or before:
             yield from (f"{run.run_id}: {event}" for event in events if event not in shown)
             line = _progress(run, len(events))
             if line != before:
                 yield line
-            seen[run.run_id] = line, set(events)
+            seen[run.run_id] = run.status, line, set(events)
 
 
 def _progress(run: RunInfo, events: int) -> str:
