@@ -351,15 +351,21 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_bundles_change_nothing(case: str, older: Path, tmp_path: Path):
+def hostile(case: str, packed: Path) -> tuple[Archive, str]:
+    """A bundle with the change of a case of HOSTILE, and words of the sentence that refuses it."""
     change, words = HOSTILE[case]
-    archive = Archive(older)
+    archive = Archive(packed)
     change(archive)
     if case == "running":
         name = f"{run_of(archive)}/status.json"
         archive.put(name, json.dumps(json.loads(archive.files[name]) | live()).encode())
         words = "still running"
+    return archive, words
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_bundles_change_nothing(case: str, older: Path, tmp_path: Path):
+    archive, words = hostile(case, older)
     refused(archive.write(tmp_path / "hostile.zip"), tmp_path, words)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import struct
@@ -16,7 +15,7 @@ from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from tests.data.builder import assorted, make_run
-from tests.data.test_bundle import HOSTILE, Archive, live, refused, run_ids, run_of
+from tests.data.test_bundle import HOSTILE, hostile, refused, run_ids
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import KINDS, command
 
@@ -90,13 +89,7 @@ def hostile_bundles(attempt: Attempt) -> None:
     elif case == "two at once":
         path.write_bytes(packed.read_bytes() + packed.read_bytes()[:-20])
     else:
-        change, words = HOSTILE[case]
-        archive = Archive(packed)
-        change(archive)
-        if case == "running":
-            name = f"{run_of(archive)}/status.json"
-            archive.put(name, json.dumps(json.loads(archive.files[name]) | live()).encode())
-            words = "still running"
+        archive, words = hostile(case, packed)
         archive.write(path)
     refused(path, attempt.place, words)
 
