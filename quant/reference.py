@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from binade.quant.elements import Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.rounding import noise
-from binade.quant.scaling import SCALINGS
+from binade.quant.scaling import SCALINGS, pad_end
 from binade.quant.specs import ROW, TENSOR, Block, Spec
 
 
@@ -38,11 +37,11 @@ def to_blocks(x: Tensor, dim: int, block: Block | None) -> Tensor:
         return moved.reshape(1, -1)
     rows, columns = (block.rows or 1, block.columns) if block else (1, None)
     columns = columns or max(moved.shape[-1], 1)
-    moved = pad(moved, (0, -moved.shape[-1] % columns))
+    moved = pad_end(moved, moved.dim() - 1, -moved.shape[-1] % columns)
     if rows == 1:
         return moved.reshape(-1, columns)
     moved = moved.reshape(-1, moved.shape[-1])
-    moved = pad(moved, (0, 0, 0, -moved.shape[0] % rows))
+    moved = pad_end(moved, 0, -moved.shape[0] % rows)
     tiles = moved.reshape(len(moved) // rows, rows, moved.shape[-1] // columns, columns)
     return tiles.transpose(1, 2).reshape(-1, rows * columns)
 

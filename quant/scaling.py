@@ -501,6 +501,11 @@ def nan_max(x: Tensor) -> Tensor:
     return x.abs().amax(-1, keepdim=True)
 
 
+def pad_end(x: Tensor, dim: int, zeros: int) -> Tensor:
+    """x with that many zeros at the end of axis `dim`; x itself for none, which torch's pad would copy."""
+    return torch.cat((x, x.new_zeros(*x.shape[:dim], zeros, *x.shape[dim + 1 :])), dim) if zeros else x
+
+
 def sum_in_order(x: Tensor, rows: int) -> Tensor:
     """[groups, rows · columns] -> [groups, 1]: each row added from left to right, then the rows as a binary tree."""
     columns = x.reshape(len(x), rows, -1).unbind(-1)
@@ -510,7 +515,7 @@ def sum_in_order(x: Tensor, rows: int) -> Tensor:
     while total.shape[1] > 1:
         half = (total.shape[1] + 1) // 2
         low, high = total[:, :half], total[:, half:]
-        total = low + torch.nn.functional.pad(high, (0, low.shape[1] - high.shape[1]))
+        total = low + pad_end(high, 1, low.shape[1] - high.shape[1])
     return total
 
 

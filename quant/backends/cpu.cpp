@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -27,17 +28,24 @@ constexpr int MAX_TIERS = 8;
 constexpr int64_t STRIP = 256;
 constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
 
-enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, UNCLIPPED };
+enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, UNCLIPPED, FOUR_OVER_SIX };
 constexpr int NEAREST = 0, HALF_AWAY = 1, STOCHASTIC = 2;
 
 }  // namespace
 
 extern "C" struct Format {
-    int32_t rule, signed_zero, emax, mantissa_bits;
+    int32_t rule, emax, mantissa_bits;
     float max, limit, inverse;  // inverse: 1 / max
+    float bound;                // rounds as all larger values do
+    float zero;                 // what is added to a result: -0 if the element has a negative zero, else 0
     float lowest[MAX_TIERS];    // 2^(lowest exponent) of each tier
     float step[MAX_TIERS];      // 2^-(mantissa bits) of each tier
+    float outer;                // NVFP4: what the largest magnitude of a tensor or an outer block is scaled to
+    int32_t squares;            // FOUR_OVER_SIX: whether it compares sums of squares
 };
+
+// x; a NaN with bits in its lower half, as torch makes them, becomes one without, see `store`.
+inline float short_nan(float x) { return x == x ? x : NAN; }
 
 // What the values of a run are multiplied by before rounding, and multiplied by, multiplied by and divided by after it. Run
 // i finds each at from[...][i * step[...]]; a step of 0 is one for all, null is 1.
@@ -45,7 +53,7 @@ extern "C" struct Factors {
     const float* from[4];
     int64_t step[4];
 
-    float one(int which) const { return from[which] ? *from[which] : 1.0f; }  // that of all runs
+    float one(int which) const { return from[which] ? short_nan(*from[which]) : 1.0f; }  // that of all runs
 };
 
 // How the measures of blocks are cut into bins, see block_histograms.BlockMeasure: the scale exponent, the SQNR and the
@@ -75,11 +83,22 @@ inline float load(const uint16_t* p) { return from_bits(static_cast<int32_t>(sta
 
 inline void store(float* p, float y) { *p = y; }
 
-inline void store(uint16_t* p, float y) {  // bfloat16, ties to even
+// bfloat16, ties to even. A NaN, from a bfloat16, arithmetic or `short_nan`, has a lower half of 0 and stays NaN.
+inline void store(uint16_t* p, float y) {
     uint32_t bits = static_cast<uint32_t>(to_bits(y));
-    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    *p = static_cast<uint16_t>((bits & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
+    *p = static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
+
+// The bits of a value without its sign: integers in the order of the magnitudes, NaN above all.
+using Magnitude = std::conditional_t<std::is_same_v<VALUE, float>, int32_t, int16_t>;
+
+inline int32_t magnitude_of(float x) { return to_bits(x) & 0x7FFFFFFF; }
+
+inline int16_t magnitude_of(uint16_t x) { return static_cast<int16_t>(x & 0x7FFF); }
+
+inline float to_float(int32_t magnitude) { return from_bits(magnitude); }
+
+inline float to_float(int16_t magnitude) { return from_bits(static_cast<int32_t>(magnitude) << 16); }
 
 inline float pow2(int32_t exponent) {
     if (exponent >= -126) return from_bits((exponent + 127) << 23);
@@ -97,43 +116,52 @@ inline uint32_t mix(uint32_t h) {  // lowbias32
     return h ^ (h >> 16);
 }
 
-// Uniform in [0, 1), of an element's flat index; 0 where rounding needs none. See rounding.noise.
-inline float noise(int64_t index, uint32_t key) {
-    if (ROUNDING != STOCHASTIC) return 0.0f;
+// 16 random bits of the element with this flat index, from -2^15; 0 where rounding needs none. See rounding.noise.
+inline int32_t noise(int64_t index, uint32_t key) {
+    if (ROUNDING != STOCHASTIC) return 0;
     uint32_t h = (static_cast<uint32_t>(index) + key) * 0xDCF94B3Bu;
     h = (h ^ (h >> 13)) * 0x8A9D33D9u;
-    return static_cast<float>(static_cast<int32_t>((h >> 16) ^ 0x8000u)) * 0x1p-16f;
+    return static_cast<int32_t>(h) >> 16;
+}
+
+// As round_to_element for elements that are float32's upper bits. A carry leads to the next binade, and at last to Inf.
+template <int Rounding>
+inline float round_upper_bits(float x, const Format& f, int32_t k) {
+    const int dropped = 23 - f.mantissa_bits;
+    const uint32_t bits = static_cast<uint32_t>(to_bits(x)), half = 1u << (dropped - 1);
+    uint32_t added = half;
+    if (Rounding == NEAREST) added = half - 1 + ((bits >> dropped) & 1);
+    if (Rounding == STOCHASTIC) added = half - 1 - static_cast<uint32_t>(k >> (16 - dropped));
+    float y = from_bits(static_cast<int32_t>((bits + added) & (~0u << dropped)));
+    y = y > f.limit ? f.limit : y;
+    y = y < -f.limit ? -f.limit : y;
+    return x == x ? y : x;
 }
 
 // x on the element's grid. (v + c) - c with c = 1.5 * 2^23 ulp rounds v to a multiple of ulp, ties to even.
 template <int Tiers, int Rounding, bool Wide>
-inline float round_to_element(float x, const Format& f, float top, float u = 0.0f) {
+inline float round_to_element(float x, const Format& f, int32_t k = 0) {
+    if (Wide) return round_upper_bits<Rounding>(x, f, k);
     int32_t bits = to_bits(x);
     float v = from_bits(bits & 0x7FFFFFFF);
-    float binade = from_bits(bits & 0x7F800000);
+    v = v > f.bound ? f.bound : v;
+    float binade = from_bits(to_bits(v) & 0x7F800000);
     binade = binade > f.lowest[0] ? binade : f.lowest[0];
-    binade = binade < top ? binade : top;
-    float back = 1.0f;
-    if (Wide) {  // bfloat16's range is float32's: the constant would leave it
-        float shift = v < 1.0f ? 0x1p32f : 0x1p-32f;
-        back = v < 1.0f ? 0x1p-32f : 0x1p32f;
-        binade *= shift;
-        v *= shift;
-    }
-    float ulp = binade * f.step[0];
-    for (int i = 1; i < Tiers; i++) ulp = binade >= f.lowest[i] ? binade * f.step[i] : ulp;
-    float c = ulp * 0x1.8p23f;
+    float step = f.step[0];
+    for (int i = 1; i < Tiers; i++) step = binade >= f.lowest[i] ? f.step[i] : step;
+    // Setting the last bit moves a tie above the middle, and no other value to it or across it.
+    if (Rounding == HALF_AWAY) v = from_bits(to_bits(v) | 1);
+    float c = binade * (step * 0x1.8p23f);
     float y = (v + c) - c;
-    if (Rounding == HALF_AWAY) y = v - y == 0.5f * ulp ? y + ulp : y;
     if (Rounding == STOCHASTIC) {
-        y = y > v ? y - ulp : y;
-        float fraction = (v - y + ulp * 0x1.8p7f) - ulp * 0x1.8p7f;  // rounded to 16 bits
-        y = fraction > u * ulp ? y + ulp : y;
+        // The rest, rounded to 16 bits of a fraction of ulp: one ulp stays if that is more than the noise.
+        float rest = (v - y) + binade * (step * 130.0f);
+        rest = from_bits((to_bits(rest) - 32769 - k) & -65536);
+        y += rest - binade * (step * 129.0f);
     }
-    if (Wide) y *= back;
     y = y > f.max ? f.limit : y;
     y = from_bits(to_bits(y) | (bits & static_cast<int32_t>(0x80000000)));
-    return f.signed_zero ? y : y + 0.0f;
+    return y + f.zero;
 }
 
 inline int32_t scale_exponent(float absmax, const Format& f) {
@@ -165,7 +193,7 @@ struct Scales {
             const int64_t step = given.step[which];
             const float* from = given.from[which] + run * step;
             if (step)
-                std::copy(from, from + count, into[which]);
+                std::transform(from, from + count, into[which], short_nan);
             else
                 std::fill(into[which], into[which] + count, given.one(which));
         }
@@ -174,28 +202,31 @@ struct Scales {
 
 // What NVFP4's block scales follow from besides the block: of a tensor's or an outer block's largest magnitude.
 struct Outer {
-    float encode, decode;
-
-    // What a block's largest magnitude is scaled to.
-    static float target(const Format& f) { return f.rule == UNCLIPPED ? static_cast<float>(f.max * 16.0 / 17.0) : f.max; }
+    float encode, decode, divisor;
 
     static Outer of(float absmax, const Format& f) {
-        const float limit = static_cast<float>(448.0 * (f.rule == UNCLIPPED ? f.max * 16.0 / 17.0 : f.max));
-        float encode = absmax == 0.0f ? 1.0f : limit / absmax;
-        return {encode > FLOAT32_MAX ? FLOAT32_MAX : encode, absmax / limit};
+        absmax = short_nan(absmax);
+        float encode = absmax == 0.0f ? 1.0f : f.outer / absmax;
+        encode = encode > FLOAT32_MAX ? FLOAT32_MAX : encode;
+        if (f.rule == FOUR_OVER_SIX) return {encode, absmax, f.outer};
+        return {encode, absmax / f.outer, 1.0f};
     }
 };
 
-inline Scale block_scale(int32_t magnitude, const Format& f, const Outer& outer) {
-    float absmax = from_bits(magnitude);
-    if (f.rule == NVFP4 || f.rule == UNCLIPPED) {
-        static const Format e4m3 = {GIVEN, 1, 8, 3, 448.0f, 448.0f, 0.0f, {0x1p-6f}, {0x1p-3f}};
+// larger: FOUR_OVER_SIX tries this multiple of the scale, 1 or 1.5.
+inline Scale block_scale(float absmax, const Format& f, const Outer& outer, float larger) {
+    if (f.rule == NVFP4 || f.rule == UNCLIPPED || f.rule == FOUR_OVER_SIX) {
+        static const Format e4m3 = {GIVEN, 8, 3, 448.0f, 448.0f, 0.0f, 448.0f, -0.0f, {0x1p-6f}, {0x1p-3f}};
         float wanted = absmax * (outer.encode * f.inverse);
-        if (f.rule == UNCLIPPED) wanted = absmax == 0.0f ? 0.0f : absmax / Outer::target(f) / outer.decode;
-        float scale = round_to_element<1, NEAREST, false>(wanted, e4m3, 512.0f);
+        if (f.rule == UNCLIPPED) {
+            const float target = static_cast<float>(f.max * 16.0 / 17.0);
+            wanted = absmax == 0.0f ? 0.0f : absmax / target / outer.decode;
+        }
+        if (f.rule == FOUR_OVER_SIX) wanted = larger * (absmax / f.max * outer.encode);
+        float scale = round_to_element<1, NEAREST, false>(wanted, e4m3);
         float inverse = 1.0f / (scale * (1.0f / outer.encode));
         inverse = inverse > FLOAT32_MAX ? FLOAT32_MAX : inverse;
-        return {inverse, scale, outer.decode, 1.0f};
+        return {inverse, scale, outer.decode, outer.divisor};
     }
     int32_t exponent = scale_exponent(absmax, f);
     float scale = absmax <= FLOAT32_MAX ? pow2(exponent) : from_bits(0x7FC00000);
@@ -203,32 +234,48 @@ inline Scale block_scale(int32_t magnitude, const Format& f, const Outer& outer)
 }
 
 // HiF4's scale of 64 values, E6M2, and its inverse as bfloat16. The scale of a block that is not finite is NaN.
-inline void hif4_scale(int32_t magnitude, float& scale, float& inverse) {
-    static const Format e6m2 = {GIVEN, 0, 15, 2, 49152.0f, 49152.0f, 0.0f, {0x1p-48f}, {0x1p-2f}};
-    float wanted = from_bits(magnitude) * 0.142578125f;
+inline void hif4_scale(float absmax, float& scale, float& inverse) {
+    static const Format e6m2 = {GIVEN, 15, 2, 49152.0f, 49152.0f, 0.0f, 49152.0f, 0.0f, {0x1p-48f}, {0x1p-2f}};
+    float wanted = absmax * 0.142578125f;
     wanted = wanted < 49152.0f ? wanted : 49152.0f;
     wanted = wanted > 0x1p-48f ? wanted : 0x1p-48f;
-    float found = round_to_element<1, NEAREST, false>(to_bfloat16(wanted), e6m2, 65536.0f);
+    float found = round_to_element<1, NEAREST, false>(to_bfloat16(wanted), e6m2);
     inverse = to_bfloat16(1.0f / found);
-    scale = magnitude < 0x7F800000 ? found : from_bits(0x7FC00000);
+    scale = absmax <= FLOAT32_MAX ? found : from_bits(0x7FC00000);
 }
 
 // The factor of 4 values: 2^(e8 + e4). eight and four: the largest magnitudes of the 8 and of the 4.
-inline float hif4_factor(int32_t eight, int32_t four, float inverse) {
-    float e8 = from_bits(eight) * inverse >= 4.0f ? 2.0f : 1.0f;
-    float e4 = from_bits(four) * inverse >= 2.0f * e8 ? 2.0f : 1.0f;
+inline float hif4_factor(Magnitude eight, Magnitude four, float inverse) {
+    float e8 = to_float(eight) * inverse >= 4.0f ? 2.0f : 1.0f;
+    float e4 = to_float(four) * inverse >= 2.0f * e8 ? 2.0f : 1.0f;
     return e8 * e4;
 }
 
-template <bool Divide>
-inline float quantized(float x, const Scale& s, const Format& f, float top, float u) {
-    float y = round_to_element<TIERS, ROUNDING, WIDE>(x * s.in, f, top, u) * s.out * s.last;
-    return Divide ? y / s.divisor : y;
+// |what x becomes - x|, or its square, when x is rounded to nearest.
+inline float error_of(float x, const Scale& s, const Format& f, bool squared) {
+    const float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, f) * s.out * s.last;
+    const float error = from_bits(magnitude_of(y / s.divisor - x));
+    return squared ? error * error : error;
 }
 
-inline int32_t magnitude_of(float x) { return to_bits(x) & 0x7FFFFFFF; }
+// For each of `count` runs, the sum of its errors from the first value to the last. Value i of run n is at
+// from[i * stride + n].
+template <typename Value, int64_t Runs>
+LOOPS void add_errors(float* out, const Scales<Runs>& scales, const Format& format, bool squared, int64_t count,
+                      int64_t length, const Value* from, int64_t stride) {
+    const Format f = format;
+    float total[Runs];
+    std::fill(total, total + count, 0.0f);
+    for (int64_t i = 0; i < length; i++)
+        for (int64_t n = 0; n < count; n++) total[n] += error_of(load(from + i * stride + n), scales.at(n), f, squared);
+    std::copy(total, total + count, out);
+}
 
-inline float top_of(const Format& f) { return pow2(f.emax) * (WIDE ? 1.0f : 2.0f); }
+template <bool Divide>
+inline float quantized(float x, const Scale& s, const Format& f, int32_t k) {
+    float y = round_to_element<TIERS, ROUNDING, WIDE>(x * s.in, f, k) * s.out * s.last;
+    return Divide ? y / s.divisor : y;
+}
 
 // Up to STRIP neighbouring blocks of one row of blocks, inner > 1: `length` rows of `width` values from `base` on. The
 // scales start at `scale`.
@@ -273,21 +320,33 @@ inline void each(int64_t length, Body body) {
         for (int64_t i = 0; i < length; i++) body(i);
 }
 
-inline void largest_of_rows(const VALUE* x, int32_t* out, const Grid& grid, int64_t first, int64_t last) {
+inline void largest_of_rows(const VALUE* x, float* out, const Grid& grid, int64_t first, int64_t last) {
     for (int64_t b = first; b < last; b++) {
         const VALUE* from = x + grid.at(b);
-        int32_t magnitude = 0;
-        each(grid.length(b), [&](int64_t i) { magnitude = std::max(magnitude, magnitude_of(load(from + i))); });
-        out[b - first] = magnitude;
+        Magnitude most = 0;
+        each(grid.length(b), [&](int64_t i) { most = std::max(most, magnitude_of(from[i])); });
+        out[b - first] = to_float(most);
     }
 }
 
-inline void largest_of_strip(const VALUE* x, int32_t* out, const Grid& grid, const Strip& strip) {
-    std::fill(out, out + strip.width, 0);
+// `count` blocks of rows from b on as columns: value i of block n at into[i * count + n]. Short ones end in zeros.
+inline void to_columns(const VALUE* x, float* into, const Grid& grid, int64_t b, int64_t count) {
+    const int64_t length = std::min(grid.block, grid.axis);
+    for (int64_t n = 0; n < count; n++) {
+        const VALUE* from = x + grid.at(b + n);
+        const int64_t here = grid.length(b + n);
+        for (int64_t i = 0; i < here; i++) into[i * count + n] = load(from + i);
+        for (int64_t i = here; i < length; i++) into[i * count + n] = 0.0f;
+    }
+}
+
+inline void largest_of_strip(const VALUE* x, float* out, const Grid& grid, const Strip& strip) {
+    Magnitude most[STRIP] = {};
     for (int64_t i = 0; i < strip.length; i++) {
         const VALUE* from = x + strip.base + i * grid.inner;
-        for (int64_t j = 0; j < strip.width; j++) out[j] = std::max(out[j], magnitude_of(load(from + j)));
+        for (int64_t j = 0; j < strip.width; j++) most[j] = std::max(most[j], magnitude_of(from[j]));
     }
+    for (int64_t j = 0; j < strip.width; j++) out[j] = to_float(most[j]);
 }
 
 struct Quantizer {
@@ -300,14 +359,14 @@ struct Quantizer {
     bool packed;  // y has room for one strip only, its rows STRIP apart
     bool divide;
     uint32_t key;
-    float top;
     const float* absmax;  // what NVFP4 needs, of run i at absmax[i * step]
     int64_t step;
 
     Quantizer(const Format& format, const Factors* given, const VALUE* x, VALUE* y, float* scales, const Grid& grid,
               const float* absmax, int64_t step, uint32_t seed, bool packed)
         : f(format), given(given), x(x), y(y), scales(given ? nullptr : scales), grid(grid), packed(packed),
-          divide(given && given->from[3]), key(mix(seed)), top(top_of(format)), absmax(absmax), step(step) {}
+          divide(given ? given->from[3] != nullptr : format.rule == FOUR_OVER_SIX), key(mix(seed)), absmax(absmax),
+          step(step) {}
 
     // Values [first, last) of a flat tensor that shares its factors.
     void flat(int64_t first, int64_t last) const {
@@ -335,30 +394,34 @@ struct Quantizer {
     LOOPS void flat_of(int64_t first, int64_t last) const {
         const Format g = f;
         const Scale s{given->one(0), given->one(1), given->one(2), given->one(3)};
-        const float t = top;
         const uint32_t k = key;
-        for (int64_t i = first; i < last; i++) store(y + i, quantized<Divide>(load(x + i), s, g, t, noise(i, k)));
+        for (int64_t i = first; i < last; i++) store(y + i, quantized<Divide>(load(x + i), s, g, noise(i, k)));
     }
 
     template <bool Divide>
     LOOPS void rows_of(int64_t first, int64_t last) const {
         const Format g = f;
-        const float t = top;
         const uint32_t k = key;
-        const int64_t together = batch(grid);
-        int32_t magnitude[BATCH];
+        const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
+        float largest[BATCH];
         Scales<BATCH> found;
+        std::vector<float> columns(f.rule == FOUR_OVER_SIX ? together * length : 0);
         for (int64_t b = first; b < last; b += together) {
             const int64_t count = std::min(last - b, together);
-            if (!given) largest_of_rows(x, magnitude, grid, b, b + count);
-            fill(found, magnitude, b, count);
+            if (!given) largest_of_rows(x, largest, grid, b, b + count);
+            fill(found, largest, b, count);
+            if (f.rule == FOUR_OVER_SIX) {
+                to_columns(x, columns.data(), grid, b, count);
+                choose(found, largest, b, count, length, columns.data(), count);
+            }
+            if (scales) std::copy(found.out, found.out + count, scales + b);
             for (int64_t n = 0; n < count; n++) {
                 const int64_t at = grid.at(b + n);
                 const VALUE* from = x + at;
                 VALUE* to = y + at;
                 const Scale s = found.at(n);
                 each(grid.length(b + n), [=, &g](int64_t i) {
-                    store(to + i, quantized<Divide>(load(from + i), s, g, t, noise(at + i, k)));
+                    store(to + i, quantized<Divide>(load(from + i), s, g, noise(at + i, k)));
                 });
             }
         }
@@ -367,28 +430,30 @@ struct Quantizer {
     template <bool Divide>
     LOOPS void strips_of(int64_t first, int64_t last) const {
         const Format g = f;
-        const float t = top;
         const uint32_t k = key;
-        int32_t magnitude[STRIP];
+        float largest[STRIP];
         Scales<STRIP> found;
         for (int64_t s = first; s < last; s++) {
             const Strip strip = grid.strip(s);
             const int64_t width = strip.width;
-            if (!given) largest_of_strip(x, magnitude, grid, strip);
-            fill(found, magnitude, strip.scale, width);
+            if (!given) largest_of_strip(x, largest, grid, strip);
+            fill(found, largest, strip.scale, width);
+            if (f.rule == FOUR_OVER_SIX)
+                choose(found, largest, strip.scale, width, strip.length, x + strip.base, grid.inner);
+            if (scales) std::copy(found.out, found.out + width, scales + strip.scale);
             for (int64_t i = 0; i < strip.length; i++) {
                 const int64_t at = strip.base + i * grid.inner;
                 const VALUE* from = x + at;
                 VALUE* to = packed ? y + i * STRIP : y + at;
                 for (int64_t j = 0; j < width; j++)
-                    store(to + j, quantized<Divide>(load(from + j), found.at(j), g, t, noise(at + j, k)));
+                    store(to + j, quantized<Divide>(load(from + j), found.at(j), g, noise(at + j, k)));
             }
         }
     }
 
     // The factors of `count` runs from `run` on: those given, or by the rule from their largest magnitudes.
     template <typename Scales>
-    void fill(Scales& into, const int32_t* magnitude, int64_t run, int64_t count) const {
+    void fill(Scales& into, const float* largest, int64_t run, int64_t count, float larger = 1.0f) const {
         if (given) {
             into.take(*given, run, count);
             return;
@@ -396,52 +461,67 @@ struct Quantizer {
         const Format g = f;
         const auto found = [&](auto outer) {
             for (int64_t n = 0; n < count; n++) {
-                const Scale scale = block_scale(magnitude[n], g, outer(n));
+                const Scale scale = block_scale(largest[n], g, outer(n), larger);
                 into.in[n] = scale.in;
                 into.out[n] = scale.out;
                 into.last[n] = scale.last;
-                into.divisor[n] = 1.0f;
+                into.divisor[n] = scale.divisor;
             }
         };
         if (step)
             found([&, of_runs = absmax + run](int64_t n) { return Outer::of(of_runs[n], g); });
         else
             found([shared = Outer::of(*absmax, g)](int64_t) { return shared; });
-        if (scales) std::copy(into.out, into.out + count, scales + run);
+    }
+
+    // FOUR_OVER_SIX: `into` has the scales for 6; those for 4 replace them where the sum of errors is smaller.
+    template <typename Value, int64_t Runs>
+    void choose(Scales<Runs>& into, const float* largest, int64_t run, int64_t count, int64_t length, const Value* from,
+                int64_t stride) const {
+        Scales<Runs> other;
+        float error[Runs], others[Runs];
+        fill(other, largest, run, count, 1.5f);
+        add_errors(error, into, f, f.squares, count, length, from, stride);
+        add_errors(others, other, f, f.squares, count, length, from, stride);
+        for (int64_t n = 0; n < count; n++) {
+            const bool closer = others[n] < error[n];
+            into.in[n] = closer ? other.in[n] : into.in[n];
+            into.out[n] = closer ? other.out[n] : into.out[n];
+        }
     }
 
     void hif4_rows(int64_t first, int64_t last) const {
         const Format g = f;
-        const float t = top;
         for (int64_t b = first; b < last; b++) {
             const int64_t at = grid.at(b), length = grid.length(b);
-            float values[64] = {}, finer[64];
-            int32_t fours[16], eights[8], most = 0;
-            for (int64_t i = 0; i < length; i++) values[i] = load(x + at + i);
+            VALUE values[64] = {};
+            float finer[64];
+            Magnitude fours[16], eights[8], most = 0;
+            std::copy(x + at, x + at + length, values);
             for (int n = 0; n < 16; n++) {
-                const float* four = values + 4 * n;
+                const VALUE* four = values + 4 * n;
                 fours[n] = std::max(std::max(magnitude_of(four[0]), magnitude_of(four[1])),
                                     std::max(magnitude_of(four[2]), magnitude_of(four[3])));
             }
             for (int n = 0; n < 8; n++) eights[n] = std::max(fours[2 * n], fours[2 * n + 1]);
             for (int n = 0; n < 8; n++) most = std::max(most, eights[n]);
             float scale, inverse;
-            hif4_scale(most, scale, inverse);
+            hif4_scale(to_float(most), scale, inverse);
             if (scales) scales[b] = scale;
             for (int n = 0; n < 16; n++) {
                 const float factor = hif4_factor(eights[n / 2], fours[n], inverse);
                 for (int i = 0; i < 4; i++) finer[4 * n + i] = factor;
             }
             for (int i = 0; i < 64; i++)
-                values[i] = quantized<false>(values[i], Scale{inverse / finer[i], finer[i], scale, 1.0f}, g, t, 0.0f);
-            for (int64_t i = 0; i < length; i++) store(y + at + i, values[i]);
+                store(values + i,
+                      quantized<false>(load(values + i), Scale{inverse / finer[i], finer[i], scale, 1.0f}, g, 0));
+            std::copy(values, values + length, y + at);
         }
     }
 
     void hif4_strips(int64_t first, int64_t last) const {
         const Format g = f;
-        const float t = top;
-        int32_t fours[16][STRIP], most[STRIP];
+        Magnitude fours[16][STRIP], most[STRIP];
         float finer[16][STRIP], scale[STRIP], inverse[STRIP];
         for (int64_t s = first; s < last; s++) {
             const Strip strip = grid.strip(s);
@@ -450,12 +530,12 @@ struct Quantizer {
             std::memset(most, 0, sizeof most);
             for (int64_t i = 0; i < strip.length; i++) {
                 const VALUE* from = x + strip.base + i * grid.inner;
-                int32_t* four = fours[i / 4];
-                for (int64_t j = 0; j < width; j++) four[j] = std::max(four[j], magnitude_of(load(from + j)));
+                Magnitude* four = fours[i / 4];
+                for (int64_t j = 0; j < width; j++) four[j] = std::max(four[j], magnitude_of(from[j]));
             }
             for (int n = 0; n < 16; n++)
                 for (int64_t j = 0; j < width; j++) most[j] = std::max(most[j], fours[n][j]);
-            for (int64_t j = 0; j < width; j++) hif4_scale(most[j], scale[j], inverse[j]);
+            for (int64_t j = 0; j < width; j++) hif4_scale(to_float(most[j]), scale[j], inverse[j]);
             if (scales) std::memcpy(scales + strip.scale, scale, width * sizeof(float));
             for (int n = 0; n < 16; n++)
                 for (int64_t j = 0; j < width; j++)
@@ -466,106 +546,67 @@ struct Quantizer {
                 const float* factor = finer[i / 4];
                 for (int64_t j = 0; j < width; j++) {
                     const Scale found{inverse[j] / factor[j], factor[j], scale[j], 1.0f};
-                    store(to + j, quantized<false>(load(from + j), found, g, t, 0.0f));
+                    store(to + j, quantized<false>(load(from + j), found, g, 0));
                 }
             }
         }
     }
 };
 
-// What `sum_rows` and `sum_strips` add up of each run: start(run, count) begins the sums of that many runs, of(n)(x) is
-// what a value x of the n-th of them contributes, add(n, that) adds it, finish(run, count) writes the sums.
-struct Errors {  // |what x became - x|, or its square, when x is rounded to nearest
+// What `sum` calls for neighbouring runs: `count` from `run` on, value i of the n-th at from[i * stride + n].
+struct Errors {  // of each of `tried` factors, the sums of `add_errors`, the runs' of one after those of the other
     const Format f;
-    const Factors given;
-    const bool square;
+    const Factors* given;
+    const int64_t tried, runs;
+    const bool squared;
     float* out;
-    const float top = top_of(f);
-    Scales<STRIP> found;
-    float total[STRIP];
 
-    void start(int64_t run, int64_t count) {
-        found.take(given, run, count);
-        std::fill(total, total + count, 0.0f);
-    }
-
-    auto of(int64_t n) const {
-        return [s = found.at(n), &g = f, t = top, squared = square](float x) {
-            const float y = round_to_element<TIERS, NEAREST, WIDE>(x * s.in, g, t) * s.out * s.last;
-            const float error = from_bits(magnitude_of(y / s.divisor - x));
-            return squared ? error * error : error;
-        };
-    }
-
-    void add(int64_t n, float error) { total[n] += error; }
-
-    void finish(int64_t run, int64_t count) const { std::copy(total, total + count, out + run); }
-};
-
-struct Moments {  // x, and x² in another sum
-    double *first, *second;
-    double total[STRIP], squares[STRIP];
-
-    void start(int64_t, int64_t count) {
-        std::fill(total, total + count, 0.0);
-        std::fill(squares, squares + count, 0.0);
-    }
-
-    auto of(int64_t) const {
-        return [](float x) { return x; };
-    }
-
-    void add(int64_t n, float value) {
-        const double x = value;
-        total[n] += x;
-        squares[n] += x * x;
-    }
-
-    void finish(int64_t run, int64_t count) const {
-        std::copy(total, total + count, first + run);
-        std::copy(squares, squares + count, second + run);
-    }
-};
-
-// Of blocks [first, last) of rows, inner = 1, each from left to right; many run side by side.
-template <typename Terms>
-void sum_rows(Terms terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
-    const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
-    std::vector<float> room(together * length);
-    float* values = room.data();
-    for (int64_t b = first; b < last; b += together) {
-        const int64_t count = std::min(together, last - b);
-        terms.start(b, count);
-        for (int64_t n = 0; n < count; n++) {
-            const VALUE* from = x + grid.at(b + n);
-            float* to = values + n * length;
-            const int64_t here = grid.length(b + n);
-            const auto term = terms.of(n);
-            each(here, [=](int64_t i) { to[i] = term(load(from + i)); });
-            std::fill(to + here, to + length, 0.0f);
+    template <typename Value>
+    void operator()(int64_t run, int64_t count, int64_t length, const Value* from, int64_t stride) const {
+        Scales<STRIP> found;
+        for (int64_t t = 0; t < tried; t++) {
+            found.take(given[t], run, count);
+            add_errors(out + t * runs + run, found, f, squared, count, length, from, stride);
         }
+    }
+};
+
+struct Moments {  // the sums of x and of x²
+    double *total, *squares;
+
+    template <typename Value>
+    LOOPS void operator()(int64_t run, int64_t count, int64_t length, const Value* from, int64_t stride) const {
+        double first[STRIP], second[STRIP];
+        std::fill(first, first + count, 0.0);
+        std::fill(second, second + count, 0.0);
         for (int64_t i = 0; i < length; i++)
-            for (int64_t n = 0; n < count; n++) terms.add(n, values[n * length + i]);
-        terms.finish(b, count);
+            for (int64_t n = 0; n < count; n++) {
+                const double value = load(from + i * stride + n);
+                first[n] += value;
+                second[n] += value * value;
+            }
+        std::copy(first, first + count, total + run);
+        std::copy(second, second + count, squares + run);
     }
-}
+};
 
-template <typename Terms>
-void sum_strips(Terms terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
-    for (int64_t s = first; s < last; s++) {
-        const Strip strip = grid.strip(s);
-        terms.start(strip.scale, strip.width);
-        for (int64_t i = 0; i < strip.length; i++) {
-            const VALUE* from = x + strip.base + i * grid.inner;
-            for (int64_t j = 0; j < strip.width; j++) terms.add(j, terms.of(j)(load(from + j)));
-        }
-        terms.finish(strip.scale, strip.width);
-    }
-}
-
+// Of each run of the items, from left to right; many run side by side.
 template <typename Terms>
 void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
-    grid.inner == 1 ? sum_rows(terms, x, grid, first, last) : sum_strips(terms, x, grid, first, last);
+    if (grid.inner == 1) {
+        const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
+        std::vector<float> columns(together * length);
+        for (int64_t b = first; b < last; b += together) {
+            const int64_t count = std::min(together, last - b);
+            to_columns(x, columns.data(), grid, b, count);
+            terms(b, count, length, columns.data(), count);
+        }
+        return;
+    }
+    for (int64_t s = first; s < last; s++) {
+        const Strip strip = grid.strip(s);
+        terms(strip.scale, strip.width, strip.length, x + strip.base, grid.inner);
+    }
 }
 
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
@@ -772,8 +813,8 @@ extern "C" void quantize(const Format* format, const Factors* given, const VALUE
         q.strips(first, last);
 }
 
-// The bits of the largest magnitude of each run of the items, those of NaN if any is NaN.
-extern "C" void largest(const VALUE* x, int32_t* out, int64_t axis, int64_t inner, int64_t block, int64_t first,
+// The largest magnitude of each run of the items, NaN if any is NaN.
+extern "C" void largest(const VALUE* x, float* out, int64_t axis, int64_t inner, int64_t block, int64_t first,
                         int64_t last) {
     const Grid grid{axis, inner, block};
     if (inner == 1) {
@@ -792,10 +833,12 @@ extern "C" void moments(const VALUE* x, double* total, double* squares, int64_t 
     sum(Moments{total, squares}, x, {axis, inner, block}, first, last);
 }
 
-// For each run of the items, the float32 sum from left to right of its errors, or their squares, when rounded to nearest.
-extern "C" void run_errors(const Format* format, const Factors* given, const VALUE* x, float* out, int64_t axis,
-                           int64_t inner, int64_t block, int32_t square, int64_t first, int64_t last) {
-    sum(Errors{*format, *given, square != 0, out}, x, {axis, inner, block}, first, last);
+// For each of `tried` factors and each run of the items, the float32 sum from left to right of its errors, or their squares,
+// when rounded to nearest. `runs`: how many the tensor has.
+extern "C" void run_errors(const Format* format, const Factors* given, int64_t tried, const VALUE* x, float* out,
+                           int64_t runs, int64_t axis, int64_t inner, int64_t block, int32_t squared, int64_t first,
+                           int64_t last) {
+    sum(Errors{*format, given, tried, runs, squared != 0, out}, x, {axis, inner, block}, first, last);
 }
 
 // The error of y against x over the same work items: sums of x², q², xq and e², the largest |e|, and how many are finite,

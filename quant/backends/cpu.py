@@ -11,7 +11,7 @@ call takes far longer than a build here, and it gives no control over the loops 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 
@@ -27,15 +27,20 @@ from binade.quant.elements import Element, Overflow, Rounding
 from binade.quant.formats import ScaleRule
 from binade.quant.reference import absmax_over, outer_absmax
 from binade.quant.rounding import round_to_element
-from binade.quant.scaling import SCALINGS, Factors, has_kernel, kernel_of
-from binade.quant.specs import TENSOR, Spec
+from binade.quant.scaling import NVFP4, SCALINGS, Factors, has_kernel, kernel_of
+from binade.quant.specs import TENSOR, Block, Spec
 
 MAX_TIERS = 8
 STRIP = 256  # as in cpu.cpp
 ROUNDINGS = {Rounding.NEAREST: 0, Rounding.HALF_AWAY: 1, Rounding.STOCHASTIC: 2}
 GIVEN = 0
 # Rules of cpu.cpp for runs that the Triton kernels lack.
-RULES: dict[str, int] = {ScaleRule.NVFP4_ROW: 5, ScaleRule.NVFP4_128: 5, ScaleRule.UNCLIPPED: 7}
+RULES: dict[str, int] = {
+    ScaleRule.NVFP4_ROW: 5,
+    ScaleRule.NVFP4_128: 5,
+    ScaleRule.UNCLIPPED: 7,
+    ScaleRule.FOUR_OVER_SIX: 8,
+}
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 ANY = Spec.of("mxfp8")  # the build for what needs none in particular: the most common one
 # How many groups torch finds the factors of together, in a core's cache; below native.PER_THREAD, as each such part is
@@ -48,14 +53,17 @@ PIECE = 1 << 16
 class _Format(ctypes.Structure):
     _fields_ = [
         ("rule", ctypes.c_int32),
-        ("signed_zero", ctypes.c_int32),
         ("emax", ctypes.c_int32),
         ("mantissa_bits", ctypes.c_int32),
         ("max", ctypes.c_float),
         ("limit", ctypes.c_float),
         ("inverse", ctypes.c_float),
+        ("bound", ctypes.c_float),
+        ("zero", ctypes.c_float),
         ("lowest", ctypes.c_float * MAX_TIERS),
         ("step", ctypes.c_float * MAX_TIERS),
+        ("outer", ctypes.c_float),
+        ("squares", ctypes.c_int32),
     ]
 
 
@@ -109,7 +117,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.quantize.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *items]
     library.largest.argtypes = [pointer, pointer, *layout, *items]
     library.moments.argtypes = [pointer, pointer, pointer, *layout, *items]
-    library.run_errors.argtypes = [pointer, pointer, pointer, pointer, *layout, ctypes.c_int32, *items]
+    library.run_errors.argtypes = [pointer, pointer, size, pointer, pointer, size, *layout, ctypes.c_int32, *items]
     sums = (real, real, pointer, *items, pointer)
     library.measure.argtypes = [pointer, pointer, pointer, pointer, *layout, *sums]
     library.score.argtypes = [pointer, pointer, pointer, pointer, pointer, *layout, *own, *sums]
@@ -120,20 +128,23 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 @lru_cache(maxsize=64)
-def _describe(element: Element, overflow: Overflow, rule: int) -> _Format:
+def _describe(element: Element, overflow: Overflow, rule: int, outer: float = 0.0, squares: bool = False) -> _Format:
     lowest, step = [0.0] * MAX_TIERS, [0.0] * MAX_TIERS
     for i, (exponent, bits) in enumerate(element.tiers):
         lowest[i], step[i] = 2.0**exponent, 2.0**-bits
     return _Format(
         rule,
-        element.signed_zero,
         element.emax,
         element.mantissa_bits,
         element.max,
         element.max if overflow == Overflow.SATURATE else float("inf"),
         1.0 / element.max,
+        element.max if overflow == Overflow.SATURATE else 2.0 ** (element.emax + 1),
+        -0.0 if element.signed_zero else 0.0,
         (ctypes.c_float * MAX_TIERS)(*lowest),
         (ctypes.c_float * MAX_TIERS)(*step),
+        outer,
+        squares,
     )
 
 
@@ -155,9 +166,12 @@ class Layout:
     @classmethod
     def of(cls, x: Tensor, spec: Spec, dim: int) -> Layout:
         dim = dim % x.dim() if x.dim() else 0
+        return cls.in_blocks(x, spec.run(x.shape[dim] if x.dim() else 1), dim)
+
+    @classmethod
+    def in_blocks(cls, x: Tensor, block: int | None, dim: int) -> Layout:
         axis = x.shape[dim] if x.dim() else 1
         inner = x.shape[dim + 1 :].numel()
-        block = spec.run(axis)
         if block is None:
             return cls(axis, inner, 0, 0, x.numel(), 1)
         rows = x.numel() // (axis * inner) * -(-axis // block)
@@ -183,10 +197,30 @@ class CpuRuns(Runs):
         return Layout.of(self.x, self.spec, self.dim)
 
     def largest(self) -> Tensor:
-        out = torch.empty(self.layout.rows * self.layout.inner)
+        return self._largest(self.layout)
+
+    def _largest(self, layout: Layout) -> Tensor:
+        out = torch.empty(layout.rows * layout.inner)
         pointers = self.x.data_ptr(), out.data_ptr()
-        self._share_out(lambda *items: self.run.largest(*pointers, *self.layout.sizes, *items))
+        self._share_out(lambda *items: self.run.largest(*pointers, *layout.sizes, *items), layout)
         return out
+
+    def above(self, block: Block) -> Tensor:
+        """[runs] float32: of each run, the largest magnitude of the block that its outer scale is of."""
+        axis, runs = self.x.shape[self.dim], -(-self.x.shape[self.dim] // self.layout.block)
+        columns = block.columns or axis
+        largest = self._largest(Layout.in_blocks(self.x, columns, self.dim))
+        outer, inner = self.x.shape[: self.dim].numel(), self.layout.inner
+        of_each = largest.reshape(outer, -1, 1, inner).expand(-1, -1, -(-columns // self.layout.block), -1)
+        return of_each.reshape(outer, -1, inner)[:, :runs].reshape(-1)
+
+    def absmax(self) -> Tensor:
+        """float32: the largest magnitude of the tensor, NaN if any is NaN."""
+        size, length = self.x.numel(), 1 << 12
+        out = torch.empty(-(-size // length))
+        pointers = self.x.data_ptr(), out.data_ptr()
+        native.share_out(out.numel(), length, lambda *items: self.run.largest(*pointers, size, 1, length, *items))
+        return out.amax()
 
     def moments(self) -> tuple[Tensor, Tensor]:
         total, squares = torch.empty(2, self.layout.rows * self.layout.inner, dtype=torch.float64)
@@ -194,11 +228,14 @@ class CpuRuns(Runs):
         self._share_out(lambda *items: self.run.moments(*pointers, *self.layout.sizes, *items))
         return total, squares
 
-    def errors(self, factors: Factors, square: bool) -> Tensor:
-        out = torch.empty(self.layout.rows * self.layout.inner)
-        described, given = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN), _Factors.of(factors)
-        pointers = ctypes.addressof(described), ctypes.addressof(given), self.x.data_ptr(), out.data_ptr()
-        self._share_out(lambda *items: self.run.run_errors(*pointers, *self.layout.sizes, square, *items))
+    def errors(self, tried: Sequence[Factors], square: bool) -> Tensor:
+        runs = self.layout.rows * self.layout.inner
+        out = torch.empty(len(tried), runs)
+        described = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN)
+        given = (_Factors * len(tried))(*map(_Factors.of, tried))
+        pointers = ctypes.addressof(given), len(tried), self.x.data_ptr(), out.data_ptr(), runs
+        rest = *self.layout.sizes, square
+        self._share_out(lambda *items: self.run.run_errors(ctypes.addressof(described), *pointers, *rest, *items))
         return out
 
     def stored(self, scale: Tensor, element: Element) -> Tensor:
@@ -219,8 +256,9 @@ class CpuRuns(Runs):
 
         native.share_out(len(cuts), self.PART, some)
 
-    def _share_out(self, part: Callable[[int, int], None]) -> None:
-        native.share_out(self.layout.items, self.layout.per_item, part)
+    def _share_out(self, part: Callable[[int, int], None], layout: Layout | None = None) -> None:
+        layout = layout or self.layout
+        native.share_out(layout.items, layout.per_item, part)
 
 
 @dataclass(frozen=True)
@@ -246,12 +284,18 @@ class _Call:
         if rule is None and spec.block and spec.block.rows == 1 and spec.block.columns:
             rule = RULES.get(spec.scale)
         if scaling.outer not in (None, TENSOR):
-            absmax = runs.outer(runs.largest(), absmax).contiguous()
+            absmax = runs.above(scaling.outer) if absmax is None else runs.outer(runs.largest(), absmax)
+            absmax = absmax.contiguous()
+        shared = spec.block == TENSOR or (rule is not None and scaling.outer == TENSOR)
+        if absmax is None and shared and not spec.history:
+            absmax = runs.absmax()
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
             scales = torch.empty(layout.rows * layout.inner) if want_scales else None
-            return cls(layout, _describe(element, overflow, rule), None, None, scales, absmax, seed)
-        factors, scales = runs.factors(absmax)
+            limit = scaling.limit(spec) if isinstance(scaling, NVFP4) else 0.0
+            described = _describe(element, overflow, rule, limit, spec.error == "mse")
+            return cls(layout, described, None, None, scales, absmax, seed)
+        factors, scales = runs.factors(absmax, want_scales)
         described = _describe(element, overflow, GIVEN)
         return cls(layout, described, _Factors.of(factors), factors, scales, None, seed)
 
@@ -272,7 +316,7 @@ def compiled(
     dtype = x.dtype
     x = x.contiguous() if dtype in VALUES else x.float().contiguous()
     call = _Call.of(x, spec, dim, absmax, want_scales, seed, run)
-    y = torch.empty_like(x)
+    y = native.empty_like(x)
     pointers = *call.head, x.data_ptr(), y.data_ptr(), _address(call.scales)
     native.share_out(
         call.layout.items, call.layout.per_item, lambda *items: run.quantize(*pointers, *call.tail, *items)

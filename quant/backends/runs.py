@@ -9,7 +9,7 @@ order, [outer, runs along the axis, inner].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from binade.quant.elements import Element
 from binade.quant.reference import absmax_over, from_blocks, outer_absmax, to_blocks
-from binade.quant.scaling import SCALINGS, Factors, sum_in_order
+from binade.quant.scaling import SCALINGS, Factors, pad_end, sum_in_order
 from binade.quant.specs import TENSOR, Block, Spec
 
 
@@ -48,16 +48,17 @@ class Runs(ABC):
         """[runs] float64 each: the sums from left to right of the values and of their squares."""
 
     @abstractmethod
-    def errors(self, factors: Factors, square: bool) -> Tensor:
-        """[runs] float32: the sum from left to right of |error|, or of its square, of the values rounded to nearest."""
+    def errors(self, tried: Sequence[Factors], square: bool) -> Iterable[Tensor]:
+        """[runs] float32 for each of the factors: the sum from left to right of |error|, or of its square, of the
+        values rounded to nearest."""
 
     @abstractmethod
     def stored(self, scale: Tensor, element: Element) -> Tensor:
         """Scales of any shape rounded to nearest on an element's grid."""
 
-    def factors(self, absmax: Tensor | None) -> tuple[Factors, Tensor | None]:
+    def factors(self, absmax: Tensor | None, want_scales: bool) -> tuple[Factors, Tensor | None]:
         """(factors, scales), contiguous: each factor a scalar, [runs] or None, the scales [runs], or None without
-        blocks. absmax as in `reference.outer_absmax`, computed here if None."""
+        blocks or unless wanted. absmax as in `reference.outer_absmax`, computed here if None."""
         spec, scaling = self.spec, SCALINGS[self.spec.scale]
         if spec.block is None:
             return Factors(), None
@@ -67,26 +68,25 @@ class Runs(ABC):
             return scaling.factors(scale, spec, absmax), None
         if scaling.follows_moments:
             outer = torch.zeros((), device=self.x.device)
-            total, squares = (sum_in_order(self._grouped(of_runs), self._rows) for of_runs in self.moments())
+            total, squares = (self._sums(of_runs) for of_runs in self.moments())
             (scale,) = self._in_parts(lambda a, b: (scaling.of_moments(a, b, spec),), total, squares)
         else:
             largest = self.largest()
             outer = self.outer(largest, absmax)
             scale = self._scale(largest, outer)
-        return self._of_runs(self._factors(scale, outer)), self._ungrouped(scale)
+        return self._of_runs(self._factors(scale, outer)), self._ungrouped(scale) if want_scales else None
 
     def _scale(self, largest: Tensor, absmax: Tensor) -> Tensor:
         """[groups, 1]"""
-        of_groups = self._grouped(largest)
-        of_groups = of_groups.amax(-1, keepdim=True) if self._rows > 1 else of_groups
-        first: Tensor
-        first, *others = self._in_parts(self._tried, of_groups, absmax)
-        if not others:
-            return first
-        error = self._error(first, absmax)
-        for other in others:
-            first, error = self._in_parts(_better, first, error, other, self._error(other, absmax))
-        return first
+        tried = self._in_parts(self._tried, self._largest_of_groups(largest), absmax)
+        best: Tensor = tried[0]
+        if len(tried) == 1:
+            return best
+        factors = [self._of_runs(self._factors(scale, absmax)) for scale in tried]
+        error, *others = (self._sums(errors) for errors in self.errors(factors, self.spec.error == "mse"))
+        for scale, errors in zip(tried[1:], others, strict=True):
+            best, error = self._in_parts(_better, best, error, scale, errors)
+        return best
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
         """The scales of groups with these largest magnitudes, of which `_scale` chooses."""
@@ -100,9 +100,9 @@ class Runs(ABC):
         scaling = SCALINGS[self.spec.scale]
         return Factors(*self._in_parts(lambda *of: scaling.factors(of[0], self.spec, of[1]), scale, absmax))
 
-    def _error(self, scale: Tensor, absmax: Tensor) -> Tensor:
-        errors = self.errors(self._of_runs(self._factors(scale, absmax)), self.spec.error == "mse")
-        return sum_in_order(self._grouped(errors), self._rows)
+    def _sums(self, of_runs: Tensor) -> Tensor:
+        """[runs] -> [groups, 1]"""
+        return sum_in_order(self._grouped(of_runs), self._rows)
 
     def _in_parts(self, of: Callable[..., Sequence[Any]], *given: Tensor) -> list[Any]:
         """of(*given), where given and results are [groups, 1] or the same for all groups."""
@@ -166,6 +166,15 @@ class Runs(ABC):
         if self._rows == 1:
             return of_runs.reshape(-1, 1)
         return to_blocks(of_runs.reshape(self._shape), self.dim, Block(self._rows, 1))
+
+    def _largest_of_groups(self, largest: Tensor) -> Tensor:
+        """[runs] -> [groups, 1], without the copy that `_grouped` makes."""
+        if self._rows == 1:
+            return largest.reshape(-1, 1)
+        lines = largest.reshape(self._shape).movedim(self.dim, -1)
+        lines = lines.reshape(-1, lines.shape[-1])
+        lines = pad_end(lines, 0, -len(lines) % self._rows)
+        return lines.reshape(-1, self._rows, lines.shape[-1]).amax(1).reshape(-1, 1)
 
     def _ungrouped(self, of_groups: Tensor) -> Tensor:
         """[groups, 1] -> [runs]"""

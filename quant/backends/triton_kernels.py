@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -112,16 +113,15 @@ def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, 
     binade = v.to(tl.int32, bitcast=True) & 0x7F800000
     STEP: tl.constexpr = 2.0 ** -TIERS[0][1]
     if TAPER:
-        # The length of an integer is the exponent of its float. Exponent bits are added to multiply by 2^exponent.
-        exponent = tl.maximum(binade - 0x3F800000, LOWEST * 2**23)  # times 2^23
+        # The length of an integer is the exponent of its float: of 2^23 · exponent, this power is 2^(22 + length).
+        binade = tl.maximum(binade.to(tl.float32, bitcast=True), 2.0**LOWEST)
+        exponent = binade.to(tl.int32, bitcast=True) - 0x3F800000
         length = tl.maximum(tl.abs(exponent.to(tl.float32)), 2.0**24).to(tl.int32, bitcast=True)
-        if STOCHASTICALLY:
-            taken = (length & 0x7F800000) + (exponent - (TAPER + 15) * 2**23)
-            t = down(v + (taken | 0x10000).to(tl.float32, bitcast=True), k)
-            return t - taken.to(tl.float32, bitcast=True)
-        c = ((length & 0x7F800000) | 0x400000) + (exponent - (TAPER - 1) * 2**23)
-        c = c.to(tl.float32, bitcast=True)
-        return (v + c) - c
+        power = (length & 0x7F800000).to(tl.float32, bitcast=True)
+        added, taken = binade * (ADDED * 2.0 ** (-22 - TAPER)), binade * (TAKEN * 2.0 ** (-22 - TAPER))
+        t = tl.fma(power, added, v)
+        t = down(t, k) if STOCHASTICALLY else t
+        return tl.fma(power, -taken, t)
     elif len(TIERS) == 1 and LOWEST >= EMAX:
         t = v + ADDED * STEP * 2.0**LOWEST
         t = down(t, k) if STOCHASTICALLY else t
@@ -168,6 +168,7 @@ def round_to_element(
     LIMIT: tl.constexpr,
     ROUNDING: tl.constexpr,
     SIGNED_ZERO: tl.constexpr,
+    BOUNDED: tl.constexpr = False,  # no x exceeds MAX by so much that it would not round to it; then LIMIT is MAX
 ):
     """float32 x on the element's grid. See reference.round_to_element."""
     bits = x.to(tl.int32, bitcast=True)
@@ -189,7 +190,9 @@ def round_to_element(
         # Rounding is monotonic, so values beyond MAX may be replaced by MAX first. Without a negative zero, values keep
         # their sign in the adder.
         SIGNED: tl.constexpr = not SIGNED_ZERO and LIMIT == MAX and ROUNDING != STOCHASTIC
-        if SIGNED:
+        if BOUNDED:
+            v = x
+        elif SIGNED:
             v = tl.clamp(x, -MAX, MAX, propagate_nan=tl.PropagateNan.ALL)
         else:
             v = tl.minimum(tl.abs(x), MAX if LIMIT == MAX else 2.0 * 2.0**EMAX, propagate_nan=tl.PropagateNan.ALL)
@@ -269,12 +272,12 @@ def to_bfloat16(x):
 
 
 @triton.jit
-def factor(ptr, block, blocks, KIND: tl.constexpr, ADJACENT: tl.constexpr):
-    """A factor of the blocks, to be multiplied with a tile."""
+def factor(ptr, block, KIND: tl.constexpr, ADJACENT: tl.constexpr):
+    """A factor of the blocks, all of which exist, to be multiplied with a tile."""
     if KIND == ALL:
         return tl.load(ptr)
     else:
-        found = tl.load(ptr + block, mask=block < blocks, other=1.0)
+        found = tl.load(ptr + block)
         return found[:, None] if ADJACENT else found[None, :]
 
 
@@ -293,10 +296,10 @@ def quotient(values, divisor):
 
 
 @triton.jit
-def has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
+def has_quotient(block, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, ADJACENT: tl.constexpr):
     """Whether `quotient` divides what `read_back` divides, for elements with at most 4 significant bits."""
     if FACTORS[3] and not FACTORS[1] and not FACTORS[2]:
-        divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
+        divisor = factor(divisor_ptr, block, FACTORS[3], ADJACENT)
         usual = ((divisor >= 2.0**-126) & (divisor <= 2.0**64)).to(tl.int32)
         return (tl.min(tl.ravel(usual), axis=0) if FACTORS[3] == EACH else usual) != 0
     elif FACTORS[2] == ALL and FACTORS[3] == ALL:
@@ -310,7 +313,6 @@ def has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS: tl.constexpr, A
 def read_back(
     values,
     block,
-    blocks,
     scale_ptr,
     outer_ptr,
     divisor_ptr,
@@ -320,11 +322,11 @@ def read_back(
 ):
     """What values on the element's grid stand for by given factors."""
     if FACTORS[1]:
-        values = values * factor(scale_ptr, block, blocks, FACTORS[1], ADJACENT)
+        values = values * factor(scale_ptr, block, FACTORS[1], ADJACENT)
     if FACTORS[2]:
-        values = values * factor(outer_ptr, block, blocks, FACTORS[2], ADJACENT)
+        values = values * factor(outer_ptr, block, FACTORS[2], ADJACENT)
     if FACTORS[3]:
-        divisor = factor(divisor_ptr, block, blocks, FACTORS[3], ADJACENT)
+        divisor = factor(divisor_ptr, block, FACTORS[3], ADJACENT)
         if QUOTIENT:
             values = quotient(values, divisor)
         else:
@@ -375,6 +377,7 @@ def quantize_dequantize_kernel(
     SIGNED_ZERO: tl.constexpr,
     WRITE_SCALES: tl.constexpr,
     FACTORS: tl.constexpr,  # of each given factor: 0, ALL or EACH
+    BOUNDED: tl.constexpr,  # as in `round_to_element`
 ):
     program = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -394,7 +397,7 @@ def quantize_dequantize_kernel(
             within = rows + columns
             if GROUPS >= 64:  # so narrow that a thread has whole blocks, and does what is done for each block but once
                 within = tl.max_contiguous(within, [1, GROUPS // 32])
-        x = widen(tl.load(x_ptr + start + within))
+        x = tl.load(x_ptr + start + within)
     else:
         column = block % inner
         row_block = block // inner
@@ -408,22 +411,25 @@ def quantize_dequantize_kernel(
             rows, columns = lane[:, None].to(tl.int64) * inner, base[None, :]  # [BLOCK, GROUPS]
             inside = lane[:, None] < length[None, :]
         start, within = tl.full([], 0, tl.int64), rows + columns
-        x = widen(tl.load(x_ptr + start + within, mask=inside, other=0.0))
+        x = tl.load(x_ptr + start + within, mask=inside, other=0.0)
+    if RULE != LARGEST:
+        x = widen(x)
+    known = block if WHOLE else tl.minimum(block, blocks - 1)
     if ROUNDING == STOCHASTIC:
         k = noise(start, rows, columns, seed)
     else:
         k = 0
     if RULE == GIVEN:
-        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], ADJACENT) if FACTORS[0] else x
-        values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO)
+        encoded = x * factor(encode_ptr, known, FACTORS[0], ADJACENT) if FACTORS[0] else x
+        values = round_to_element(encoded, k, TIERS, TAPER, EMAX, MAX, LIMIT, ROUNDING, SIGNED_ZERO, BOUNDED)
         PRECISE: tl.constexpr = MANTISSA <= 3 and LIMIT == MAX  # at most 4 significant bits; finite or NaN
-        if PRECISE and has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS, ADJACENT):
-            y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, True)
+        if PRECISE and has_quotient(known, outer_ptr, divisor_ptr, FACTORS, ADJACENT):
+            y = read_back(values, known, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, True)
         else:
-            y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, False)
+            y = read_back(values, known, given_ptr, outer_ptr, divisor_ptr, FACTORS, ADJACENT, False)
     else:
         if RULE == LARGEST:
-            scale = largest(x, REDUCED)
+            scale = largest(x, REDUCED).to(tl.float32)
         elif RULE == HIF4:
             # 64 values as 8 · 2 · 4; eights and fours are of neighbours along that axis.
             AT: tl.constexpr = 1 if ADJACENT else 0
@@ -459,7 +465,7 @@ def quantize_dequantize_kernel(
             y = values * scale
         if WRITE_SCALES:
             block_offsets = block[:, None] if ADJACENT else block[None, :]
-            tl.store(scale_ptr + block_offsets, scale, mask=block_offsets < blocks)
+            tl.store(scale_ptr + block_offsets, scale, mask=None if WHOLE else block_offsets < blocks)
     if RULE == LARGEST:
         pass
     elif WHOLE:
@@ -486,7 +492,6 @@ def add_errors(
     outer_ptr,
     divisor_ptr,
     block,
-    blocks,
     base,
     here,
     inner,
@@ -508,9 +513,9 @@ def add_errors(
             x = widen(tl.load(x_ptr + base + i * inner))[None, :]
         else:
             x = widen(tl.load(x_ptr + base + i * inner, mask=i < here, other=0.0))[None, :]
-        encoded = x * factor(encode_ptr, block, blocks, FACTORS[0], False) if FACTORS[0] else x
+        encoded = x * factor(encode_ptr, block, FACTORS[0], False) if FACTORS[0] else x
         values = round_to_element(encoded, 0, TIERS, TAPER, EMAX, MAX, MAX, NEAREST, SIGNED_ZERO)
-        y = read_back(values, block, blocks, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, QUOTIENT)
+        y = read_back(values, block, given_ptr, outer_ptr, divisor_ptr, FACTORS, False, QUOTIENT)
         error = tl.abs(y - x)
         total += error * error if SQUARE else error
     return total
@@ -542,14 +547,15 @@ def run_errors_kernel(
 ):
     """Of each block the float32 sum, from left to right, of |error| or of its square, rounded to nearest."""
     block, base, here = runs_of(blocks, axis, inner, blocks_per_row, LENGTH, GROUPS)
-    if PRECISE and has_quotient(block, blocks, outer_ptr, divisor_ptr, FACTORS, False):
+    known = tl.minimum(block, blocks - 1)
+    if PRECISE and has_quotient(known, outer_ptr, divisor_ptr, FACTORS, False):
         total = add_errors(
-            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, block, blocks, base, here, inner),
+            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, known, base, here, inner),
             *(LENGTH, WHOLE, TIERS, TAPER, EMAX, MAX, SIGNED_ZERO, SQUARE, FACTORS, True),
         )
     else:
         total = add_errors(
-            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, block, blocks, base, here, inner),
+            *(x_ptr, encode_ptr, given_ptr, outer_ptr, divisor_ptr, known, base, here, inner),
             *(LENGTH, WHOLE, TIERS, TAPER, EMAX, MAX, SIGNED_ZERO, SQUARE, FACTORS, False),
         )
     tl.store(out_ptr + block[None, :], total, mask=block[None, :] < blocks)
@@ -637,6 +643,7 @@ def _launch(
     scales: Tensor | None = None,
     scale_element: Element = E4M3,
     seed: int = 0,
+    bounded: bool = False,
 ) -> Tensor:
     """y of x's dtype; x itself for LARGEST. If interpreted, x is float32: the interpreter's own conversions flush
     bfloat16's subnormals to zero."""
@@ -672,6 +679,7 @@ def _launch(
             SIGNED_ZERO=element.signed_zero,
             WRITE_SCALES=scales is not None,
             FACTORS=_kinds(factors),
+            BOUNDED=bounded,
             num_warps=max(1, min(4, groups * triton.next_power_of_2(grid.block) // (32 * per_thread))),
             enable_fp_fusion=False,
         )
@@ -716,7 +724,10 @@ class TritonRuns(Runs):
             )
         return total, squares
 
-    def errors(self, factors: Factors, square: bool) -> Tensor:
+    def errors(self, tried: Sequence[Factors], square: bool) -> list[Tensor]:
+        return [self._errors(factors, square) for factors in tried]
+
+    def _errors(self, factors: Factors, square: bool) -> Tensor:
         grid, element = self._whole, self.spec.format.element
         out = torch.empty(grid.blocks, dtype=torch.float32, device=self.x.device)
         groups = _runs_to_a_program(grid)
@@ -755,7 +766,10 @@ class TritonRuns(Runs):
             return runs.repeat_interleave(together, 1)[:, : grid.per_row].reshape(-1)
 
         spec, factors = self.spec, Factors(*map(of_pieces, factors))
-        return _launch(self.x, grid, spec.format.element, GIVEN.value, spec.rounding, spec.overflow, factors, seed=seed)
+        bounded = not (SCALINGS[spec.scale].saturates or spec.history) and spec.rounding != Rounding.STOCHASTIC
+        overflow = Overflow.SATURATE if bounded else spec.overflow
+        given = spec.format.element, GIVEN.value, spec.rounding, overflow, factors
+        return _launch(self.x, grid, *given, seed=seed, bounded=bounded)
 
     @property
     def _whole(self) -> Grid:
@@ -797,7 +811,7 @@ def quantize_dequantize(
     rule, element = kernel_of(spec), spec.format.element
     if rule is None:
         runs = TritonRuns(x, spec, dim)
-        factors, scales = runs.factors(absmax)
+        factors, scales = runs.factors(absmax, want_scales)
         return runs.rescaled(factors, seed).to(dtype).reshape(shape), scales
     absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
     grid = Grid.of(x, dim, spec.run(x.shape[dim]))

@@ -93,14 +93,13 @@ def tensor(shape: tuple[int, int], dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(shape, generator=g, device=device).to(dtype)
 
 
-def cpu_table(formats: list[str], repeats: int, size: int) -> None:
+def cpu_table(formats: list[str], repeats: int, size: int, dtypes: list[str]) -> None:
     from binade import quant
 
     print("| format | axis | dtype | M values/s | clone, M values/s | ratio | first call, s |")
     print("|---|---|---|---|---|---|---|")
-    for dtype in (torch.float32, torch.bfloat16):
-        x = tensor((size, size), dtype, "cpu")
-        kind = str(dtype).removeprefix("torch.")
+    for kind in dtypes:
+        x = tensor((size, size), getattr(torch, kind), "cpu")
         for name in formats:
             for dim, axis in ((-1, "last"), (0, "first")):
                 t = measure(lambda: quant.fake_quantize(x, name, dim), x.clone, "cpu", repeats)  # noqa: B023
@@ -170,6 +169,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="timed calls a line; 7 on a CPU, 30 on CUDA by default")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--size", type=int, default=4096, help="rows and columns on a CPU")
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument(
         "--processor-time", action="store_true", help="on a busy machine: time of the processor, for one thread"
     )
@@ -193,7 +193,7 @@ def main() -> None:
         if args.device == "cuda":
             cuda_table(formats, args.repeats or 30, (16384, 8192))
         else:
-            cpu_table(formats, args.repeats or 7, args.size)
+            cpu_table(formats, args.repeats or 7, args.size, args.dtype)
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ class Compiler:
         triton.runtime.driver.set_active(Hopper())
         self.kernels, self.nvdisasm, self.launches = kernels, nvdisasm, list[Launch]()
         self.counted: dict[str, float] = {}
-        for name in ("quantize_dequantize_kernel", "run_errors_kernel"):
+        for name in ("quantize_dequantize_kernel", "run_errors_kernel", "run_moments_kernel"):
             setattr(kernels, name, Recorder(getattr(kernels, name), self.launches))
         vars(kernels)["check_device"] = lambda x: None
 

@@ -42,8 +42,10 @@ needs_compiler = pytest.mark.skipif(native.compiler() is None, reason="no C++ co
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in COMPILED for dtype in (torch.float32, torch.bfloat16)] + [("mxfp8", torch.float16)],
+)
 def test_large_tensors_in_threads(name, dtype):
     torch.set_num_threads(2)
     x = awkward((515, 700), dtype, seed=3, specials=name not in SCALED_AS_A_WHOLE)

@@ -52,7 +52,12 @@ def test_a_call_costs_its_subroutine():
 @pytest.mark.skipif(find_nvdisasm() is None, reason="triton or its nvdisasm is not installed")
 def test_few_instructions_per_value():
     """The limits are a little above what the kernels reached (tests/bench/RESULTS.md); nothing is timed."""
-    limits = {"nvfp4": (16, 16), "hif4": (16, 16), "fp8_e4m3": (13, 13), "nvfp4(rounding=stochastic)": (24, 24)}
+    limits = {
+        "nvfp4(scale=nvfp4_row)": (16, 16),
+        "hif4": (16, 16),
+        "fp8_e4m3(block=row)": (16, 16),
+        "hifp8(rounding=stochastic)": (24, 24),
+    }
     command = [sys.executable, "-m", "tests.bench.bench_sass", *(f"--spec={spec}" for spec in limits)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=300)
