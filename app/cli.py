@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -19,6 +20,8 @@ from binade.app.report import options
 from binade.data.filter import FilterError
 from binade.filter_options import filter_of
 from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, resolve_root, root_option
+
+ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
 
 def _cannot_bind(host: str, port: int) -> str:
@@ -83,6 +86,9 @@ def _serve(
     # Else uvicorn would believe what any program on this machine says about where a request comes from.
     os.environ["FORWARDED_ALLOW_IPS"] = ""
     sharing.current = shared
+    # Each page is drawn by a thread of its own. With many arenas, what they free is never returned to the system.
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # of glibc
+        mallopt(ARENA_MAX, 2)
     # Our pages are declared in main.py. By default, Streamlit would treat app/pages as pages of its older kind until
     # main.py has run once: an address like /runs, opened first, would be blank.
     PagesManager.uses_pages_directory = False

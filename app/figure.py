@@ -8,9 +8,9 @@ from __future__ import annotations
 import hashlib
 import textwrap
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 from xml.sax.saxutils import escape
 
@@ -18,6 +18,7 @@ import altair as alt
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+from altair.utils import schemapi
 
 from binade.app.control import Control
 from binade.data.filter import Filter
@@ -38,6 +39,21 @@ WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not sa
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 _altair = threading.Lock()  # its data transformers are one for all threads
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
+
+
+class _FromDict(schemapi._FromDict):
+    """Altair's, which hashes the schemas of its 570 classes for every channel given as text: here once."""
+
+    def __init__(self, wrapper_classes: Iterable[type[alt.SchemaBase]], /) -> None:
+        self.class_dict = _by_schema(tuple(wrapper_classes))
+
+
+@cache
+def _by_schema(classes: tuple[type[alt.SchemaBase], ...]) -> dict[int, list[type[alt.SchemaBase]]]:
+    return _altairs(classes).class_dict
+
+
+_altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[misc]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +101,7 @@ class Figure(_Item):
     def spec(self) -> dict[str, Any]:
         """The Vega-Lite specification with all of its data, without its schema's address and a configuration."""
         with _altair, alt.data_transformers.enable("default", max_rows=None):
-            spec = self.chart.to_dict()
+            spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
     @cached_property
@@ -101,7 +117,7 @@ class Figure(_Item):
 
         alt.data_transformers.register("arrow", keep)
         with _altair, alt.data_transformers.enable("arrow"):
-            spec = self.chart.to_dict()
+            spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
     @cached_property

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 
 import streamlit as st
 
 from binade.app.address import chosen_filter, clear_filter, key, plain
+from binade.app.glossary import TERMS
 from binade.app.params import TITLES
+from binade.app.questions.shared.labels import group_name
+from binade.app.questions.shared.runs import given_names
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 
-HELP = {
-    "quant_type": "The format requested where the tensor was recorded",
-    "component": "FA: the attention core. linear: a linear layer",
-    "phase": "pre: input of the operation. post: output of it",
-    "stage": "Of imported tensors: taken before or after quantization",
-    "recipe": "What the run quantizes, and to which formats",
-}
 GROUPS = {
     "": ("quant_type", "layer_index", "module", "operation", "tensor_name"),
     "Run and place": ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage"),
@@ -33,25 +30,29 @@ def sidebar(catalog: Catalog) -> Filter:
     chosen = chosen_filter()
     everything = catalog.facets()
     possible = catalog.facets(chosen) if chosen.items() else everything
+    shown = partial(group_name, names=given_names(catalog))
     with st.sidebar:
         left, right = st.columns([3, 2], vertical_alignment="center")
         left.subheader("Filter", anchor=False)
         right.button("Clear", on_click=clear_filter, disabled=not chosen.items(), width="stretch")
         if problems := st.session_state.get("filter_problems"):
             st.warning("\n\n".join(map(plain, problems)), icon=":material/link_off:")
-        for title, names in GROUPS.items():
-            with st.expander(title, expanded=any(getattr(chosen, name) for name in names)) if title else nullcontext():
-                for name in [name for name in names if name in everything]:
+        for title, fields in GROUPS.items():
+            with st.expander(title, expanded=any(getattr(chosen, name) for name in fields)) if title else nullcontext():
+                for name in [name for name in fields if name in everything]:
                     options = list(dict.fromkeys([*possible.get(name, []), *getattr(chosen, name)]))
-                    st.multiselect(TITLES[name], options, key=key(name), help=HELP.get(name), placeholder="all")
+                    help = TERMS.get(TITLES[name].lower())
+                    st.multiselect(
+                        TITLES[name], options, key=key(name), help=help, placeholder="all", format_func=shown
+                    )
     chosen = chosen_filter()
-    _chips(chosen)
+    _chips(chosen, shown)
     return chosen
 
 
-def _chips(chosen: Filter) -> None:
+def _chips(chosen: Filter, shown: Callable[[object], str]) -> None:
     """Show the filter's values above the page; a click removes one."""
-    chips = {f"{TITLES[name]}: {value} ✕": (name, value) for name, values in chosen.items() for value in values}
+    chips = {f"{TITLES[name]}: {shown(value)} ✕": (name, value) for name, values in chosen.items() for value in values}
     if chips:
         st.pills(
             "Filter: click a value to remove it",

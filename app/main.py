@@ -10,7 +10,7 @@ import streamlit as st
 
 from binade.app import uploads, users
 from binade.app.pages import question_page
-from binade.app.pages.registry import PAGES, Page
+from binade.app.pages.registry import MORE, PAGES, Page
 from binade.app.sessions import draft
 from binade.data.access import read_only
 from binade.data.catalog import DamagedIndexError
@@ -46,7 +46,11 @@ def navigate(default: str = "overview") -> None:
         if not (page.writes and read_only())
     }
     st.session_state["pages"] = declared
-    chosen = st.navigation(list(declared.values()), position="top" if known else "hidden")
+    menu = {
+        "": [page for name, page in declared.items() if name not in MORE],
+        "More": [page for name, page in declared.items() if name in MORE],
+    }
+    chosen = st.navigation(menu, position="top" if known else "hidden")
     if not known:
         return
     users.panel()  # before the page, which may stop

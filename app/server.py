@@ -7,9 +7,10 @@ from pathlib import Path
 from starlette.middleware import Middleware
 from streamlit.starlette import App
 
-from binade.app import sharing, users
+from binade.app import reruns, sharing, users
 from binade.app.guard import Guard
 from binade.data import access
 
 access.restrict(users.reason)
+reruns.install()
 app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, sharing=sharing.current)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -25,6 +26,7 @@ from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
 IDLE = 5  # times SYNC_SECONDS: a catalog that nobody looked at for longer is synchronized before it is shown
+REST = 50.0  # seconds after the last look: what was computed is dropped and its memory returned to the system
 PATIENCE = 20  # a page is drawn again at most once in this many times what it took to draw
 SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
 # Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
@@ -46,6 +48,7 @@ class Watched:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._sync: Future[None] | None = None
+        self._rest = threading.Timer(REST, self._give_back)
 
     def look(self) -> None:
         """Start to synchronize it if that was SYNC_SECONDS ago, and wait for it after a pause or a failure. Raises
@@ -58,18 +61,26 @@ class Watched:
             if age > SYNC_SECONDS:
                 self._started = time.monotonic()
                 sync = self._sync = self._pool.submit(self._catch_up)
+                self._rest.cancel()
+                self._rest = threading.Timer(REST, self._give_back)
+                self._rest.daemon = True
+                self._rest.start()
         if sync and (failed or age > IDLE * SYNC_SECONDS):
             sync.result()
 
     def _catch_up(self) -> None:
         self.opened.sync()
+        self._give_back()
+
+    def _give_back(self) -> None:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
             _give_memory_back()
 
 
 def _give_memory_back() -> None:
-    """Return to the system what malloc keeps for later."""
+    """Free what refers to itself, and return to the system what malloc keeps for later."""
+    gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         trim(0)
 
@@ -78,6 +89,8 @@ def _give_memory_back() -> None:
 def _open(root: str) -> Watched:
     opened = Catalog.open(root)
     atexit.register(opened.close)
+    gc.freeze()  # modules stay: collecting garbage need not look at them
+    atexit.register(gc.unfreeze)
     return Watched(opened)
 
 

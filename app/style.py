@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -52,6 +53,8 @@ NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stan
 
 # Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
+# Of a difference: better, the same, worse.
+DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
 # Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
 CHOSEN = "chosen"  # the selection that a click on a chart makes
@@ -103,6 +106,7 @@ OWN_METRICS = {
     ),
     "absmax": Metric("absmax", "largest magnitude"),
     "std": Metric("Standard deviation", "of the population"),
+    "rms": Metric("rms", "root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
         "Jaccard index (channels in both sets, of those in either) of the hot channels in two successive recorded "
@@ -126,8 +130,9 @@ OWN_METRICS = {
         "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
     ),
     "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),
+    "non_finite": Metric("NaN and Inf", "elements that are NaN or infinite, of all", "%", percent=True),
 }
-LOG = ("absmax", "std", "gradient_to_noise")
+LOG = ("absmax", "std", "rms", "gradient_to_noise")
 MEASURES = {
     key: Measure(key, m.label, m.unit, m.definition, 100.0 if m.percent else 1.0, key == "sqnr_db", key in LOG)
     for key, m in (METRICS | OWN_METRICS).items()
@@ -178,11 +183,12 @@ def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
     return [(NEUTRAL | FORMAT_COLORS)[name] for name in formats if name], nth
 
 
-def colors(groups: list[str], by: str = "") -> list[str]:
-    """One colour per group."""
-    return styles(groups, by)[0]
+def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None) -> list[str]:
+    """One colour per group: that of `own`, which users chose, else as `styles`."""
+    return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
 
 
+DECADES = alt.Axis(format="~e", labelOverlap=True, tickCount=6)  # of a logarithmic axis
 SYMBOL = 500  # square pixels of a line in a legend: as long as the longest dash and its gaps
 LEGEND_WIDTH = 400  # pixels that every chart has for its legend
 
@@ -210,9 +216,11 @@ def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | No
     )
 
 
-def color(groups: list[str], title: str, shown: bool = True, line: bool = False) -> alt.Color:
-    """The colour of the column group; shown: with a legend."""
-    scale = alt.Scale(domain=groups, range=colors(groups, title))
+def color(
+    groups: list[str], title: str, shown: bool = True, line: bool = False, own: Mapping[str, str] | None = None
+) -> alt.Color:
+    """The colour of the column group; shown: with a legend; own: as in `colors`."""
+    scale = alt.Scale(domain=groups, range=colors(groups, title, own))
     return alt.Color("group:N", scale=scale, legend=legend(groups, title, line) if shown else None)
 
 

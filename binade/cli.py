@@ -32,9 +32,11 @@ COMMANDS = {
         "advise": "collector.cli.advise:advise",
         "compare": "collector.cli.compare_command:compare",
         "report": "app.cli:report",
+        "diff": "collector.cli.diff_command:diff",
         "export": "collector.cli.export_command:export",
         "bundle": "app.cli:bundle",
         "verify": "collector.cli.verify_command:verify",
+        "compact": "collector.cli.compact_command:compact",
     },
 }
 PLACES = {name: place for commands in COMMANDS.values() for name, place in commands.items()}

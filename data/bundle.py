@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import FailFast, Field, Strict
 
@@ -47,14 +48,13 @@ LONGEST_LIST = 64 << 20  # bytes of bundle.json
 LONGEST_TEXT = 256 << 20  # bytes of a run's JSON, losses and log, and of an extra file
 MOST_FILES = 500_000
 MOST_VALUES = 4 * MOST_FILES  # of bundle.json
-MOST_ROWS = 5_000_000  # of one Parquet file
-LARGEST_TABLE = 4 << 30  # its bytes, unpacked
+LARGEST_TABLE = 2 << 30  # bytes of one Parquet file in memory
 LARGEST = 1 << 40  # bytes of all files together
 MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20, bombs 1000
 CHUNK = 1 << 20
 # What a damaged archive trips zipfile and zlib over.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
-RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl")
+RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "notes.json")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
 _RUN_FILE = re.compile(
     rf"runs/(?P<run>{_NAME})/(?:{'|'.join(map(re.escape, RUN_FILES))}"
@@ -204,7 +204,7 @@ class _Writer:
             packed = {f"{name}.parquet": path for name, path in (table_files(directory) | {"tensor": rows}).items()}
             if written:
                 sums = self._temporary(f"{run.run_id}-{segment}-{MANIFEST}")
-                sums.write_bytes(manifest(written.run_id, segment, packed))
+                sums.write_bytes(manifest(written.run_id, segment, packed, digests=written.digests))
                 packed[MANIFEST] = sums
                 known = zip(paths, table["sha256"].to_pylist(), strict=True)
                 digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
@@ -220,7 +220,7 @@ class _Writer:
             merged = self._temporary(f"events-{run.run_id}")
             merged.write_text("".join(f"{json.dumps(asdict(event))}\n" for event in events))
             files.append((f"{prefix}/events.jsonl", merged))
-        for name in ("run.json", "loss.jsonl", "log.txt"):
+        for name in ("run.json", "loss.jsonl", "log.txt", "notes.json"):
             if (run.directory / name).is_file():
                 files.append((f"{prefix}/{name}", run.directory / name))
         return _Plan(files, digests, tensors, len(raw), left_out)
@@ -455,27 +455,39 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
 
 
 def _check_rows(directory: Path) -> None:
-    """Columns, how many rows, and that a path is that of a tensor file which came along."""
+    """Columns, how much memory they take, and that a path is that of a tensor file which came along."""
     for segment in sorted((directory / "segments").iterdir()):
         for name, path in table_files(segment).items():
-            with pq.ParquetFile(path) as file:
-                groups = range(file.metadata.num_row_groups)
-                size = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-                if file.metadata.num_rows > MOST_ROWS or size > LARGEST_TABLE:
-                    _refuse(f"{segment.name}/{name}.parquet has more than {MOST_ROWS:,} rows, or too long ones")
-                found = {field.name: field.type for field in file.schema_arrow}
-                for field in TABLES[name]:
-                    if field.name in ADDED_LATER and field.name not in found:
-                        continue
-                    if not found.get(field.name, pa.null()).equals(field.type):
-                        _refuse(f"{segment.name}/{name}.parquet has no column {field.name} of type {field.type}")
-        with pq.ParquetFile(segment / "tensor.parquet") as file:
-            paths = file.read(columns=["path"])["path"].to_pylist()
-        for path in paths:
-            if path is None:
-                continue
-            if not _is_raw(path) or not (directory / path).is_file():
-                _refuse(f"a row of {segment.name} names a tensor file that did not come along")
+            schema = pq.read_schema(path)
+            found = {field.name: field.type for field in schema}
+            for field in TABLES[name]:
+                if field.name in ADDED_LATER and field.name not in found:
+                    continue
+                if not found.get(field.name, pa.null()).equals(field.type):
+                    _refuse(f"{segment.name}/{name}.parquet has no column {field.name} of type {field.type}")
+            if len(schema) > len(found) or found.keys() - set(TABLES[name].names):
+                _refuse(f"{segment.name}/{name}.parquet has columns that are not known, or one twice")
+            if _in_memory(path) > LARGEST_TABLE:
+                _refuse(f"{segment.name}/{name}.parquet takes more than {LARGEST_TABLE >> 30} GiB of memory")
+        with pq.ParquetFile(segment / "tensor.parquet", read_dictionary=["path"]) as file:
+            for batch in file.iter_batches(columns=["path"]):
+                for raw in batch["path"].unique().to_pylist():
+                    if raw is not None and not (_is_raw(raw) and (directory / raw).is_file()):
+                        _refuse(f"a row of {segment.name} names a tensor file that did not come along")
+
+
+def _in_memory(path: Path) -> int:
+    """How many bytes a segment's table takes in memory, at most. In the file, a value that is repeated takes none."""
+    texts = [field.name for field in pq.read_schema(path) if field.type == pa.string()]
+    total = path.stat().st_size
+    with pq.ParquetFile(path, read_dictionary=texts) as file:
+        for number in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(number)
+            total += 8 * sum(group.column(column).num_values for column in range(group.num_columns))
+        if total <= LARGEST_TABLE:
+            for batch in file.iter_batches(columns=texts):
+                total += sum(pc.sum(pc.binary_length(c.dictionary).take(c.indices)).as_py() or 0 for c in batch.columns)
+    return total
 
 
 def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]:

@@ -102,6 +102,7 @@ class Cache:
             raise AbandonedError
 
         try:
+            done(0, 1)  # in a pool it may have waited longer than whoever asked for it
             result = compute(done)
             nbytes = size_of(result, self._outside)
         except BaseException as error:

@@ -22,9 +22,10 @@ import pandas as pd
 import pyarrow as pa
 
 from binade.data.cache import Cache
+from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.intake import CUBES, transaction
+from binade.data.intake import APART, CUBES, RANKED, SOURCES, SUMMED, SUMS, sums, transaction
 from binade.data.runs import IMPORT, RunError, is_a_file, resolve_root
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
@@ -41,15 +42,17 @@ T = TypeVar("T")
 # What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
-SHOWN_ERRORS = ("sqnr_db", "flush_to_zero", "saturated")
+SHOWN_ERRORS = RANKED
 # Statistics of a tensor's own values, each as SQL over the table `tensor`; the names are those of quant.METRICS.
 STATISTICS = {
     "absmax": "absmax",
     "std": "std",
+    "rms": "rms",
     "kurtosis": "kurtosis",
     "crest_factor": "absmax / nullif(rms, 0)",
     "dynamic_range": "CASE WHEN absmax > 0 THEN log2(absmax / absmin) END",
     "zero_share": "zeros / nullif(numel, 0)",
+    "non_finite": "(nans + infs) / nullif(numel, 0)",
 }
 # The score along the axis of the tensor's own GEMM, not of another that takes it too.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
@@ -122,7 +125,7 @@ def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concaten
 class Catalog:
     """The index over one root. Safe to use from several threads: each call has a cursor of its own.
 
-    version   changes when tensors or runs come or go
+    version   changes when tensors or runs come or go, and with the name or colour of a run
     progress  changes when anything does: also when a run goes on or ends
     cache     if there is one, answers are taken from it while the version stays the same
     """
@@ -252,16 +255,20 @@ class Catalog:
     def _catch_up(self) -> int:
         with self._cursor() as cursor:
             added = self._index.intake.catch_up(cursor)
-            self._count_versions(cursor)
+            if not self._index.intake.idle:
+                self._index.counted = self._count_rows(cursor)
+        content, course = self._index.counted
+        self._index.mark(content, (course, tuple(self.refused)))
         return added
 
-    def _count_versions(self, cursor: duckdb.DuckDBPyConnection) -> None:
+    def _count_rows(self, cursor: duckdb.DuckDBPyConnection) -> tuple[object, object]:
+        """What tells whether the version is the same, and whether anything of a run has changed."""
         tensors, runs = (
             cursor.execute(f"SELECT count(*), bit_xor(hash({columns})) FROM {table}").fetchone()
             for columns, table in (("run_id, name, mtime_ns", "segment"), ("run", "run"))
         )
-        ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id)) FROM run").fetchone()
-        self._index.mark((tensors, ids), (runs, tuple(self.refused)))
+        ids = cursor.execute("SELECT count(*), bit_xor(hash(run_id, name, color)) FROM run").fetchone()
+        return (tensors, ids), runs
 
     # Queries
 
@@ -369,19 +376,29 @@ class Catalog:
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor, transaction(cursor):
                 needed = fields if tensor_ids is None else ("tensor_id",)
-                cube, upto = _smallest(_cubes(cursor), self.narrowed(where), needed)
-                tail = f"sketch.key >= {upto} AND tensor.key >= {upto}"
-                sources = (
-                    f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}",
-                    f"sketch JOIN tensor USING (key) WHERE {condition} AND {tail}",
-                )
-                rows = _union(f"SELECT {columns}, bin, count FROM", sources[not cube :])
-                return cursor.execute(
-                    f"SELECT * REPLACE (sum(count)::BIGINT AS count) FROM ({rows}) GROUP BY ALL",
-                    parameters * (2 if cube else 1),
-                ).df()
+                rows, times = self._summed(cursor, "sketch", columns, needed, where, condition)
+                sql = f"SELECT * REPLACE ({sums('sketch')}) FROM ({rows}) GROUP BY ALL"
+                return cursor.execute(sql, parameters * times).df()
 
         return self.kept(("merged", columns, condition, repr(parameters)), ask).copy(deep=False)
+
+    def _summed(
+        self,
+        cursor: duckdb.DuckDBPyConnection,
+        table: str,
+        columns: str,
+        fields: Sequence[str],
+        where: Filter | None,
+        condition: str,
+    ) -> tuple[str, int]:
+        """SQL for the rows of a summed table that are to be added up: of the smallest cube that will do, and of the
+        tensors that it does not have yet. And how often the parameters of the condition are in it."""
+        cube, upto = _smallest(_cubes(cursor, table), self.narrowed(where), fields)
+        base = f"{SOURCES[table]} WHERE {condition} AND tensor.key >= {upto}"
+        base += f" AND sketch.key >= {upto}" * (table == "sketch")
+        sources = (f"{cube}_{table} JOIN {cube} AS tensor USING (key) WHERE {condition}", base)[not cube :]
+        chosen = ", ".join(filter(None, (columns, APART[table], *SUMS[table])))
+        return _union(f"SELECT {chosen} FROM", sources), len(sources)
 
     def moments(
         self,
@@ -455,6 +472,7 @@ class Catalog:
             parameters,
         )
 
+    @_repairing
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
@@ -468,28 +486,23 @@ class Catalog:
             raise CatalogError(f"operands cannot be ranked by {worst!r}: {', '.join(SHOWN_ERRORS)}")
         condition, parameters = self._selection(where)
         columns = ", ".join(f"tensor.{self._column(name)}" for name in by)
-        key = "-score.sqnr_db" if worst == "sqnr_db" else f"score.{worst}"
-        return self._frame(
-            f"""
-            WITH chosen AS (
-                SELECT {columns}, tensor.tensor_id, numel, numel - nans - infs AS finite, zeros, rms, score.mse,
-                       score.flush_to_zero, score.saturated, CASE WHEN isnan({key}) THEN NULL ELSE {key} END AS badness
-                FROM score JOIN tensor USING (key)
-                WHERE {condition} AND {OWN_SCORE} AND score.format = ? AND NOT isnan(score.mse) AND NOT isnan(rms)
-            ), totals AS (
-                SELECT {", ".join(by)}, count(*) AS tensors, sum(rms * rms * finite) AS signal,
-                       sum(mse * finite) AS noise,
-                       weighted(flush_to_zero, finite - zeros) AS flush_to_zero,
-                       weighted(saturated, numel) AS saturated,
-                       coalesce(arg_max(tensor_id, badness), min(tensor_id)) AS tensor_id
-                FROM chosen GROUP BY ALL
-            )
-            SELECT {", ".join(by)}, tensors, flush_to_zero, saturated, tensor_id,
-                   decibel(signal, noise) AS sqnr_db
-            FROM totals ORDER BY ALL
-            """,
-            [*parameters, str(Spec.of(fmt))],
-        )
+        parameters.append(str(Spec.of(fmt)))
+
+        def ask() -> pd.DataFrame:
+            with self._cursor() as cursor, transaction(cursor):
+                rows, times = self._summed(cursor, "score", columns, by, where, f"{condition} AND spec = ?")
+                groups = ", ".join(f"total.{name}" for name in by)
+                return cursor.execute(
+                    f"""
+                    WITH total AS (SELECT {", ".join(by)}, {sums("score")} FROM ({rows}) GROUP BY ALL)
+                    SELECT {groups}, total.tensors, flushed / nullif(nonzero, 0) AS flush_to_zero,
+                           clipped / nullif(elements, 0) AS saturated, tensor_id, decibel(signal, noise) AS sqnr_db
+                    FROM total JOIN tensor ON tensor.key = coalesce(worst_{worst}, first) ORDER BY ALL
+                    """,
+                    parameters * times,
+                ).df()
+
+        return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
         """What rounding the selection's forward operands to a format is predicted to do to the loss of each
@@ -655,6 +668,52 @@ class Catalog:
             parameters,
         )
 
+    def distinct(self, columns: Sequence[str], where: Filter | None = None) -> pd.DataFrame:
+        """The combinations of these columns that the selection has, sorted. Raises CatalogError for another column."""
+        condition, parameters = self._selection(where)
+        names = ", ".join(map(self._column, columns))
+        return self._frame(f"SELECT DISTINCT {names} FROM tensor WHERE {condition} ORDER BY ALL", parameters)
+
+    def surface(self, metric: str, width: int, where: Filter | None = None, fmt: str = "") -> pd.DataFrame:
+        """The worst of a metric by layer and `width` iterations over the selection's tensors, one row per run and cell:
+        run_id, layer_index, iteration (the first of the cell), tensors, value and tensor_id. Of several runs in the
+        filter, only the iterations that all of them have.
+
+        metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
+        the format in force. Tensors without a value are left out. Raises CatalogError for another metric.
+        """
+        if metric not in (*STATISTICS, *SHOWN_ERRORS):
+            raise CatalogError(f"there is no metric {metric!r}: {', '.join((*SHOWN_ERRORS, *STATISTICS))}")
+        condition, parameters = self._selection(where)
+        shared = max(len(self.narrowed(where).run_id), 1)
+        source, value = "tensor", STATISTICS.get(metric, f"tensor.{metric}")
+        chosen, own = condition, list(parameters)
+        if fmt and metric in SHOWN_ERRORS:
+            source, value = "score JOIN tensor USING (key)", f"score.{metric}"
+            chosen, own = f"{condition} AND {OWN_SCORE} AND score.format = ?", [*parameters, str(Spec.of(fmt))]
+        if shared > 1:
+            chosen += (
+                f" AND iteration IN (SELECT iteration FROM tensor WHERE {condition}"
+                " GROUP BY iteration HAVING count(DISTINCT run_id) = ?)"
+            )
+            own += [*parameters, shared]
+        worst = "min" if metric == "sqnr_db" else "max"
+        return self._frame(
+            f"""
+            WITH chosen AS (
+                SELECT run_id, layer_index, iteration // ? AS cell, tensor.key, {value} AS value
+                FROM {source} WHERE iteration IS NOT NULL AND layer_index IS NOT NULL AND {chosen}
+            ), cells AS (
+                SELECT run_id, layer_index, cell, count(*) AS tensors, {worst}(value) AS value,
+                       arg_{worst}(key, value) AS key
+                FROM chosen WHERE NOT isnan(value) GROUP BY ALL
+            )
+            SELECT cells.run_id, cells.layer_index, cell * ? AS iteration, tensors, value, tensor_id
+            FROM cells JOIN tensor USING (key) ORDER BY ALL
+            """,
+            [width, *own, width],
+        )
+
     def scored_formats(self, where: Filter | None = None) -> list[str]:
         """The formats that the selection's operands were scored with, as texts of specs, in the order of FORMATS."""
         condition, parameters = self._selection(where)
@@ -716,12 +775,19 @@ class Catalog:
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
         with self._cursor() as cursor:
-            if name == "run":
-                return cursor.sql(f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}").to_arrow_table()
-            if name == "tensor":
-                return cursor.sql("SELECT * EXCLUDE (key) FROM tensor").to_arrow_table()
-            sql = f"SELECT tensor_id, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key)"
-            return cursor.sql(sql).to_arrow_table()
+            return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
+
+    @_repairing
+    def write_tables(self, directory: Path, where: Filter | None = None) -> None:
+        """Write the PUBLIC_TABLES as directory/<table>/run_id=<run>/*.parquet, of the tensors that the filter selects
+        and their runs. A table without rows is left out. Raises OSError."""
+        condition, parameters = self._selection(where)
+        chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})"}
+        with self._cursor() as cursor:
+            for name in PUBLIC_TABLES:
+                sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
+                rows = cursor.sql(sql, params=parameters)
+                rows.write_parquet(str(directory / name), partition_by=["run_id"], compression="zstd")
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
@@ -774,14 +840,9 @@ class Catalog:
             raise CatalogError(
                 f"{tensor_id} is a part of a tensor: the part of tensor-parallel rank {min(missing)} was not recorded"
             )
-        import torch  # here, so that only reading values waits for it
-
         tensors = [self.load(part) for part in parts["tensor_id"]]
-        if first["shard"] == "partial":
-            return torch.stack([t.float() for t in tensors]).sum(0).to(tensors[0].dtype)
-        axis = int(first["shard_axis"])
-        pieces = [tensor.chunk(int(first["shard_stride"]), axis) for tensor in tensors]
-        return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], axis)
+        axis = None if pd.isna(first["shard_axis"]) else int(first["shard_axis"])
+        return joined(tensors, first["shard"], axis, int(first["shard_stride"]))
 
     def shards(self, tensor_id: str) -> pd.DataFrame:
         """The shards of the tensor that this one is a shard of, by tp_rank: columns tensor_id, rank, tp_rank,
@@ -810,9 +871,21 @@ class Catalog:
         return name
 
 
-def _cubes(cursor: duckdb.DuckDBPyConnection) -> list[tuple[str, int]]:
-    """Those of CUBES that are filled, smallest first, each with the key of the first tensor that is not in it."""
-    return cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY merged").fetchall()
+def _public(name: str, ids: str) -> str:
+    """SQL for the rows of one of PUBLIC_TABLES, to which a condition can be added; ids: columns of `tensor` that take
+    the place of its key."""
+    if name == "run":
+        return f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}"
+    if name == "tensor":
+        return "SELECT * EXCLUDE (key) FROM tensor WHERE true"
+    return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"
+
+
+def _cubes(cursor: duckdb.DuckDBPyConnection, table: str | None = None) -> list[tuple[str, int]]:
+    """Those of CUBES that are filled, smallest first, each with the key of the first tensor that is not in it; those
+    only that have sums of this table."""
+    filled = cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
+    return [(name, upto) for name, upto in filled if table is None or table in SUMMED[name]]
 
 
 def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:

@@ -29,6 +29,15 @@ class EventKind(StrEnum):
 
 
 @dataclass(frozen=True, config=STRICT)
+class Reached:
+    """An operation whose result or gradient is not finite: the module, "forward" or "backward", and its order."""
+
+    order: Whole
+    place: str
+    operation: str
+
+
+@dataclass(frozen=True, config=STRICT)
 class Event:
     """A line of events.jsonl.
 
@@ -38,6 +47,8 @@ class Event:
     place    the tensor or module: "layer1.fc1 input"
     until    of a capture, its last iteration
     order    of what is not finite: its place among the calls and gradients of the step, which tells ranks apart
+    layer, module   of what is not finite, as the index names them; None for what belongs to no module
+    chain    of what is not finite: what it reached after that in the same step, in order
     """
 
     kind: EventKind
@@ -49,16 +60,23 @@ class Event:
     place: str | None = None
     until: Whole | None = None
     order: Whole | None = None
+    layer: Whole | None = None
+    module: str | None = None
+    chain: tuple[Reached, ...] = ()
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, " if self.rank else ""
         return f"{where}iteration {self.iteration}, {self.kind.value}: {self.text}"
 
 
+def events_file(directory: Path, rank: int) -> Path:
+    """That a rank of a run writes."""
+    return directory / ("events.jsonl" if rank == 0 else f"ranks/rank{rank:02d}.events.jsonl")
+
+
 def append_event(directory: Path, event: Event) -> None:
     """Add an event to a run, as the one writer of its rank. Raises OSError."""
-    name = "events.jsonl" if event.rank == 0 else f"ranks/rank{event.rank:02d}.events.jsonl"
-    with open(directory / name, "a") as file:
+    with open(events_file(directory, event.rank), "a") as file:
         file.write(json.dumps(asdict(event)) + "\n")
 
 

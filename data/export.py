@@ -24,7 +24,8 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from binade.data.filter import FIELDS, Filter
-from binade.data.runs import RunError, sound_losses
+from binade.data.json_files import read_json
+from binade.data.runs import RunError, RunFile, sound_losses
 from binade.data.segment import COUNTS, ERROR_COLUMNS, MOMENTS, TENSOR_SCHEMA, TensorRow, tensor_record
 from binade.data.store import staged_directory, staged_file, sweep_beside
 from binade.data.tensor_kinds import TENSOR_KINDS
@@ -330,6 +331,9 @@ TARGETS = {
 }
 
 
+TABLES = "tables"  # the index's own tables, for which there is no Target
+
+
 def target(name: str) -> Target:
     """Raises ExportError for one that is unknown, or whose package is not installed."""
     if name not in TARGETS:
@@ -342,7 +346,7 @@ def target(name: str) -> Target:
 
 @dataclass
 class Exported:
-    """How much was written."""
+    """How much was written; to tables, values counts the tensors."""
 
     runs: int = 0
     values: int = 0
@@ -356,18 +360,28 @@ class Exported:
 
 
 def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
-    """Write what was recorded into the new directory output/<run_id> of each run that has any of it.
+    """Write what was recorded into the new directory output/<run_id> of each run that has any of it; to TABLES as
+    `Catalog.write_tables` does.
 
     Raises ExportError if output is there and not empty, or the target cannot be used; RunError if nothing is selected;
     OSError. Then nothing is left behind.
     """
-    chosen = target(to)
+    if to == TABLES and (choice.metrics != DEFAULT_METRICS or choice.formats):
+        raise ExportError("export to tables writes every metric and format: leave out --metrics and --formats")
+    chosen = None if to == TABLES else target(to)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ExportError(f"{output} exists and is not an empty directory: give another to --output")
     done = Exported()
     output = output.resolve()
     sweep_beside(output)
     with staged_directory(output) as part:
+        if chosen is None:
+            totals = catalog.totals(choice.where)
+            if not totals.tensors:
+                raise RunError(f"{catalog.root} holds nothing of {choice.where.sentence()}: choose other runs")
+            done = Exported(totals.runs, totals.tensors)
+            catalog.write_tables(part, choice.where)
+            return done
         runs = catalog.runs()[::-1].astype(object)
         for run in runs.where(runs.notna(), None).to_dict("records"):
             found = points(catalog, run, choice)
@@ -414,7 +428,7 @@ class Sink:
         """Send rows of the run with that directory."""
         if self._write is None:
             name = f"{run.name}/rank{rank:02d}" if rank else run.name
-            config = json.loads((run / "run.json").read_bytes())
+            config = dict(read_json(RunFile, run / "run.json"))
             self._write = self._stack.enter_context(self._open(self.output / name, name, config))
         self._write(points_of_rows(rows, self.choice))
 

@@ -45,6 +45,7 @@ class Index:
         self.root, self.path = root, root / FILE
         self.generation = 0
         self._marks: tuple[object, object] = (None, None)
+        self.counted: tuple[object, object] = (None, None)
         self.version = self.progress = next(_versions)
         self.notices: list[str] = []
         self._cursors = 0

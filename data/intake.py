@@ -5,7 +5,7 @@ has ended costs one `stat` of each of its files and segments, which shows that n
 
 A run with a segment that is damaged or missing is left out: only its row in the table `run` is there, with the reason.
 
-Sketches are also summed up ahead of queries, over the fields that queries use least: see CUBES.
+Sketches and scores are also summed up ahead of queries, over the fields that queries use least: see CUBES.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,37 +26,57 @@ import pyarrow.compute as pc
 
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
-from binade.data.runs import CANCELLED, DONE, FAILED, RunError, RunInfo, read_run, run_directories
-from binade.data.segment import TABLES, SegmentError, read_tables, segment_names
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_notes, read_run, run_names
+from binade.data.segment import MERGED, TABLES, SegmentError, read_manifest, read_tables, segment_names
 from binade.data.text import describe
 
 T = TypeVar("T")
 BATCH = 1 << 20  # sketch rows that are held in memory and added in one transaction
 TAIL = 1 << 14  # tensors that are added before they are summed up
-# The tables of summed sketches, with the fields that their rows keep apart.
+# What is summed up, each time with the fields that its rows keep apart.
 CUBES = {
     name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
     for name, left_out in {
         "place": {"iteration", "micro_batch", "rank"},
         "course": {"layer_index", "module", "expert", "micro_batch", "rank"},
+        "layer": {"module", "tensor_name", "expert", "micro_batch", "rank"},
     }.items()
 }
+SUMMED = {"place": ("sketch", "score"), "course": ("sketch",), "layer": ("score",)}
+RANKED = ("sqnr_db", "flush_to_zero", "saturated")
+# Of each summed table: the rows that are added up, what they are kept apart by, and the columns with their sums.
+SOURCES = {"sketch": "sketch JOIN tensor USING (key)", "score": "measured AS tensor"}
+APART = {"sketch": "bin", "score": "spec"}
+SUMS = {
+    "sketch": {"count": "sum(count)::BIGINT"},
+    "score": {"tensors": "sum(tensors)::BIGINT", "first": "min(first)"}
+    | {name: f"sum({name})" for name in ("signal", "noise", "flushed", "nonzero", "clipped", "elements")}
+    | {f"worst_{name}": f"arg_max(worst_{name}, bad_{name})" for name in RANKED}
+    | {f"bad_{name}": f"max(bad_{name})" for name in RANKED},
+}
 SCHEMA = Path(__file__).with_name("schema.sql")
+ATTEMPTS = 5  # to list a run's segments while they are merged
 RECENT = 2.0  # seconds: what changed so shortly ago may change again without a new time of modification
 # What DuckDB says of rows that it does not take. Other errors are of the index.
 DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputException, duckdb.OutOfMemoryException)
 
 
 def schema() -> str:
-    """The SQL that makes the tables of an empty index. A row of a cube is what some tensors have in common; the table
-    named after it has the sum of their sketches, in one row or several per bin."""
-    cubes = [
-        f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;"
-        f"CREATE TABLE {name}_sketch AS FROM sketch;"
-        f"INSERT INTO cube VALUES ('{name}', 0, 0, 0);"
-        for name, fields in CUBES.items()
-    ]
+    """The SQL that makes the tables of an empty index. A row of a cube is what some tensors have in common; the tables
+    named after it have the sums of their sketches and scores, in one row or several per bin or spec."""
+    cubes = []
+    for name, fields in CUBES.items():
+        cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
+        for table in SUMMED[name]:
+            columns = f"key, {APART[table]}, {sums(table)}"
+            cubes.append(f"CREATE TABLE {name}_{table} AS SELECT {columns} FROM {SOURCES[table]} GROUP BY ALL;")
+        cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
     return "\n".join([SCHEMA.read_text(), *cubes])
+
+
+def sums(table: str) -> str:
+    """The aggregates that add up rows of a summed table, under the names of its columns."""
+    return ", ".join(f"{aggregate} AS {name}" for name, aggregate in SUMS[table].items())
 
 
 @dataclass(frozen=True)
@@ -65,12 +85,12 @@ class _OnDisk:
 
     run: RunInfo
     segments: dict[str, int]
-    mark: tuple[tuple[int, ...], ...] | None
+    mark: tuple[int, ...] | None
 
     @property
     def settled(self) -> bool:
         """Whether its mark changes if anything does."""
-        return self.mark is not None and self.run.status.state in (DONE, FAILED, CANCELLED)
+        return self.mark is not None and self.run.status.state != RUNNING
 
 
 @dataclass(frozen=True)
@@ -84,31 +104,41 @@ class _Damage:
 
 
 class Intake:
-    """Adds what is new under a root to its index. `refused`: what the last call passed over, with the reason."""
+    """Adds what is new under a root to its index. `refused`: what the last call passed over, with the reason; `idle`:
+    whether it found each run as it was."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.refused: list[str] = []
         self._settled: dict[str, _OnDisk] = {}
+        self._found: Set[str] | None = None  # the runs that the last call found, None if it did not end
         self._damaged: dict[str, _Damage] = {}
+        self._vanished = False  # whether a segment was deleted while the last call wanted to read it
+        self.idle = False
 
     def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
         """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
 
         Raises duckdb.Error if the index cannot be read or written; it is then as before, or has some of what is new.
         """
-        self.refused = []
+        self.refused, self._vanished = [], False
         before, self._settled = self._settled, {}
+        names, self._found = self._found, None
         unchanged, changed = self._look(before)
+        self.idle = not changed and unchanged.keys() == names
+        if self.idle:
+            self._settled, self._found = unchanged, names
+            return 0
         known: dict[str, dict[str, int]] = {}
         for run_id, name, mtime in cursor.execute(
-            "SELECT run_id, name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
+            "SELECT run_id, segment.name, mtime_ns FROM run FULL JOIN segment USING (run_id)"
         ).fetchall():
             known.setdefault(run_id, {})[name] = mtime
         for run_id in known.keys() - unchanged.keys() - changed.keys():
             _drop(cursor, run_id)
         for run_id, found in changed.items():
             taken = known.get(run_id, {})
+            _take_over(cursor, found, taken)
             if any(found.segments.get(name) != mtime for name, mtime in taken.items() if name):
                 _drop(cursor, run_id)  # replaced or deleted on disk: index the run again
                 del known[run_id]
@@ -133,6 +163,9 @@ class Intake:
             added += len(taken_in)
             for cube in CUBES:
                 _sum_up(cursor, cube)
+        if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
+            self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
+            return added + self.catch_up(cursor)
         self._count(cursor, [found for run_id, found in changed.items() if run_id not in incomplete])
         for run_id in self._damaged.keys() - still:
             _drop(cursor, run_id)
@@ -143,46 +176,65 @@ class Intake:
             for run_id, found in changed.items()
             if found.settled and run_id not in incomplete and run_id not in self._damaged
         }
+        self._found = unchanged.keys() | changed.keys()
         return added
 
     def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
-        """Mark the runs of which the index holds fewer tensors than they say."""
-        counted = [found for found in runs if found.run.missing_rows(0) and found.run.run_id not in self._damaged]
+        """Mark the runs that lack a segment, or of which the index holds fewer tensors than they say."""
+        counted = [found for found in runs if found.run.missing((), -1) and found.run.run_id not in self._damaged]
         rows = cursor.execute(
             "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",
             [[found.run.run_id for found in counted]],
         ).fetchall()
         for found in counted:
             run_id = found.run.run_id
-            if missing := found.run.missing_rows(dict(rows).get(run_id, 0)):
+            if missing := found.run.missing(found.segments, dict(rows).get(run_id, 0)):
                 self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(found, None))
 
     def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
         """The runs on disk by name: those that are as they were before, and the others, oldest first."""
         unchanged, changed = {}, []
-        for directory in run_directories(self.root):
-            found = before.get(directory.name)
-            if found and found.mark == _mark(directory, found.segments):
-                unchanged[directory.name] = found
+        for name in run_names(self.root):
+            found = before.get(name)
+            if found and found.mark == _mark(f"{self.root}/{name}", found.segments):
+                unchanged[name] = found
                 continue
-            try:
-                # The mark first: what changes meanwhile is seen next time. The segments last: a run that ends
-                # meanwhile may have published some that its status counts.
-                mark = _mark(directory, segment_names(directory))
-                run = read_run(directory)
-                segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
+            directory = self.root / name
+            for _ in range(ATTEMPTS):
                 try:
-                    check_events(directory)
-                except OSError as error:
-                    self.refused.append(f"the events of {directory.name} are not shown: {describe(error)}")
-                    mark = None  # it is said again next time
-                changed.append(_OnDisk(run, segments, mark))
-            except RunError as error:
-                self.refused.append(str(error))
-            except FileNotFoundError:
-                pass  # deleted meanwhile
+                    changed.append(self._on_disk(directory))
+                except RunError as error:
+                    self.refused.append(str(error))
+                except FileNotFoundError:
+                    continue  # segments were merged, or the run was deleted meanwhile
+                except OSError as error:  # the directory of another user
+                    self.refused.append(f"{name} cannot be read: {describe(error)}")
+                break
         changed.sort(key=lambda found: (str(found.run.config.get("started")), found.run.run_id))
         return unchanged, {found.run.run_id: found for found in changed}
+
+    def _on_disk(self, directory: Path) -> _OnDisk:
+        """Raises RunError, and FileNotFoundError if a segment is deleted meanwhile."""
+        # The mark first: what changes meanwhile is seen next time. The segments last: a run that ends meanwhile may
+        # have published some that its status counts.
+        mark = _mark(str(directory), segment_names(directory))
+        run = read_run(directory)
+        segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
+        what = "events"
+        try:
+            check_events(directory)
+            what = "name and note"
+            run = replace(run, notes=read_notes(directory))
+        except (OSError, ValueError) as error:
+            self.refused.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
+            mark = None  # it is said again next time
+        try:
+            if run.status.state != RUNNING:
+                check_losses(directory)
+        except (RunError, OSError) as error:
+            self.refused.append(f"the losses of {directory.name} are not all shown: {describe(error)}")
+            mark = None
+        return _OnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
         """Write the rows of runs that are not in the index as they are; the ids of those that cannot be."""
@@ -218,9 +270,11 @@ class Intake:
             directory = run.directory / "segments" / name
             try:
                 segment.tables.update(read_tables(directory, run.manifest_of(name)))
-            except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-                if directory.exists():  # else it was deleted meanwhile
+            except (OSError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
+                if directory.exists():
                     self._refuse(segment, error, {run.run_id: found})
+                else:
+                    self._vanished = True
                 continue
             batch.append(segment)
             size += len(segment.tables["sketch"]) + len(segment.tables["tensor"])
@@ -278,6 +332,27 @@ def _at_once(
     return [each for one in batch for each in _at_once(cursor, [one], write, refuse)]
 
 
+def _take_over(cursor: duckdb.DuckDBPyConnection, found: _OnDisk, taken: dict[str, int]) -> None:
+    """Give the rows of segments that are taken in to the merged ones that have replaced them on the disk."""
+    for name in found.segments.keys() - taken.keys():
+        if not name.startswith(MERGED):
+            continue
+        with suppress(OSError, ValueError):  # damaged: it is read, and refused, as any other
+            replaces = read_manifest(found.run.directory / "segments" / name, found.run.config.get("run_id")).replaces
+            if replaces and all(taken.get(old) == replaced.mtime_ns for old, replaced in replaces.items()):
+                with transaction(cursor):
+                    cursor.execute(
+                        "DELETE FROM segment WHERE run_id = ? AND name IN (SELECT unnest(?))",
+                        [found.run.run_id, list(replaces)],
+                    )
+                    cursor.execute(
+                        "INSERT INTO segment VALUES (?, ?, ?)", [found.run.run_id, name, found.segments[name]]
+                    )
+                for old in replaces:
+                    del taken[old]
+                taken[name] = found.segments[name]
+
+
 def _insert(cursor: duckdb.DuckDBPyConnection, sql: str, rows: pa.Table) -> None:
     """Run a statement that reads the table `incoming`."""
     cursor.register("incoming", rows)
@@ -329,7 +404,8 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
 
 
 def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
-    """Add the sketches of new tensors to a cube, if they are many, and at least two for each of its rows on average."""
+    """Add the sketches or scores of new tensors to a cube, if they are many, and at least two for each of its rows on
+    average."""
     ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
     end = _next_key(cursor)
     if end - upto < max(TAIL, 2 * (tried - upto)):
@@ -343,52 +419,68 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
     cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
     if tensors < 2 * rows:
         return
-    # Without a cube queries read the sketches: where sums need more than 64 bits, or more memory than there is.
+    # Without a cube queries read the base tables: where sums need more than 64 bits, or more memory than there is.
     with suppress(duckdb.DataError, duckdb.OutOfMemoryException), transaction(cursor):
         cursor.execute(
             f"INSERT INTO {cube} (key, {names})"
             f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
             f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
         )
-        cursor.execute(
-            f"INSERT INTO {cube}_sketch SELECT part.key, bin, sum(count)"
-            f" FROM sketch JOIN (SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same}"
-            f" WHERE tensor.key >= {upto}) AS part ON sketch.key = part.tensor"
-            f" WHERE sketch.key >= {upto} GROUP BY ALL ORDER BY ALL"
-        )
-        ((size,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
-        if size > 4 * merged:
+        part = f"SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
+        size = 0
+        for table in SUMMED[cube]:
+            source = SOURCES[table].split()[0]
             cursor.execute(
-                f"CREATE OR REPLACE TABLE {cube}_sketch AS SELECT key, bin, sum(count)::BIGINT AS count"
-                f" FROM {cube}_sketch GROUP BY ALL ORDER BY ALL"
+                f"INSERT INTO {cube}_{table} SELECT part.key, {APART[table]}, {sums(table)}"
+                f" FROM {source} AS source JOIN ({part}) AS part ON source.key = part.tensor"
+                f" WHERE source.key >= {upto} GROUP BY ALL ORDER BY ALL"
             )
-            ((merged,),) = cursor.execute(f"SELECT count(*) FROM {cube}_sketch").fetchall()
-        cursor.execute("UPDATE cube SET upto = ?, merged = ? WHERE name = ?", [end, merged, cube])
+            size += _count(cursor, f"{cube}_{table}")
+        if size > 4 * merged:
+            for table in SUMMED[cube]:
+                cursor.execute(
+                    f"CREATE OR REPLACE TABLE {cube}_{table} AS SELECT key, {APART[table]}, {sums(table)}"
+                    f" FROM {cube}_{table} GROUP BY ALL ORDER BY ALL"
+                )
+            merged = sum(_count(cursor, f"{cube}_{table}") for table in SUMMED[cube])
+        cursor.execute(
+            "UPDATE cube SET upto = ?, merged = ?, size = ? WHERE name = ?", [end, merged, _count(cursor, cube), cube]
+        )
+
+
+def _count(cursor: duckdb.DuckDBPyConnection, table: str) -> int:
+    ((count,),) = cursor.execute(f"SELECT count(*) FROM {table}").fetchall()
+    return int(count)
 
 
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
         for table in TABLES.keys() - {"tensor"}:
             cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
-        for cube in CUBES:
-            cursor.execute(
-                f"DELETE FROM {cube}_sketch WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
-            )
+        for cube, tables in SUMMED.items():
+            for table in tables:
+                cursor.execute(
+                    f"DELETE FROM {cube}_{table} WHERE key IN (SELECT key FROM {cube} WHERE run_id = ?)", [run_id]
+                )
         for table in ("tensor", "segment", "run", *CUBES):
             cursor.execute(f"DELETE FROM {table} WHERE run_id = ?", [run_id])
 
 
-def _mark(directory: Path, segments: Iterable[str]) -> tuple[tuple[int, ...], ...] | None:
+def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
     """A fingerprint of an ended run's files; None while they are too recent for their times to tell."""
-    base = str(directory)
-    names = ["run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
+    mark: list[int] = []
+    times = []
+    names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
+    if os.path.exists(f"{directory}/loss.jsonl"):
+        names.append("loss.jsonl")
     try:
-        found = [os.stat(f"{base}/{name}") for name in names]
+        for name in names:
+            found = os.stat(f"{directory}/{name}")
+            mark += found.st_ino, found.st_size, found.st_mtime_ns
+            times.append(found.st_mtime)
     except OSError:
         return None
-    if max(each.st_mtime for each in found) > time.time() - RECENT:
-        return None
-    return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+    return None if max(times) > time.time() - RECENT else tuple(mark)
 
 
 def _seen(found: _OnDisk, segment: str | None) -> Hashable:
@@ -422,6 +514,9 @@ def _run_row(run: RunInfo) -> list[Any]:
         status.loss_first,
         status.loss_last,
         json.dumps(config),
+        run.notes.name or None,
+        run.notes.color or None,
+        run.notes.note or None,
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import zlib
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ T = TypeVar("T")
 _adapters: dict[type, TypeAdapter[Any]] = {}
 STRICT = ConfigDict(strict=True, extra="forbid")
 MOST_BYTES = 16 << 20  # of a JSON file
+MARK = b', "crc32": "'  # before the last entry of an object with a checksum
 
 
 def _is_time(text: str) -> str:
@@ -57,9 +59,32 @@ def parse_json(kind: type[T], content: bytes) -> T:
         raise ValueError(f"{where} is {found}: {first['msg']}" if where else first["msg"]) from None
 
 
+def sealed(record: bytes) -> bytes:
+    """A JSON object that is not empty, with the CRC-32 of all that stands before it as its last entry."""
+    before = record.rstrip().removesuffix(b"}").rstrip()
+    return before + MARK + b'%08x"}' % zlib.crc32(before)
+
+
+def unsealed(record: bytes) -> bytes:
+    """The object without the checksum that `sealed` added; one without a checksum as it is. Raises ValueError if the
+    checksum is another one."""
+    before, mark, checksum = record.rstrip().rpartition(MARK)
+    if not mark:
+        return record
+    expected, found = checksum.removesuffix(b'"}'), b"%08x" % zlib.crc32(before)
+    if expected != found:
+        raise ValueError(f"it has CRC-32 {found.decode()}, expected {expected[:8].decode(errors='replace')}")
+    return before + b"}"
+
+
 def read_json(kind: type[T], path: Path) -> T:
-    """Raises OSError, and ValueError if the file is damaged."""
-    return parse_json(kind, read_file(path, MOST_BYTES))
+    """A file that may have a checksum. Raises OSError, and ValueError if it is damaged."""
+    content = read_file(path, MOST_BYTES)
+    try:
+        content = unsealed(content)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
+    return parse_json(kind, content)
 
 
 def write_json(path: Path, record: DataclassInstance) -> None:

@@ -1,10 +1,11 @@
 """Run directories: the truth on disk that the index is derived from.
 
     <root>/<run_id>/
-      run.json       configuration, versions, device, command line; written once
+      run.json       configuration, versions, device, command line, and their checksum; written once
       status.json    state, pid and its start time, progress, loss, heartbeat; replaced atomically
+      notes.json     the name, colour and note that users gave it; may be missing
       log.txt        what the collector printed
-      loss.jsonl     one line per iteration
+      loss.jsonl     one line per iteration, each with its checksum
       events.jsonl   what happened beside: see data.events
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
@@ -23,6 +24,7 @@ import secrets
 import shutil
 import socket
 import threading
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -36,12 +38,24 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
 
 from binade.data.access import check_writable
-from binade.data.json_files import STRICT, Count, Pid, adapter_of, parse_json, read_json, write_json
-from binade.data.segment import Manifest, read_manifest, segment_digest, segment_names
+from binade.data.json_files import (
+    STRICT,
+    Count,
+    Pid,
+    adapter_of,
+    parse_json,
+    read_json,
+    sealed,
+    unsealed,
+    write_json,
+)
+from binade.data.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
 from binade.data.store import process_start as process_start
 from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
+from binade.data.text import describe
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
+CHECKPOINTS = "checkpoints"  # the folder of a run that can be resumed from them
 DEFAULT_ROOT = Path("data/runs")
 
 
@@ -97,6 +111,15 @@ class RankStatus:
     tensors: Count = 0
     tensors_without_raw: Count = 0
     bytes: Count = 0
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class RunNotes:
+    """notes.json: what users say of a run. Each may be empty."""
+
+    name: Annotated[str, Field(max_length=80, pattern=r"^[^\x00-\x1f]*$")] = ""
+    color: Annotated[str, Field(pattern="^(#[0-9a-f]{6})?$")] = ""
+    note: Annotated[str, Field(max_length=10_000)] = ""
 
 
 Text = str | None
@@ -165,6 +188,7 @@ class Loss(TypedDict):
     time: NotRequired[Finite | None]
 
 
+SEGMENT = re.compile(r"(rank\d+-)\d{6,}")
 UNNAMEABLE = re.compile(r"[^A-Za-z0-9._-]")
 LONGEST_LABEL = 128
 COUNTS = ("tensors", "tensors_without_raw", "bytes")
@@ -180,6 +204,7 @@ class RunInfo:
     directory: Path
     config: RunFile
     status: Status
+    notes: RunNotes = field(default_factory=RunNotes)  # read by the index only
 
     @property
     def segments(self) -> list[str]:
@@ -191,14 +216,21 @@ class RunInfo:
             return None
         return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
 
-    def missing_rows(self, rows: int) -> str | None:
-        """What is wrong if its segments hold so many rows; None if nothing is. A segment is published before it is
-        counted, so there may be more than the status says."""
-        state, counted = self.status.state, self.status.tensors
-        ended = state != RUNNING and not (state == CRASHED and self.config.get("kind") == IMPORT)  # it may drop rows
-        if not self.config.get("checksums") or not ended or rows >= counted:
+    def missing(self, segments: Iterable[str], rows: int) -> str | None:
+        """What is wrong if these are its segments, with so many rows; None if nothing is. A segment is published before
+        it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1 on."""
+        state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
+        if not self.config.get("checksums") or state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
             return None
-        return f"its segments hold {rows} tensors: status.json says {counted}, so a segment is missing"
+        if rows < counted:
+            return f"its segments hold {rows} tensors: status.json says {counted}, so a segment is missing"
+        names = _written(self.directory, segments)
+        last = {found[1]: found[0] for name in sorted(names) if (found := SEGMENT.fullmatch(name))}
+        for rank, name in last.items():
+            before = (f"{rank}{number:06d}" for number in range(1, int(name[len(rank) :])))
+            if not is_import and (absent := next((each for each in before if each not in names), None)):
+                return f"segment {absent} is missing, although {name} is there"
+        return None
 
 
 def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
@@ -278,7 +310,7 @@ class RunWriter:
                 for name in ("segments", "tensors", *(["ranks"] if ranks > 1 else [])):
                     (part / name).mkdir()
                 started = {"run_id": run_id, "started": now(), "checksums": True}
-                write_atomic(part / "run.json", json.dumps(started | config, indent=1).encode())
+                write_run_file(part, started | config)
                 writer = cls(run_id, part, status, ranks=ranks)
                 writer.update()
         except OSError as error:
@@ -289,21 +321,26 @@ class RunWriter:
         return writer
 
     @classmethod
-    def reopen(cls, directory: Path) -> RunWriter:
-        """Go on with a run that has ended: it is running again, as this process. Raises OSError, ReadOnlyError, or
-        RunError if its status is damaged."""
+    def reopen(cls, directory: Path, *, ranks: int = 1, owner: int | None = None, **changes: Any) -> RunWriter:
+        """Go on with a run that has ended: it is running again, as the process `owner` or this one, with these changes
+        of its status. Raises OSError, ReadOnlyError, or RunError if its status is damaged."""
         check_writable("recording a run")
         try:
             before = read_status(directory)
             run_id = read_json(RunFile, directory / "run.json").get("run_id") or directory.name  # it may be renamed
         except ValueError as error:
             raise RunError(f"{directory.name} cannot be read: {error}") from error
-        for left in [*directory.glob("segments/.*.part"), *directory.glob("segments/.*.old")]:  # by a killed process
+        for left in directory.glob("segments/.*"):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
-        last = max((int(name.rpartition("-")[2]) for name in segment_names(directory)), default=0)
-        writer = cls(run_id, directory, before, _segments=last)
-        writer.update(state=RUNNING, reason=None, finished=None, **_process())
+        writer = cls(
+            run_id, directory, before, ranks=ranks, _segments=last_number(_written(directory, segment_names(directory)))
+        )
+        writer.update(state=RUNNING, reason=None, finished=None, **_process(owner), **changes)
         return writer
+
+    def continue_after(self, segments: int) -> None:
+        """Name the next segment as the one after so many."""
+        self._segments = segments
 
     @classmethod
     def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
@@ -340,12 +377,37 @@ class RunWriter:
 
     def append_loss(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
-            with open(self.directory / "loss.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            with open(self.directory / "loss.jsonl", "ab") as file:
+                file.write(sealed(json.dumps(record).encode()) + b"\n")
+
+    @property
+    def segments(self) -> int:
+        """The number of the last segment of this rank."""
+        self.next_segment_name()
+        return self._segments
 
     def next_segment_name(self) -> str:
-        self._segments += 1
-        return f"rank{self.rank:02d}-{self._segments:06d}"
+        """The same again until a segment of this name has been published."""
+        while (self.directory / "segments" / (name := f"rank{self.rank:02d}-{self._segments + 1:06d}")).exists():
+            self._segments += 1
+        return name
+
+
+def _written(directory: Path, segments: Iterable[str]) -> set[str]:
+    """These segments of a run, with the names of those that it wrote and that were merged into them."""
+    names: set[str] = set()
+    for name in segments:
+        merged: Mapping[str, str] = {}
+        if name.startswith(MERGED):
+            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+                merged = read_manifest(directory / "segments" / name, None).digests
+        names.update(merged or [name])
+    return names
+
+
+def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write run.json. Raises OSError."""
+    write_atomic(directory / "run.json", sealed(json.dumps(config, indent=1).encode()))
 
 
 def read_status(directory: Path) -> Status:
@@ -360,6 +422,24 @@ def rank_statuses(directory: Path) -> list[RankStatus]:
         with suppress(OSError, ValueError):
             found.append(read_json(RankStatus, path))
     return found
+
+
+def read_notes(directory: Path) -> RunNotes:
+    """What users say of a run. Raises OSError, and ValueError if the file is damaged."""
+    try:
+        return read_json(RunNotes, directory / "notes.json")
+    except FileNotFoundError:
+        return RunNotes()
+
+
+def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
+    """Replace what users say of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and OSError."""
+    check_writable("naming a run")
+    try:
+        notes = parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
+    except ValueError as error:
+        raise RunError(f"{error}. A name has at most 80 characters, a note 10,000, a colour is like #1f77b4") from None
+    write_json(directory / "notes.json", notes)
 
 
 def total_counts(directory: Path) -> dict[str, int]:
@@ -428,11 +508,15 @@ def is_a_file(root: Path) -> str:
 
 def run_directories(root: Path) -> list[Path]:
     """The directories under a root that may be runs, by name. A missing root has none."""
+    return [root / name for name in run_names(root)]
+
+
+def run_names(root: Path) -> list[str]:
+    """The names of `run_directories`."""
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    return [root / name for name in names]
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
@@ -450,16 +534,28 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
 
 def fingerprint(directory: Path) -> str:
     """What a run holds, as 64 hexadecimal digits: SHA-256 over run.json and, segment by segment, the rows, sketches and
-    scores. Where the tensor files lie, or whether their values are still there, does not count: the same run bundled
-    without its values is the same run. Raises RunError if a file is missing or damaged."""
+    scores. Where the tensor files lie, or whether their values are still there, does not count, nor whether segments
+    were merged: the same run bundled without its values is the same run. Raises RunError if a file is missing or
+    damaged."""
     total = hashlib.sha256()
     try:
         total.update(hashlib.sha256((directory / "run.json").read_bytes()).digest())
-        for name in segment_names(directory):
-            total.update(name.encode() + b"\0" + segment_digest(directory / "segments" / name))
+        for name, digest in sorted(digests(directory).items()):
+            total.update(name.encode() + b"\0" + bytes.fromhex(digest))
     except (OSError, ValueError) as error:
         raise RunError(f"{directory.name} cannot be read: {error}") from error
     return total.hexdigest()
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """The `segment_digest` of each segment that a run wrote, in hexadecimal; of a merged one as its manifest names
+    them. Raises OSError and ValueError."""
+    found: dict[str, str] = {}
+    for name in segment_names(directory):
+        segment = directory / "segments" / name
+        merged = read_manifest(segment, None).digests if name.startswith(MERGED) else {}
+        found |= merged or {name: segment_digest(segment).hex()}
+    return found
 
 
 def read_losses(directory: Path) -> list[Any]:
@@ -469,7 +565,7 @@ def read_losses(directory: Path) -> list[Any]:
     records = []
     for line in _loss_lines(directory):
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(unsealed(line)))
         except (ValueError, RecursionError):
             break
     return records
@@ -481,18 +577,20 @@ def sound_losses(directory: Path) -> list[dict[str, Any]]:
 
 
 def check_losses(directory: Path) -> None:
-    """Raise RunError for a line that is no loss, but for a last one that a crash cut short; OSError."""
-    lines = _loss_lines(directory)
-    for number, line in enumerate(lines, 1):
-        record = None
-        with suppress(RecursionError):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                if number == len(lines):
-                    return
+    """Raise RunError for a line that is no loss or has another checksum than was written, but for a last one that a
+    crash cut short; OSError."""
+    for number, line in enumerate(_loss_lines(directory), 1):
+        record, reason = None, "is no loss"
+        try:
+            record = json.loads(unsealed(line))
+        except RecursionError:
+            pass
+        except ValueError as error:
+            if not line.endswith(b"\n") and b'"}' not in line:
+                return
+            reason = f"is damaged: {describe(error)}"
         if not is_loss(record):
-            raise RunError(f"line {number} of its loss.jsonl is no loss")
+            raise RunError(f"line {number} of its loss.jsonl {reason}")
 
 
 def is_loss(record: object) -> bool:
@@ -506,4 +604,4 @@ def is_loss(record: object) -> bool:
 
 def _loss_lines(directory: Path) -> list[bytes]:
     path = directory / "loss.jsonl"
-    return read_file(path).splitlines() if path.exists() else []
+    return read_file(path).splitlines(keepends=True) if path.exists() else []

@@ -21,6 +21,9 @@ CREATE TABLE run (
     loss_first    DOUBLE,               -- cross entropy in nats per token
     loss_last     DOUBLE,
     config        VARCHAR,              -- run.json, whole
+    name          VARCHAR,              -- name, color (#rrggbb) and note: what users say of the run, else null
+    color         VARCHAR,
+    note          VARCHAR,
     damage        VARCHAR               -- what is damaged on disk, a sentence: then no other table has rows of the run
 );
 
@@ -146,12 +149,30 @@ CREATE TABLE segment (
     PRIMARY KEY (run_id, name)
 );
 
--- Sketches summed up ahead: see data/intake.py, whose CUBES have two more tables each, as `schema` there makes them.
+-- The scores in each operand's own GEMM with their tensors, as terms of the sums of Catalog.errors: the sums of squares
+-- of values and of errors, how many elements a share is of, and of each measure how bad it is, with the tensor's key.
+CREATE VIEW measured AS
+SELECT tensor.*, score.format AS spec, 1 AS tensors, tensor.key AS first,
+       rms * rms * (numel - nans - infs) AS signal,
+       score.mse * (numel - nans - infs) AS noise,
+       CASE WHEN NOT isnan(score.flush_to_zero) THEN (numel - nans - infs - zeros)::DOUBLE END AS nonzero,
+       score.flush_to_zero * nonzero AS flushed,
+       CASE WHEN NOT isnan(score.saturated) THEN numel::DOUBLE END AS elements,
+       score.saturated * elements AS clipped,
+       CASE WHEN NOT isnan(score.sqnr_db) THEN -score.sqnr_db END AS bad_sqnr_db, tensor.key AS worst_sqnr_db,
+       CASE WHEN NOT isnan(score.flush_to_zero) THEN score.flush_to_zero END AS bad_flush_to_zero,
+       tensor.key AS worst_flush_to_zero,
+       CASE WHEN NOT isnan(score.saturated) THEN score.saturated END AS bad_saturated, tensor.key AS worst_saturated
+FROM score JOIN tensor USING (key)
+WHERE score.gemm IS NOT DISTINCT FROM tensor.gemm AND NOT isnan(score.mse) AND NOT isnan(rms);
+
+-- What is summed up ahead: see data/intake.py, whose CUBES have more tables each, as `schema` there makes them.
 CREATE TABLE cube (
     name          VARCHAR,
     upto          INTEGER,              -- the tensors with keys below this one are summed up
     tried         INTEGER,              -- the next free key at the last attempt
-    merged        BIGINT                -- rows right after the last compaction
+    merged        BIGINT,               -- rows of its sums right after they were last merged
+    size          BIGINT                -- rows of the table of this name
 );
 
 -- SQNR of two sums of squares, of values and of errors.

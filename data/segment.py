@@ -3,6 +3,7 @@
 segments/rank00-000001/  tensor.parquet  sketch.parquet  score.parquet  block.parquet  trace.parquet
                          files.jsonl     of an import: the files that the rows come from
                          manifest.json   size and SHA-256 of these files, with the names of the segment and its run
+segments/merged-000057/  several segments in one: see data/compact.py
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
+from io import BufferedReader
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -237,6 +242,8 @@ TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEM
 TABLES |= {"trace": TRACE_SCHEMA}
 OPTIONAL = ("block", "trace")
 MANIFEST = "manifest.json"
+DIGESTED = 1 << 12  # rows of a segment that are Python objects at once
+MERGED = "merged-"  # how the names of merged segments begin
 
 
 class SegmentError(ValueError):
@@ -257,22 +264,38 @@ class Checksum:
         """Raises OSError."""
         return cls(os.stat(file).st_size, sha256(file))
 
-    def difference(self, found: Checksum) -> str | None:
-        """What differs from this one, as it was written; None if nothing does."""
-        if found.bytes != self.bytes:
-            return f"has {found.bytes} bytes, expected {self.bytes}"
-        if found.sha256 != self.sha256:
-            return f"has SHA-256 {found.sha256[:12]}…, expected {self.sha256[:12]}…"
+    def difference(self, file: BufferedReader) -> str | None:
+        """What differs in an open file from this, as it was written; None if nothing does. A file of another size,
+        which may be enormous, is not read. Raises OSError."""
+        size = os.fstat(file.fileno()).st_size
+        if size != self.bytes:
+            return f"has {size} bytes, expected {self.bytes}"
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != self.sha256:
+            return f"has SHA-256 {found[:12]}…, expected {self.sha256[:12]}…"
         return None
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
+class Replaced:
+    """A segment that a merged one replaces: the SHA-256 of its manifest.json, and its time of modification."""
+
+    manifest: str
+    mtime_ns: int
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
 class Manifest:
-    """manifest.json. run_id is None for a segment without rows."""
+    """manifest.json. run_id is None for a segment without rows.
+
+    A merged segment names those that it replaces, and the `segment_digest` of each that the run once wrote.
+    """
 
     run_id: str | None
     name: str
     files: dict[str, Checksum]
+    replaces: dict[str, Replaced] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
 
     def differences(self, segment: Path) -> dict[str, str]:
         """The files of the segment that are not as they were written, with what differs. Raises OSError."""
@@ -281,15 +304,24 @@ class Manifest:
             file = segment / name
             if not file.is_file():
                 found[name] = f"is missing, expected {expected.bytes} bytes"
-            elif difference := expected.difference(Checksum.of(file)):
-                found[name] = difference
+            else:
+                with open(file, "rb") as opened:
+                    if difference := expected.difference(opened):
+                        found[name] = difference
         more = [file.name for file in table_files(segment).values() if file.name not in self.files]
         return found | dict.fromkeys(more, f"is not in {MANIFEST}")
 
 
-def manifest(run_id: str | None, name: str, files: Mapping[str, Path]) -> bytes:
+def manifest(
+    run_id: str | None,
+    name: str,
+    files: Mapping[str, Path],
+    replaces: Mapping[str, Replaced] = MappingProxyType({}),
+    digests: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     """The content of a segment's manifest. Raises OSError."""
-    return json.dumps(asdict(Manifest(run_id, name, {key: Checksum.of(file) for key, file in files.items()}))).encode()
+    sums = {key: Checksum.of(file) for key, file in files.items()}
+    return json.dumps(asdict(Manifest(run_id, name, sums, dict(replaces), dict(digests)))).encode()
 
 
 def read_manifest(segment: Path, run_id: str | None) -> Manifest:
@@ -315,24 +347,27 @@ def table_files(directory: Path) -> dict[str, Path]:
     return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
 
-def read_tables(segment: Path, written: Manifest | None = None) -> dict[str, pa.Table]:
-    """A segment's TABLES, null in the columns that one of an earlier version lacks. In the others, `row` takes the
-    place of tensor_id: the tensor's row in "tensor". What is read has the checksums of the manifest, if one is given.
-    Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
+def read_tables(
+    segment: Path, written: Manifest | None = None, names: Collection[str] = tuple(TABLES)
+) -> dict[str, pa.Table]:
+    """A segment's TABLES, or "tensor" and some others, null in the columns that one of an earlier version lacks. In all
+    but "tensor", `row` takes the place of tensor_id: the tensor's row there. What is read has the checksums of the
+    manifest, if one is given. Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
     for name in written.files if written else ():
         if not (segment / name).is_file():
             raise SegmentError(f"{name} is missing")
     for name, file in table_files(segment).items():
+        if name not in names:
+            continue
+        if written and file.name not in written.files:
+            raise SegmentError(f"{file.name} is not in {MANIFEST}")
         with open(file, "rb", opener=regular) as source:
-            content = source.read()
-        if written:
-            found = Checksum(len(content), hashlib.sha256(content).hexdigest())
-            if file.name not in written.files:
-                raise SegmentError(f"{file.name} is not in {MANIFEST}")
-            if difference := written.files[file.name].difference(found):
+            if written and (difference := written.files[file.name].difference(source)):
                 raise SegmentError(f"{file.name} {difference}")
+            source.seek(0)
+            content = source.read()
         try:
             with pq.ParquetFile(pa.BufferReader(content), read_dictionary=["tensor_id"]) as opened:
                 table = opened.read()
@@ -461,11 +496,35 @@ def _fill(part: Path, name: str, tables: Mapping[str, pa.Table], files: bytes | 
 
 
 def segment_names(run_directory: Path) -> list[str]:
-    """Names of a run's complete segments, sorted."""
+    """Names of a run's complete segments, sorted. Those that a merged segment has replaced are left out."""
     directory = run_directory / "segments"
     if not directory.is_dir():
         return []
-    return sorted(entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    names = {entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+    return sorted(names - replaced_names(directory, names))
+
+
+def last_number(names: Iterable[str]) -> int:
+    """The largest number at the end of the names of some segments; 0 if none has one."""
+    return max((int(found[1]) for name in names if (found := re.search(r"-([0-9]{1,9})$", name))), default=0)
+
+
+def replaced_names(directory: Path, names: Set[str]) -> set[str]:
+    """Those of a run's segments that a merged one has replaced, which are about to be deleted."""
+    found = set()
+    for merged in names:
+        if merged.startswith(MERGED):
+            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+                replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
+                found |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
+    return found
+
+
+def _is_same(segment: Path, written: Replaced) -> bool:
+    try:
+        return sha256(segment / MANIFEST) == written.manifest
+    except FileNotFoundError:  # it was deleted meanwhile
+        return True
 
 
 def segment_digest(directory: Path) -> bytes:
@@ -474,10 +533,10 @@ def segment_digest(directory: Path) -> bytes:
     total = hashlib.sha256()
     for name, path in table_files(directory).items():
         if name != "tensor":
-            total.update(hashlib.sha256(path.read_bytes()).digest())
+            total.update(bytes.fromhex(sha256(path)))
     with pq.ParquetFile(directory / "tensor.parquet") as file:
         names = [name for name in file.schema_arrow.names if name != "path"]
-        for group in range(file.num_row_groups):
-            for row in file.read_row_group(group, columns=names).to_pylist():
+        for batch in file.iter_batches(DIGESTED, columns=names):
+            for row in batch.to_pylist():
                 total.update(json.dumps(row, default=str).encode())
     return total.digest()

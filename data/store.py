@@ -8,6 +8,7 @@ not allow. torch is imported only where a tensor is read or written, so that que
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import io
@@ -122,6 +123,17 @@ def process_start(pid: int) -> float | None:
 def owner() -> str:
     """How the name of a directory ends that this process fills. In containers the number is often the same."""
     return f"{HOST}.{os.getpid()}-{process_start(os.getpid()) or 0:.0f}.part"
+
+
+@contextmanager
+def locked(directory: Path, options: int = fcntl.LOCK_EX) -> Iterator[None]:
+    """Hold a directory without leaving a lock file in it. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, options)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sweep_beside(path: Path) -> None:

@@ -6,16 +6,18 @@ everything.
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from binade.data.runs import RUNNING, RunError, RunInfo, is_a_file, read_run, run_directories
+from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, is_a_file, read_run, run_directories
 from binade.data.segment import read_tables, table_files
-from binade.data.store import sha256
+from binade.data.store import locked, sha256
 from binade.data.text import describe
 
 UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
@@ -68,11 +70,20 @@ def verify(
         if not run.config.get("checksums"):
             found.unchecked.append(run.run_id)
         before, rows = len(found.damaged), 0
-        for name in segments:
-            rows += _check_segment(run, name, found, refuse)
-            count += 1
-            done(count, total)
-        if before == len(found.damaged) and (missing := run.missing_rows(rows)):
+        with ExitStack() as held:
+            with suppress(OSError):  # no locks here: then nobody can merge segments either
+                held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # so that no segments are merged meanwhile
+            segments = run.segments if run.status.state != RUNNING else segments
+            for name in segments:
+                rows += _check_segment(run, name, found, refuse)
+                count += 1
+                done(min(count, total), total)
+            try:
+                check_losses(run.directory)
+            except (RunError, OSError) as error:
+                refuse(run.directory, f"is damaged: {describe(error)}")
+            missing = run.missing(segments, rows)
+        if before == len(found.damaged) and missing:
             refuse(run.directory, f"is damaged: {missing}")
     return found
 

@@ -7,7 +7,9 @@ from inspect import cleandoc
 
 import click
 
+from binade.app.glossary import TERMS
 from binade.app.questions import registry
+from binade.app.style import MEASURES
 from binade.cli import build
 from binade.collector.cli.options import training_params
 from binade.collector.recipes.files import PUBLISHED
@@ -109,6 +111,14 @@ def page() -> str:
         *recipes(),
         "## Formats",
         markdown_table(("Name", "Format", "Bits per value", "Largest", "Rounding", "Defined by"), formats),
+        "## Metrics",
+        "x is the tensor before, q the tensor after rounding, e = q − x.",
+        markdown_table(
+            ("Metric", "Unit", "Definition"),
+            [(m.label, m.unit, m.definition.replace("|", "\\|")) for m in MEASURES.values()],
+        ),
+        "## Glossary",
+        markdown_table(("Term", "Meaning"), list(TERMS.items())),
     ]
     return "\n\n".join(sections) + "\n"
 

@@ -5,6 +5,7 @@ Several workers (`pytest -n 2 --dist loadfile`, as `make test` does) each take w
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -44,6 +45,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Where slow tests are left out, files of nothing else are not imported, which takes as long as many a test."""
     chosen = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
     return True if chosen and ALL_SLOW.search(collection_path.read_text()) else None
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until collection has imported everything
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of modules and tests, which stay, are left out of each garbage collection."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what lives in C++ is taken down with the rest at the end
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,7 +31,16 @@ def test_links_lead_somewhere(page):
     for path, anchor in links:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
-        assert not anchor or anchor in anchors(target.read_text()), (path, anchor)
+        found = {"gh-light-mode-only", "gh-dark-mode-only"} if path.endswith(".png") else anchors(target.read_text())
+        assert not anchor or anchor in found, (path, anchor)
+
+
+def test_a_page_with_pictures_has_one_for_each_theme():
+    text = (PROJECT / "docs" / "tutorial.md").read_text()
+    light, dark = (re.findall(rf"\((.*)-{theme}\.png#gh-{theme}-mode-only\)", text) for theme in ("light", "dark"))
+    assert (
+        light == dark == [f"tutorial/{name}" for name in runpy.run_path(str(PROJECT / "docs/tutorial.py"))["PICTURES"]]
+    )
 
 
 def test_the_readme_is_short_and_names_every_page():

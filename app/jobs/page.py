@@ -20,7 +20,7 @@ from binade.app.jobs import summary
 from binade.app.jobs.collecting import wrapped
 from binade.app.pages import overview
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.event_marks import events_of, marked
 from binade.app.questions.shared.labels import thinned_note
 from binade.app.questions.view import open_tensor
 from binade.app.state import catalog, has_changed, redraw_when, shared
@@ -328,7 +328,7 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
         caption = f"Data: run {run_id}, from its loss.jsonl. Loss: cross entropy in nats per token. {note}".strip()
         with cells[0]:
             events = events_of({losses["group"].iloc[0]: view.run.directory} if view.run else {})
-            chart = loss_chart.losses(losses, events)
+            chart = marked(loss_chart.losses(losses), events)
             show.draw(Figure("job_losses", chart, losses, caption, note, height), pin=False)
     with cells[-1]:
         if worst:

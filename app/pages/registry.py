@@ -66,4 +66,5 @@ _OTHERS = (
     Page("collect", "Collect", ":material/play_circle:", "binade.app.jobs.collect_page", writes=True),
     Page("jobs", "Jobs", ":material/list_alt:", "binade.app.jobs.page"),
 )
+MORE = ("surfaces", "provenance", "difference")  # under "More" in the navigation: a narrow window has no room for them
 PAGES = {page.name: page for page in (_HOME, *map(_of, QUESTIONS), *_OTHERS)}

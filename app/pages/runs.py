@@ -12,9 +12,9 @@ from binade.app.figure import Drawn, Figure
 from binade.app.formatting import losses_of
 from binade.app.params import Param
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.event_marks import events_of, marked
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import run_colors, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 
@@ -46,5 +46,6 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     drawn = thinned_note(step)
     words = f"Data: {len(latest)} runs, from their loss.jsonl. Loss: cross entropy in nats per token. {drawn}".strip()
     events = events_of({labels[run_id]: opened.root / run_id for run_id in found})
-    figure = Figure("losses", loss_chart.losses(table, events), table, words, note=drawn, height=height)
+    chart = marked(loss_chart.losses(table, run_colors(latest)), events)
+    figure = Figure("losses", chart, table, words, note=drawn, height=height)
     return Drawn((figure,), problems=(note,) * bool(note))

@@ -10,18 +10,20 @@ from pathlib import Path
 import pandas as pd
 import streamlit as st
 
-from binade.app import show
+from binade.app import show, style
 from binade.app.address import plain
 from binade.app.formatting import bytes_text
 from binade.app.pages import runs as figures
 from binade.app.questions.shared.runs import runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import catalog_page, explain_empty, shared
+from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.filter import Filter
 from binade.data.notes import on_a_grid
-from binade.data.runs import IMPORT
+from binade.data.runs import IMPORT, RunError, write_notes
+from binade.data.text import one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # whose events are read, and that are shown
 STATES = {
@@ -43,7 +45,9 @@ def page(opened: Catalog) -> None:
         explain_empty(opened)
         return
     _totals(runs)
-    _table(every, runs_with_reference(runs, opened.parts()))
+    named = runs_with_reference(runs, opened.parts())
+    _table(every, named)
+    _notes(opened, runs, named)
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
         if note := on_a_grid(config):
@@ -67,13 +71,13 @@ def _totals(runs: pd.DataFrame) -> None:
 
 
 def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
-    names = named["name"].where(named["recipe"].notna())  # an import has no recipe
+    names = named["rounded"].where(named["recipe"].notna())  # an import has no recipe
     source = runs["config"].map(_source).astype(object)
     seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
     table = runs.assign(
         state=runs["state"].map(STATES).where(runs["damage"].isna(), "✕ damaged"),
         reason=runs["damage"].fillna(runs["reason"]),
-        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).fillna(runs["recipe"]),
+        recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).astype(object).fillna(runs["recipe"]),
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
@@ -83,6 +87,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         "state": text("State", width=95),
         "reason": text("Reason", width=220, help="Why it did not end normally; double-click to read all of it"),
         "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
+        "name": text("Name", width=220),
         "recipe": text("Recipe", width=125, help="Or what was rounded, if the recipe alone does not say it"),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
@@ -100,10 +105,40 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
         "loss_last": number("Last loss", format="%.4f", width=80, help="nats per token"),
         "backend": text("Quantized by", width=180),
+        "note": text("Note", width=220),
         "run_id": text("Run", width=330),
     }
-    shown = [name for name in columns if name not in ("reason", "source") or table[name].notna().any()]
+    shown = [name for name in columns if name not in ("reason", "source", "name", "note") or table[name].notna().any()]
     st.dataframe(table, hide_index=True, placeholder="–", column_order=shown, column_config=columns)
+
+
+def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
+    """A form for what users say of a run: its name and colour are used on all pages."""
+    if runs.empty or read_only():
+        return
+    with st.expander("Name a run"):
+        labels = dict(zip(named["run_id"], named["label"], strict=True))
+        ids: list[str] = runs["run_id"].tolist()
+        run_id = st.selectbox("Run", ids, key="named_run")
+        row = runs[runs["run_id"] == run_id].iloc[0]
+        run = {field: "" if pd.isna(row[field]) else str(row[field]) for field in ("name", "color", "note")}
+        with st.form(f"notes_{run_id}", border=False):
+            name_cell, own_cell, color_cell = st.columns([4, 1.2, 1], vertical_alignment="bottom")
+            name = name_cell.text_input(
+                "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
+            )
+            own = own_cell.checkbox("Own colour", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
+            color = color_cell.color_picker("Colour", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
+            note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
+            saved = st.form_submit_button("Save")
+    if saved:
+        try:
+            write_notes(opened.root / run_id, name=name or "", color=color if own else "", note=note or "")
+            opened.sync()
+        except (RunError, ReadOnlyError, OSError) as error:
+            st.error(plain(f"The name is not saved: {one_line(error)}."), icon=":material/error:")
+        else:
+            st.rerun()
 
 
 def _events(opened: Catalog, runs: pd.DataFrame) -> None:

@@ -12,6 +12,7 @@ from binade.app.params import Known, One, Param
 from binade.app.questions.ranking import compute as ranking
 from binade.app.questions.registry import views_of
 from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import SelectedTensor, Selection, formats_first
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
@@ -47,7 +48,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
     row = rows[rows["tensor_id"] == tensor_id].iloc[0]
-    labels = full_labels(rows)
+    labels = full_labels(rows, given_names(opened))
     selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(values["format"]), labels=labels)
     return VIEWS[values["view"]].draw(selected, values)
 

@@ -14,6 +14,7 @@ from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
 from binade.app.params import One, Params
 from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
 from binade.app.state import LARGE, view_page
@@ -35,7 +36,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
 
     def named() -> tuple[pd.DataFrame, dict[str, str]]:
         listed = tensor.listed(opened, where, state["tensor"])
-        return listed, full_labels(listed)
+        return listed, full_labels(listed, given_names(opened))
 
     listed, labels = opened.kept(("listed", where, state["tensor"]), named)
     if len(listed) >= tensor.MAX_LISTED:
@@ -63,7 +64,7 @@ def _allowed(params: Params) -> list[str]:
 
 
 def _load(opened: Catalog, row: pd.Series) -> Tensor | None:
-    """The tensor's values; None, and the page says why, where they are not to be had."""
+    """The tensor's values; None if they cannot be read, and then the page says why."""
     try:
         return opened.load(row["tensor_id"])
     except CatalogError:

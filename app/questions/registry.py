@@ -9,6 +9,7 @@ from binade.app.questions.blocks.question import BLOCKS
 from binade.app.questions.channels.question import CHANNELS
 from binade.app.questions.codes.question import CODES
 from binade.app.questions.depth.question import DEPTH
+from binade.app.questions.difference.question import DIFFERENCE
 from binade.app.questions.directions.question import DIRECTIONS
 from binade.app.questions.distribution.question import DISTRIBUTION
 from binade.app.questions.drift.question import DRIFT
@@ -16,10 +17,12 @@ from binade.app.questions.loss.question import LOSS
 from binade.app.questions.noise.question import NOISE
 from binade.app.questions.normality.question import NORMALITY
 from binade.app.questions.predictions.question import PREDICTIONS
+from binade.app.questions.provenance.question import PROVENANCE
 from binade.app.questions.question import Question
 from binade.app.questions.ranking.question import RANKING
 from binade.app.questions.recipes.question import RECIPES
 from binade.app.questions.results.question import RESULTS
+from binade.app.questions.surfaces.question import SURFACES
 from binade.app.questions.training.question import TRAINING
 from binade.app.questions.what_if.question import WHAT_IF
 from binade.app.questions.why.question import WHY
@@ -31,6 +34,8 @@ QUESTIONS: tuple[Question, ...] = (
     LOSS,
     RESULTS,
     PREDICTIONS,
+    SURFACES,
+    PROVENANCE,
     WHY,
     WHAT_IF,
     NORMALITY,
@@ -46,6 +51,7 @@ QUESTIONS: tuple[Question, ...] = (
     BLOCKS,
     ATTENTION,
     CODES,
+    DIFFERENCE,
 )
 
 

@@ -16,7 +16,12 @@ def params() -> list[click.Parameter]:
         Option(["--output"], type=Path, default="draw", metavar="DIR", help="Folder to write  [default: draw]"),
         root_option(),
         Option(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
-        Option(["--zip", "archive"], type=Path, metavar="FILE", help="Also write a ZIP of PNG, SVG, CSV and JSON"),
+        Option(
+            ["--zip", "archive"],
+            type=Path,
+            metavar="FILE",
+            help="Also write a ZIP: PNG (except of a session), SVG, CSV, JSON",
+        ),
         Option(
             ["--theme"],
             type=click.Choice(("light", "dark")),

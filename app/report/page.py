@@ -73,7 +73,7 @@ def embedded(figure: Figure) -> str:
     }  # fmt: skip
     content = {"spec": spec, "caption": figure.caption_svg, "csv": figure.csv() if fits(figure) else None}
     text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
 
 
 def note(figure: Figure) -> str:

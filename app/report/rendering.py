@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -36,8 +37,8 @@ class RenderError(RuntimeError):
 class Picture(NamedTuple):
     """A drawn chart with its caption."""
 
-    png: bytes
     svg: bytes
+    png: bytes | None
 
 
 class Renderers:
@@ -60,10 +61,12 @@ class Renderers:
         for process in self._processes:
             process.communicate()
 
-    def render(self, spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> Future[Picture]:
+    def render(
+        self, spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool = True
+    ) -> Future[Picture]:
         """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font. The
         future raises RenderError."""
-        return self._pool.submit(self._picture, {"spec": spec, "caption": caption, "colors": colors})
+        return self._pool.submit(self._picture, {"spec": spec, "caption": caption, "colors": colors, "png": png})
 
     def bundle(self) -> Future[str]:
         """Vega, Vega-Lite and vega-embed as one script."""
@@ -78,7 +81,7 @@ class Renderers:
 
     def _picture(self, request: dict[str, Any]) -> Picture:
         answer = self._request(request)
-        return Picture(base64.b64decode(answer["png"]), answer["svg"].encode())
+        return Picture(answer["svg"].encode(), base64.b64decode(answer["png"]) if "png" in answer else None)
 
     def _request(self, request: dict[str, Any]) -> dict[str, str]:
         process = self._own.process
@@ -96,11 +99,13 @@ class Renderers:
         return answer
 
 
-def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str]) -> dict[str, str]:
+def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool) -> dict[str, str]:
     import vl_convert
 
     svg = supported(captioned(vl_convert.vegalite_to_svg(spec), caption, colors))
-    return {"png": base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode(), "svg": svg}
+    if not png:
+        return {"svg": svg}
+    return {"svg": svg, "png": base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode()}
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
@@ -135,9 +140,11 @@ def _shifted(text: str) -> str:
 
 
 def main() -> None:
-    """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"png", "svg"}), the scripts
-    ({"script"}) for an empty request, or {"error"}."""
+    """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"svg"}, with "png" if requested),
+    the scripts ({"script"}) for an empty request, or {"error"}."""
     import vl_convert
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that was killed reads no answer: end without a traceback
 
     for line in sys.stdin.buffer:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from binade.app.glossary import TERMS
 from binade.app.questions.shared.rounded import about_format
 from binade.app.report.section import Section, Table
 from binade.app.style import MEASURES
@@ -76,7 +77,12 @@ def _without(words: list[str], option: str) -> list[str]:
 def definitions() -> Section:
     metrics = pd.DataFrame([{"Metric": m.label, "Unit": m.unit, "Definition": m.definition} for m in MEASURES.values()])
     formats = pd.DataFrame([{"Format": name, "What it is": about_format(Spec.of(name))} for name in FORMATS])
-    tables = (Table("metrics", "Metrics", metrics), Table("formats_known", "Formats", formats))
+    terms = pd.DataFrame(TERMS.items(), columns=["Term", "Definition"])
+    tables = (
+        Table("metrics", "Metrics", metrics),
+        Table("formats_known", "Formats", formats),
+        Table("terms", "Terms", terms),
+    )
     text = (
         "x is the tensor before, q the tensor after rounding. NaN and Inf are counted apart and left out of the sums."
     )

@@ -14,6 +14,7 @@ from binade.app.figure import Figure
 from binade.app.formatting import first_formats
 from binade.app.questions.ranking.compute import ranking
 from binade.app.questions.shared.labels import full_labels
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import Board, SelectedTensor, Selection
 from binade.app.style import MEASURES
 from binade.data.catalog import CatalogError
@@ -115,7 +116,7 @@ class ReportSelection(Selection):
     def tensor(self, tensor_id: str, fmt: str) -> tuple[SelectedTensor | None, list[str]]:
         """(a tensor with its values, None where they cannot be read; the problem)."""
         rows = self.opened.rows_of([tensor_id])
-        labels = full_labels(rows)
+        labels = full_labels(rows, given_names(self.opened))
         try:
             x = self.opened.load(tensor_id)
         except (CatalogError, TensorFileError) as error:

@@ -6,8 +6,9 @@
     draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
     draw/report.json           what was drawn from what, and the list of these files
 
-Of a session: pins/ and view/ in place of the folders above. The ZIP has each chart as PNG, SVG, CSV and its Vega-Lite
-specification as well, and each table as CSV and JSON.
+Of a session: pins/ and view/ in place of the folders above, with SVG in place of PNG, which takes three times as long.
+The ZIP has each chart as PNG (but of a session), SVG, CSV and its Vega-Lite specification, and each table as CSV and
+JSON.
 
 All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
 of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
@@ -210,12 +211,14 @@ class Files:
             self.archive.writestr(entry, content, ZIP_STORED if name.endswith(".png") else ZIP_DEFLATED)
 
     def add_figure(self, path: str, figure: Figure, picture: Picture) -> None:
+        pictures = {"svg": picture.svg} if picture.png is None else {"png": picture.png, "svg": picture.svg}
         if not path.startswith("overview/"):  # quick_analysis.png has these
-            self.write(f"{path}.png", picture.png)
+            kind = next(iter(pictures))
+            self.write(f"{path}.{kind}", pictures[kind])
         if self.archive:
             content = {"caption": figure.caption, "vega_lite": figure.spec}
-            self.add(f"{path}.png", picture.png)
-            self.add(f"{path}.svg", picture.svg)
+            for kind, drawn in pictures.items():
+                self.add(f"{path}.{kind}", drawn)
             self.add(f"{path}.csv", figure.csv())
             self.add(f"{path}.json", json.dumps(content, ensure_ascii=False, allow_nan=False))
 
@@ -255,7 +258,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
             total += len(figures)
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
-                waiting.append((path, figure, renderers.render(spec, figure.caption_svg, colors)))
+                waiting.append((path, figure, renderers.render(spec, figure.caption_svg, colors, not session)))
                 collect(4 * renderers.jobs)
         collect(0)
         sections = merged(found)

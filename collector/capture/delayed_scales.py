@@ -10,7 +10,6 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from binade.collector.capture.adapters.layer import InstrumentError
-from binade.collector.capture.recorder import Recorder
 from binade.collector.models.site import Site
 from binade.data.store import staged_file
 from binade.data.tensor_kinds import Product
@@ -56,14 +55,14 @@ class DelayedScales:
             raise InstrumentError(f"the run's {self.name} has no history of {history.spec.history} for {key}")
         history.load(kept)
 
-    def save(self, recorder: Recorder) -> None:
-        """Write the histories to the recorder's run. Raises OSError."""
-        if not (self.histories and recorder.entered):
+    def save(self, directory: Path) -> None:
+        """Write the histories to a directory, if there are any. Raises OSError."""
+        if not self.histories:
             return
         tensors = {
             f"{key}.{name}": value.cpu().contiguous()
             for key, history in self.histories.items()
             for name, value in history.state().items()
         }
-        with staged_file(recorder.writer.directory / self.name) as file:
+        with staged_file(directory / self.name) as file:
             file.write(save(tensors))

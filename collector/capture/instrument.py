@@ -194,9 +194,12 @@ def instrument(
         if recorder:
             recorder.followers.append(follow)
             undo.callback(recorder.followers.remove, follow)
-            undo.callback(scales.save, recorder)
-            for each in models if recorder.watching.find_nan else ():
-                undo.enter_context(tracing(each, recorder))
+            recorder.savers.append(scales.save)
+            undo.callback(recorder.savers.remove, scales.save)
+            undo.callback(recorder.save_state)
+            for each, seen in zip(models, found, strict=True) if recorder.watching.find_nan else ():
+                paths = {layer.name: layer.site for layer in seen.layers if not layer.part}
+                undo.enter_context(tracing(each, recorder, paths))
         yield
 
 

@@ -10,6 +10,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from binade.collector.capture.triggers import LOSS, NAN, Triggers
 from binade.collector.capture.watching import WatchOptions
@@ -96,13 +97,13 @@ class Monitor:
         if found and not full and self._options.capture_steps:
             self.requested += 1
 
-    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
-        """A step's first NaN or Inf was made there; said once in a cool-down."""
+    def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
+        """A step's first NaN or Inf was made there; said once in a cool-down. where: more fields of the event."""
         last = self._non_finite
         if last is not None and iteration <= last + self._options.cooldown:
             return
         self._non_finite = iteration
-        self.announce(EventKind.NON_FINITE, iteration, text, place=place, order=order)
+        self.announce(EventKind.NON_FINITE, iteration, text, place=place, **where)
         self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
@@ -111,9 +112,13 @@ class Monitor:
         text = f"iterations {steps[0]} to {steps[-1]} are recorded whole, for {self._reason}"
         self.announce(EventKind.CAPTURE, steps[0], text, self._trigger, until=steps[-1])
 
+    def captured(self, rows: Sequence[TensorRow]) -> bool:
+        """Whether any of these rows is one of the latest capture."""
+        return any(row.identity.iteration in self._capture for row in rows)
+
     def wrote(self, segment: Path, rows: Sequence[TensorRow]) -> None:
         """A segment with these rows is on the disk."""
-        if any(row.identity.iteration in self._capture for row in rows):
+        if self.captured(rows):
             files = [*segment.iterdir(), *(self._writer.directory / row.path for row in rows if row.path)]
             self._captured_bytes += sum(file.stat().st_size for file in files)
 
@@ -125,10 +130,10 @@ class Monitor:
         trigger: str | None = None,
         place: str | None = None,
         until: int | None = None,
-        order: int | None = None,
+        **more: Any,
     ) -> None:
         """Write an event of this rank and give it to the alerts. An alert that fails gets no more, with a warning."""
-        event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, order)
+        event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, **more)
         append_event(self._writer.directory, event)
         LOG.warning("%s", event)
         for alert in list(self._alerts):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +28,13 @@ from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.capture.recorder import Recorder
 from binade.collector.capture.writing import copy_later
+from binade.collector.models.site import Site
+from binade.data.events import Reached
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
 MOST_CALLS = 1 << 16  # of modules, that a step may have
+MOST_REACHED = 256  # operations that an event lists
 
 
 @dataclass
@@ -58,6 +61,9 @@ class _Call:
     arriving: list[tuple[int, _Note]] = field(default_factory=list)  # gradients of its results
     leaving: list[tuple[int, _Note]] = field(default_factory=list)  # of its inputs and parameters
 
+    def made(self, operation: str) -> list[tuple[int, _Note]]:
+        return self.results if operation == FORWARD else self.leaving
+
     def origins(self) -> Iterator[tuple[int, str, str]]:
         """(order, place, what happened) where something not finite begins."""
         name = self.name or "the model"
@@ -83,8 +89,8 @@ def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
 class Provenance:
     """Follows the calls of the modules of a model."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
-        self.recorder, self.modules = recorder, dict(model.named_modules())
+    def __init__(self, model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> None:
+        self.recorder, self.modules, self.sites = recorder, dict(model.named_modules()), sites
         self.order = 0
         self.open: list[_Call] = []
         self.ended: list[_Call] = []
@@ -178,9 +184,12 @@ class Provenance:
             self.kept = True
             self._keep(call.name, [("operand", x) for x in tensors_in((args, kwargs))], result)
 
+    def _site(self, name: str) -> Site:
+        return self.sites.get(name) or place(self.modules, name)[0]
+
     def _keep(self, name: str, operands: list[tuple[str, Tensor]], result: Any) -> None:
         """Record the operands and the result of the culprit."""
-        site = place(self.modules, name)[0]
+        site = self._site(name)
         own = self.modules[name].parameters(recurse=False)
         shown = [*operands, *(("operand", x) for x in own), *(("result", x) for x in tensors_in(result))]
         counts = dict.fromkeys(("operand", "result"), 0)
@@ -219,7 +228,38 @@ class Provenance:
         if origins := sorted(origin for call in calls for origin in call.origins()):
             self.found = True
             order, where, text = origins[0]
-            self.recorder.found_non_finite(iteration, order - calls[0].started, where, text)
+            site = self._site(where) if where in self.modules else None
+            self.recorder.found_non_finite(
+                iteration,
+                text,
+                where,
+                order=order - calls[0].started,
+                layer=site.layer_index if site else None,
+                module=site.module if site else None,
+                chain=_chain(calls, order),
+            )
+
+
+def _chain(calls: list[_Call], origin: int) -> tuple[Reached, ...]:
+    """What is not finite after the origin: the results of modules that contain no other such module, and of the model,
+    the loss, and the gradients that these modules compute."""
+    found = []
+    # What returns its input, as the last module may, has the gradient of its input before that of its result.
+    gradients = [at for call in calls for at, note in (*call.arriving, *call.leaving) if note.bad and at > origin]
+    if any(_first(call.arriving) in gradients for call in calls if not call.name):
+        found.append(Reached(min(gradients) - calls[0].started, "loss", BACKWARD))
+    for operation in (FORWARD, BACKWARD):
+        made = ((call.name, _first(call.made(operation))) for call in reversed(calls))  # the first of several calls
+        bad = {name: at for name, at in made if at is not None and at > origin}
+        within = {
+            name[:at] for name in bad for at, letter in enumerate(name) if letter == "."
+        }  # those that contain another
+        found += [
+            Reached(at - calls[0].started, name or "the model", operation)
+            for name, at in bad.items()
+            if not name or name not in within
+        ]
+    return tuple(sorted(found, key=lambda each: (each.order, each.place != "loss"))[:MOST_REACHED])
 
 
 def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -234,9 +274,10 @@ def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 @contextmanager
-def tracing(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Within it, the first operation of a step that makes a NaN or Inf is found and written as an event."""
-    traced = Provenance(model, recorder)
+def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> Iterator[None]:
+    """Within it, the first operation of a step that makes a NaN or Inf is found and written as an event. sites: of the
+    modules that are recorded, by path."""
+    traced = Provenance(model, recorder, sites)
     with ExitStack() as undo:
         undo.enter_context(without_compiling())
         traced.attach(undo)

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.layer import InstrumentError, Layer, Moment
 from binade.collector.capture.adapters.passes import counted_by_megatron, running_backward
 from binade.collector.capture.monitor import Alert, Monitor
+from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.tried import Tried, try_formats
 from binade.collector.capture.watching import Stats, WatchOptions
 from binade.collector.capture.writing import Pending, Writing
@@ -61,6 +62,9 @@ from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
 from binade.quant.summary import COSTLY, Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
+
+if TYPE_CHECKING:  # it imports the command line
+    from binade.collector.training.resume import Resumed
 
 WORDS = ("model", "size", "dataset", "recipe")  # of a configuration: each row has them
 STATUS_SECONDS = 1.0  # between two writes of the status of a run that records nothing
@@ -205,6 +209,8 @@ class Recorder:
         self.entered = False
         self.followers: list[Callable[[], None]] = []  # called when `over` may have changed
         self.enders: list[Callable[[int], None]] = []  # called when an iteration or micro-batch ends
+        self.savers: list[Callable[[Path], None]] = []  # write what a later run may continue from to a directory
+        self.resumed: Resumed | None = None  # the run to continue, in the place of a new one
         self._writer: RunWriter | None = None
         self._reset()
 
@@ -250,7 +256,10 @@ class Recorder:
         if ranks.rank == 0:
             created: RunWriter | None = None
             try:
-                created = RunWriter.create(self.root, self.label, self.config, ranks=ranks.size, owner=ranks.owner)
+                if self.resumed:
+                    created = self.resumed.reopen(ranks.size, ranks.owner)
+                else:
+                    created = RunWriter.create(self.root, self.label, self.config, ranks=ranks.size, owner=ranks.owner)
             finally:
                 ranks.share(created.run_id if created else None)
             self._writer = created
@@ -259,8 +268,15 @@ class Recorder:
             if run_id is None:
                 raise PeerLostError("rank 0 could not start the run")
             self._writer = RunWriter.join(self.root / run_id, ranks.rank, ranks.size)
+        counts: dict[str, int] = {}
+        if self.resumed:
+            before = self.resumed.positions[ranks.rank]
+            self._count, counts = before.recorded, before.counts
+            self._writer.continue_after(before.segments)
+            self._writer.update(**counts)
         self._monitor = Monitor(self.watching, self.writer, self.alerts)
-        self._writing = Writing(self.writer, self.max_bytes, self.sink, self._monitor)
+        self._reduction = Reduction.of(ranks, bool(self.watching.every) and self.watching.stats == Stats.BASIC)
+        self._writing = Writing(self.writer, self.max_bytes, self.sink, self._monitor, self._reduction, counts)
         self.entered = True
         self._tell_followers()
         return self
@@ -272,10 +288,14 @@ class Recorder:
             return
         failure: Exception | None = None
         try:
+            if error is None and not self.positioned:
+                self._publish_reduced()
             self._publish()
         except Exception as refused:  # of an earlier write; the rest is still written
             failure = refused
         later = self._writing.close()
+        if self._reduction:
+            self._reduction.close()
         self.entered = False
         failure = failure or later
         if error is None and failure is None:
@@ -322,6 +342,7 @@ class Recorder:
         finally:
             self.recording = False
         self._end_pass()
+        self._publish_reduced()
         self._publish()
 
     def _end_pass(self) -> None:
@@ -332,6 +353,17 @@ class Recorder:
         """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
         if self.entered:
             self._writing.settle()
+
+    def position(self) -> dict[str, int]:
+        """How far this rank's part of the run is, with all that was published on the disk. Raises OSError."""
+        self.settle()
+        return {"segments": self.writer.segments, "recorded": self._count, **self._writing.counts}
+
+    def save_state(self, directory: Path | None = None) -> None:
+        """Have those in `savers` write to a directory, or to the run's own if it has one. Raises OSError."""
+        if self.entered:
+            for save in self.savers:
+                save(directory or self.writer.directory)
 
     def step(self) -> None:
         """Publish what was captured and count one iteration on. Iterations are counted by this method alone from then
@@ -355,6 +387,7 @@ class Recorder:
         if iteration == self.iteration:
             return
         self._end_pass()
+        self._publish_reduced()
         self._done = self.iteration
         if self._captured or time.monotonic() - self._published_at > STATUS_SECONDS:
             self._publish()
@@ -392,9 +425,9 @@ class Recorder:
         """Run a task on the writer's thread, in the order of what is written."""
         self._writing.run(task)
 
-    def found_non_finite(self, iteration: int, order: int, place: str, text: str) -> None:
+    def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
         """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
-        self._monitor.found_non_finite(iteration, order, place, text)
+        self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site) -> None:
         """Record a tensor of the pass that runs, whether or not it is recorded otherwise."""
@@ -658,6 +691,18 @@ class Recorder:
 
     def _in_ring(self, moment: Moment) -> bool:
         return moment.basic and not self.watching.watches(moment.iteration)
+
+    def _publish_reduced(self) -> None:
+        """At the end of a watched step, or with `at` of its first micro-batch: queue what was measured of it to be
+        reduced over ranks. All ranks do, whether or not they have measured something."""
+        if not self.entered or self._reduction is None or not self.watching.watches(self.iteration):
+            return
+        if self.positioned and self.micro_batch:
+            return
+        measured = [each for each in self._captured if each[0][1].basic]
+        self._captured = [each for each in self._captured if not each[0][1].basic]
+        rows = [Pending(None, partial(row, each in self._recomputed)) for each, _, row in measured]
+        self._writing.publish_reduced(self.iteration, rows)
 
     def _publish(self) -> None:
         """Queue the captured rows as a segment, and the run's progress. Raises the error of an earlier write."""

@@ -14,20 +14,24 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from binade.collector.capture.monitor import Monitor
+from binade.collector.capture.reduction import Reduction
 from binade.data.export import Sink
 from binade.data.runs import RunWriter
 from binade.data.segment import TensorRow, write_segment
@@ -38,6 +42,12 @@ from binade.data.text import describe as one_line
 OVERHEAD = 1 << 13
 # Values waiting to be written; callers that offer more block until there is room.
 IN_FLIGHT = 1 << 30
+
+# Rows that name no file are written together: so many, or once the last write was this share of the time since the run
+# began ago, which is LONGEST seconds at most. So a short run shows its rows at once, and the number of segments of a
+# long one grows with the logarithm of its time or, where it records much, with its rows.
+ROWS = 1000
+SHARE, LONGEST = 0.01, 600.0
 
 Description = Callable[[], tuple[dict[str, Any], dict[str, Any]]]  # metadata and tensor_info
 
@@ -60,24 +70,34 @@ def _acquired() -> Lock:
 
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
-    to the sink once it is on the disk; a sink that fails gets no more, with a warning. The monitor sees every row."""
+    to the sink once it is on the disk; a sink that fails gets no more, with a warning. The monitor sees every row.
+    before: the counts of a run that is continued, see `counts`."""
 
     def __init__(
-        self, writer: RunWriter, max_bytes: int, sink: Sink | None = None, monitor: Monitor | None = None
+        self,
+        writer: RunWriter,
+        max_bytes: int,
+        sink: Sink | None = None,
+        monitor: Monitor | None = None,
+        reduction: Reduction | None = None,
+        before: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
         self._sink = sink
         self._monitor = monitor
+        self._reduction = reduction
         # Bytes of each queued file, and a lock that is released once it is written or was refused.
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
         # Only the thread writes the following.
-        self._bytes = 0
-        self._published = 0
-        self._without_values = 0
-        self._unnamed: dict[Path, str] = {}  # written, and not in a row yet: the SHA-256 of each
+        self._bytes = before.get("bytes", 0)
+        self._published = before.get("tensors", 0)
+        self._without_values = before.get("tensors_without_raw", 0)
+        self._unnamed: dict[Path, str] = {}  # written, and not in a segment yet: the SHA-256 of each
+        self._rows: list[TensorRow] = []  # that wait to be written
+        self._began = self._wrote = time.monotonic()
         self._thread = Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
         atexit.register(self._end)  # without `close`, the queued tasks are still done
@@ -109,16 +129,29 @@ class Writing:
         self._tasks.put(lambda: self._segment(rows, status))
         self._raise()
 
+    def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
+        """Queue the rows of a watched step to be reduced over ranks: each calls it for the same steps, then `publish`,
+        which raises a failure."""
+        rows = list(pending)
+        self._tasks.put(lambda: self._segment(rows, {}, iteration))
+
     def run(self, task: Callable[[], None]) -> None:
         """Queue a task of the monitor."""
         self._tasks.put(task)
 
     def settle(self) -> None:
-        """Wait until all queued tasks are done. Raises a failure that has not been raised."""
+        """Wait until all queued tasks are done and all rows written. Raises a failure that has not been raised."""
         done = _acquired()
+        self._tasks.put(self._write)
+        self._tasks.put(self._update_status)
         self._tasks.put(done.release)
         done.acquire()
         self._raise()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of the status, as they are once `settle` has returned."""
+        return {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
 
     def close(self) -> Exception | None:
         """Finish all tasks, delete files that no row names and end the thread. Returns a failure that has not been
@@ -144,8 +177,10 @@ class Writing:
         for task in iter(self._tasks.get, None):
             self._attempt(task)
             del task  # it holds the tensor's values
-        published, unnamed = self._published, set(self._unnamed)
-        self._attempt(lambda: self._write([]))
+        published = self._published
+        self._attempt(lambda: self._take([]))
+        self._attempt(self._write)
+        unnamed = set(self._unnamed)
         self._attempt(lambda: self._drop(unnamed))
         if unnamed or self._published > published:
             self._attempt(self._update_status)
@@ -172,30 +207,60 @@ class Writing:
         finally:
             lock.release()
 
-    def _segment(self, pending: list[Pending], status: dict[str, Any]) -> None:
+    def _segment(self, pending: list[Pending], status: dict[str, Any], watched: int | None = None) -> None:
         kept = [each for each in pending if each.path is None or each.path in self._unnamed]
-        named = {each.path for each in kept if each.path}
-        if self._attempt(lambda: self._write(kept)):
-            for relative in named:
-                del self._unnamed[relative]
-        else:
-            self._drop(named)
+        take = self._take if watched is None else partial(self._take_reduced, watched)
+        if not self._attempt(lambda: take(kept)):
+            self._drop({each.path for each in kept if each.path})
+        if self._due:
+            self._attempt(self._write)
         self._update_status(**status)
 
     def _update_status(self, **status: Any) -> None:
-        counts = {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
-        self._writer.update(**counts, **status)
+        self._writer.update(**self.counts, **status)
 
-    def _write(self, kept: list[Pending]) -> None:
-        """Write rows, and those of the monitor's ring if a trigger has fired since."""
-        rows = [replace(each.row(), sha256=self._unnamed[each.path] if each.path else None) for each in kept]
-        if self._monitor:
-            ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
-            rows = self._monitor.see(rows, ring)
-        if not rows:
+    def _take(self, kept: list[Pending]) -> None:
+        """Make rows, and take those of the monitor's ring if a trigger has fired since."""
+        rows = self._made(kept)
+        ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
+        self._rows += self._monitor.see(rows, ring) if self._monitor else rows
+
+    def _take_reduced(self, iteration: int, kept: list[Pending]) -> None:
+        """As `_take`, of the rows of a watched step, which are none of the ring's."""
+        own: list[TensorRow] = []
+        try:
+            own = self._made(kept)
+            seen = self._monitor.see(own, []) if self._monitor else own
+            self._rows += seen[: len(seen) - len(own)]  # what was in the ring
+        finally:  # the other ranks wait for this one, and have their own rows
+            self._rows += self._reduction(iteration, own) if self._reduction else own
+
+    def _made(self, kept: list[Pending]) -> list[TensorRow]:
+        return [replace(each.row(), sha256=self._unnamed[each.path] if each.path else None) for each in kept]
+
+    @property
+    def _due(self) -> bool:
+        """Whether the rows that wait are to be written now."""
+        now = time.monotonic()
+        waited, longest = now - self._wrote, min(SHARE * (now - self._began), LONGEST)
+        captured = self._monitor is not None and self._monitor.captured(self._rows)
+        return len(self._rows) >= ROWS or waited >= longest or captured or any(row.path for row in self._rows)
+
+    def _write(self) -> None:
+        """Write the rows that wait as a segment."""
+        if not self._rows:
             return
+        rows, self._rows = self._rows, []
+        self._wrote = time.monotonic()
+        named = {Path(row.path) for row in rows if row.path}
         segments, name = self._writer.directory / "segments", self._writer.next_segment_name()
-        write_segment(segments, name, rows)
+        try:
+            write_segment(segments, name, rows)
+        except Exception:
+            self._drop(named)
+            raise
+        for relative in named:
+            del self._unnamed[relative]
         self._published += len(rows)
         self._without_values += sum(row.path is None for row in rows)
         if monitor := self._monitor:

@@ -48,7 +48,7 @@ from binade.collector.training.config import MODELS
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
-from binade.data.runs import DONE, STATES, RunInfo, is_loss, list_runs, read_losses
+from binade.data.runs import DONE, STATES, RunInfo, list_runs, sound_losses
 from binade.quant.formats import UnknownFormatError
 from binade.quant.specs import Spec, SpecError
 
@@ -256,13 +256,8 @@ def _listed(value: Any) -> str:
 def _read(run: RunInfo, refused: list[str]) -> _Run:
     losses = {}
     try:
-        for record in read_losses(run.directory):
-            if not is_loss(record):
-                refused.append(f"{run.run_id}: loss.jsonl is damaged: {json.dumps(record)[:60]} is no loss")
-                break
-            if record["iteration"] >= 0:
-                losses[record["iteration"]] = record
-    except (OSError, RecursionError) as error:
+        losses = {record["iteration"]: record for record in sound_losses(run.directory) if record["iteration"] >= 0}
+    except OSError as error:
         refused.append(f"{run.run_id}: loss.jsonl cannot be read: {error}")
     reached = run.status.iteration
     if losses and max(losses) < reached:

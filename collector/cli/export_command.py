@@ -11,7 +11,7 @@ from binade.filter_options import filter_of, filter_params
 from binade.terminal import Command, Option, fail, names, print_text, resolve_root, root_option
 
 # data.export declares these; it imports pyarrow, and --help does not wait for it.
-TARGETS = ("tensorboard", "wandb", "csv", "parquet")
+TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
 METRICS = (
     "What to write: loss and histogram; of tensors min, max, mean, std, rms, absmax, absmin, skewness, kurtosis, "
     "zeros, nans, infs, and of results result_sqnr_db; of the formats they were scored in sqnr_db, mse, "
@@ -23,17 +23,22 @@ DEFAULT = "loss, histogram, absmax, kurtosis, sqnr_db, flush_to_zero, saturated,
 def _export(
     root: str | None, to: str, output: Path, metrics: tuple[str, ...], formats: tuple[str, ...], **filters: Any
 ) -> None:
-    """Write metrics and histograms by layer and iteration for TensorBoard, Weights & Biases or pandas."""
+    """Write metrics and histograms by layer and iteration for TensorBoard, Weights & Biases or pandas, or all tables of
+    the index as Parquet."""
     from binade.data import export
     from binade.data.catalog import Catalog  # imports DuckDB
 
     choice = export.Choice(metrics, formats, filter_of(filters))
-    export.target(to)
+    if to != export.TABLES:
+        export.target(to)
     with Catalog.open(resolve_root(root)) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         done = export.export(catalog, to, output, choice)
-    print_text(f"{done.runs} runs, {done.values} values and {done.histograms} histograms written to {output}")
+    if to == export.TABLES:
+        print_text(f"{done.runs} runs with {done.values} tensors written to {output}")
+    else:
+        print_text(f"{done.runs} runs, {done.values} values and {done.histograms} histograms written to {output}")
 
 
 export = Command(

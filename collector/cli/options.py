@@ -127,6 +127,16 @@ def training_params(command: str) -> list[click.Parameter]:
             )
         ],
     }
+    if command == "run":
+        others["micro_batches"] = [
+            _option(
+                LENGTH,
+                "--resume",
+                metavar="RUN",
+                help="Continue a run of the root, that was killed for example, from its last checkpoint. All other "
+                "options are its own",
+            )
+        ]
     shown = defaults(command)
     params: list[click.Parameter] = []
     if command == "quick":
@@ -155,6 +165,7 @@ class Request:
     runs: list[RunConfig]
     start: SlurmOptions
     root: str | None
+    resume: str | None = None
 
 
 def read(line: Sequence[str]) -> Request:
@@ -182,7 +193,7 @@ def request_of(command: str, params: Mapping[str, Any]) -> Request:
     runs = [replace(base, recipe=recipe) for recipe in _recipes(command, given)]
     for config in runs:
         check(config)
-    return Request(runs, start, given.get("root"))
+    return Request(runs, start, given.get("root"), given.get("resume"))
 
 
 def _check_recording(given: Mapping[str, Any]) -> None:

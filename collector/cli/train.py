@@ -12,6 +12,7 @@ import click
 from binade.collector.cli.console import console
 from binade.collector.cli.options import request_of, training_params
 from binade.collector.datasets.inputs import describe_inputs
+from binade.collector.errors import ConfigError
 from binade.collector.models.directory import describe_weights
 from binade.collector.recipes.selection import Selection, by_layer
 from binade.collector.training.config import RunConfig
@@ -41,11 +42,15 @@ def _run(context: click.Context, /, **params: Any) -> None:
     argv: list[str] = context.find_root().obj
     request = request_of(context.command.name or "", params)
     root, runs = resolve_root(request.root), request.runs
+    if request.resume and not any(params[name] for name in params.keys() - {"resume", "root", "dry_run"}):
+        runs = [_resumed(root, request.resume)]
+    if request.resume and request.start.for_run(runs[0]) is not None:
+        raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
     if request.start.for_run(runs[0]) is None:
         if request.start.dry_run:
             print_text("\n\n".join(describe(config, root) for config in runs))
         else:
-            collect(runs, root, argv)
+            collect(runs, root, argv, request.resume)
         return
     from binade.collector.jobs.store import next_script
 
@@ -54,6 +59,13 @@ def _run(context: click.Context, /, **params: Any) -> None:
         print_text("\n\n".join([*shown, f"sbatch script:\n{next_script(root, runs, request.start)}"]))
     else:
         queue(root, runs, request.start)
+
+
+def _resumed(root: Path, name: str) -> RunConfig:
+    """What a run was started with, to be continued. Raises RunError, ConfigError."""
+    from binade.collector.training.resume import find  # imports torch
+
+    return find(root, name).config
 
 
 def queue(
@@ -126,8 +138,8 @@ def _size(number: int) -> str:
     return f"{number} bytes"
 
 
-def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
-    """Train each configuration in this process, or start the ranks that do."""
+def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str | None = None) -> None:
+    """Train each configuration in this process, or start the ranks that do. resume: a run to continue."""
     from binade.collector.training.loop import prepare, train
     from binade.collector.training.ranks import started_as_rank
 
@@ -146,7 +158,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str]) -> None:
         with console(title, "it", iterations, bar=not started_as_rank()) as shown:
             if shown.bar is None and first_rank:
                 print_text(title)
-            result = train(config, root, say=shown.say, progress=shown.progress, command=line_of(argv))
+            result = train(config, root, say=shown.say, progress=shown.progress, command=line_of(argv), resume=resume)
         if first_rank:
             print_text(
                 f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} tensors, "

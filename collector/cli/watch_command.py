@@ -54,10 +54,10 @@ def _latest(run: RunInfo) -> str:
     """The extremes of what was written last; "" of a run without tensors."""
     from binade.data.segment import read_tables
 
-    if not run.segments:
-        return ""
     try:
-        table = read_tables(run.directory / "segments" / run.segments[-1])["tensor"]
+        if not (segments := run.segments):
+            return ""
+        table = read_tables(run.directory / "segments" / segments[-1], names=["tensor"])["tensor"]
     except (OSError, ValueError):  # deleted meanwhile, or damaged: the index says so
         return ""
     text = ""

@@ -34,10 +34,22 @@ from binade.collector.training.config import ConfigError
 from binade.collector.training.memory import available_host_memory
 from binade.data.access import check_writable
 from binade.data.foreign import SUFFIXES, ForeignTensor, TooLargeError, opened
-from binade.data.json_files import parse_json
-from binade.data.runs import CANCELLED, DONE, FAILED, IMPORT, RUNNING, RunError, RunWriter, is_unicode, list_runs
+from binade.data.json_files import parse_json, read_json
+from binade.data.runs import (
+    CANCELLED,
+    DONE,
+    FAILED,
+    IMPORT,
+    RUNNING,
+    RunError,
+    RunFile,
+    RunWriter,
+    is_unicode,
+    list_runs,
+    write_run_file,
+)
 from binade.data.segment import Identity, Origin, Score, TensorRow, Trace, drop_rows, segment_names, write_segment
-from binade.data.store import TensorFileError, write_atomic
+from binade.data.store import TensorFileError, locked, write_atomic
 from binade.data.tensor_kinds import MAPS
 from binade.data.text import describe
 from binade.quant.metrics import score
@@ -324,7 +336,7 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
     with ExitStack() as held:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with _lock(root):
+            with locked(root):
                 known = [run.directory for run in list_runs(root)[0] if _same_import(run.config, config)]
                 if known:
                     directory = known[-1]
@@ -332,7 +344,7 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
                     label = re.sub(r"[^A-Za-z0-9.-]+", "-", Path(config["source"]).name).strip("-.")[:40]
                     writer = RunWriter.create(root, f"import_{label or 'logs'}", config)
                     directory = writer.directory
-            held.enter_context(_lock(directory, fcntl.LOCK_NB))
+            held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(
                 f"{config['source']} is being imported into {directory.name} by another process: wait for its end"
@@ -342,17 +354,6 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
                 f"cannot write to {root}: {error.strerror or error}; choose a directory with --tensor-save-dir"
             ) from error
         yield RunWriter.reopen(directory) if known else writer
-
-
-@contextmanager
-def _lock(directory: Path, options: int = 0) -> Iterator[None]:
-    """Hold a directory without leaving a lock file in it. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | options)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _same_import(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -482,13 +483,13 @@ class _Import:
         directory = self.writer.directory
         self.refused.sort(key=lambda refusal: (refusal.file, refusal.key or ""))
         write_atomic(directory / "refused.jsonl", _lines(self.refused))
-        config = json.loads((directory / "run.json").read_bytes())
+        config: dict[str, Any] = dict(read_json(RunFile, directory / "run.json"))
         config["files"] = _by_source(self._known_entries())
         config["refused"] = {
             "count": len(self.refused),
             "reasons": dict(Counter(refusal.reason for refusal in self.refused).most_common(20)),
         }
-        write_atomic(directory / "run.json", json.dumps(config, indent=1).encode())
+        write_run_file(directory, config)
 
     def result(self, seconds: float) -> Imported:
         return Imported(

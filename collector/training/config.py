@@ -124,6 +124,9 @@ class RunConfig(WatchOptions):
         help="Number of recorded iterations; 0: every iteration that is trained", form_maximum=1_000_000)
     warmup_iterations: int = option(0, group=LENGTH, metavar="N", minimum=0, label="Warm-up iterations",
         help="Iterations in bf16 before those under the recipe", form_maximum=1_000_000)
+    checkpoint_every: int = option(0, group=LENGTH, metavar="N", minimum=0,
+        help="Write a checkpoint every N iterations, warm-up included, from which --resume continues; the last two are "
+        "kept", default_help="none")
     micro_batches: int = option(1, group=LENGTH, metavar="N", minimum=1, label="Micro-batches",
         help="Micro-batches per iteration", default_help="as many as are recorded", form_maximum=4096)
     collect_micro_batches: int = option(1, group=RECORD, metavar="N", minimum=0, label="Of micro-batches",

@@ -42,6 +42,7 @@ from binade.collector.training.ranks import (
     mean_over_replicas,
     started_as_rank,
 )
+from binade.collector.training.resume import Checkpoints, Resumed, check_unchanged, open_resumed
 
 Say = Callable[[str], None]
 Progress = Callable[[int, int], None]  # iterations done, of how many
@@ -108,19 +109,35 @@ def backend_name(config: RunConfig) -> str:
 
 
 def train(
-    config: RunConfig, root: Path, *, say: Say, progress: Progress = lambda done, total: None, command: str = ""
+    config: RunConfig,
+    root: Path,
+    *,
+    say: Say,
+    progress: Progress = lambda done, total: None,
+    command: str = "",
+    resume: str | None = None,
 ) -> Result:
-    """Train a run on this rank. Rank 0's `say` gets the lines of the run's log. Raises ConfigError and its like before
-    anything is written; later OSError, DivergedError or KeyboardInterrupt, with the run marked accordingly."""
+    """Train a run on this rank: a new one, or the one named `resume` that is continued. Rank 0's `say` gets the lines
+    of the run's log. Raises ConfigError and its like before anything is written; later OSError, DivergedError or
+    KeyboardInterrupt, with the run marked accordingly."""
     prepare(config)
+    resumed = open_resumed(root, config, resume)
     with join(config, root) as ranks:
         try:
-            return _run(config, root, ranks, say, progress, command)
+            return _run(config, root, ranks, say, progress, command, resumed)
         except InstrumentError as error:  # a model of transformers, in its first forward pass
             raise ConfigError(f"{config.model_title} can only be collected in a script of your own: {error}") from error
 
 
-def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progress, command: str) -> Result:
+def _run(
+    config: RunConfig,
+    root: Path,
+    ranks: Ranks,
+    say: Say,
+    progress: Progress,
+    command: str,
+    resumed: Resumed | None,
+) -> Result:
     shape, recipe = config.shape(), config.parsed_recipe()
     checkpoint = open_checkpoint(config.model, shape) if config.has_path else None
     weights = checkpoint.identity() if checkpoint else None
@@ -142,6 +159,8 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         "versions": {name: _version(name) for name in ("torch", "triton", "numpy")}
         | {"python": platform.python_version()},
     }
+    if resumed:
+        check_unchanged(resumed.run, description)
     start = time.monotonic()
     watches = ranks.rank in config.recording_ranks
     watching = {each.name: getattr(config, each.name) for each in fields(WatchOptions) if watches}
@@ -159,6 +178,7 @@ def _run(config: RunConfig, root: Path, ranks: Ranks, say: Say, progress: Progre
         enabled=True,
         **watching,
     )
+    recorder.resumed = resumed
     with recorder:
         writer = recorder.writer
         with open(writer.directory / "log.txt", "ab", buffering=0) as log:
@@ -214,15 +234,25 @@ def _train(
     )
     if checkpoint:
         report(f"weights {describe_weights(checkpoint.path)}")
+    start, warm_up, resumed = 0, config.warmup_iterations, recorder.resumed
+    if resumed:
+        start = resumed.done
+        resumed.restore(model, optimizer, ranks.rank)
+        for _ in range(start * config.micro_batches):
+            stream.batch(config.micro_batch_size)
+        report(f"resumed after {start} iterations")
+    directory = recorder.writer.directory
+    checkpoints = Checkpoints(config, directory, ranks.rank, recorder.position, recorder.save_state)
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := config.kept_layers:
         report(f"in bf16 whatever the recipe: {kept}")
-    total = config.warmup_iterations + config.iterations
+    total = warm_up + config.iterations
     recorder.recording = False
-    for done in range(config.warmup_iterations):
+    for done in range(start, warm_up):
         step = _step(model, optimizer, stream, config, device, ranks)
-        number = done - config.warmup_iterations
+        number = done - warm_up
         _finish_iteration(recorder, number, step, stream.digest(), report, "warm-up in bf16", recorded=False)
+        checkpoints.write(done + 1, model, optimizer, recorder.writer)
         progress(done + 1, total)
     launches = _launches(config)
     with instrument(
@@ -234,12 +264,14 @@ def _train(
         capture=config.capture(),
         seed=config.seed,
         iterations=config.iterations,
+        scales_of=resumed.scales(ranks.rank) if resumed else None,
     ):
-        for iteration in range(config.iterations):
+        for iteration in range(max(0, start - warm_up), config.iterations):
             step = _step(model, optimizer, stream, config, device, ranks, recorder, iteration)
             recorded = config.records(iteration)
             _finish_iteration(recorder, iteration, step, stream.digest(), report, recipe.name, recorded=recorded)
-            progress(config.warmup_iterations + iteration + 1, total)
+            checkpoints.write(warm_up + iteration + 1, model, optimizer, recorder.writer)
+            progress(warm_up + iteration + 1, total)
     if config.backend == Backend.TRITON:
         report(f"quantized by {recorder.config['backend']} kernels: {_launches(config) - launches} launches")
     elif recipe.name != "bf16":

@@ -418,22 +418,22 @@ class TestLabels:
 
     def test_are_unique_over_a_whole_root(self, catalog):
         rows = catalog.tensors()
-        labels = unique_labels(rows)
+        labels = unique_labels(rows, {})
         assert list(labels) == rows["tensor_id"].tolist()
         assert len(set(labels.values())) == len(rows)
 
     def test_say_only_what_tells_tensors_apart(self, catalog):
         rows = catalog.tensors(Filter(quant_type=["mxfp8"], layer_index=[1], module=["qkv"], tensor_name=["input"]))
-        assert list(unique_labels(rows).values()) == [
+        assert list(unique_labels(rows, {}).values()) == [
             "L1 qkv input (forward, mxfp8), iteration 0",
             "L1 qkv input (forward, mxfp8), iteration 1",
         ]
-        assert list(unique_labels(rows.head(1)).values()) == ["L1 qkv input (forward, mxfp8)"]
+        assert list(unique_labels(rows.head(1), {}).values()) == ["L1 qkv input (forward, mxfp8)"]
 
     def test_of_runs_that_differ_in_nothing_else(self, catalog):
         row = catalog.tensors(Filter(quant_type=["mxfp8"])).head(1)
         twins = pd.concat([row, row.assign(run_id="other", tensor_id="other/r00-000001")], ignore_index=True)
-        labels = list(unique_labels(twins).values())
+        labels = list(unique_labels(twins, {}).values())
         assert labels[1] == "L1 qkv input (forward, mxfp8), run other"
 
     def test_curves_are_thinned_to_their_last_iterations(self):
@@ -469,5 +469,5 @@ class TestLabels:
             tensor_id=[f"r/{i}" for i in range(len(words))], expert=None, run_id="r", recipe="mxfp8", phase="pre",
             module="fc1", stage=None, tensor_name="input", operation="forward", quant_type="mxfp8",
         )  # fmt: skip
-        labels = unique_labels(rows)
+        labels = unique_labels(rows, {})
         assert len(set(labels.values())) == len(rows)

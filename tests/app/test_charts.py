@@ -11,9 +11,10 @@ import altair as alt
 import pandas as pd
 import pytest
 import torch
+from altair.utils import schemapi
 
 from binade import quant
-from binade.app import style
+from binade.app import figure, style
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.collector.recipes.recipe import TEN_RECIPES
@@ -176,12 +177,24 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     for iteration, kind in ((2, EventKind.SCHEDULE), (1, EventKind.TRIGGER), (1, EventKind.CAPTURE)):
         append_event(tmp_path, Event(kind, iteration, "dgrad is left", "t"))
     events = event_marks.events_of({"mxfp8": tmp_path, "none": tmp_path / "missing"})
-    made = spec(loss_chart.losses(losses(["mxfp8", "none"]), events))
+    made = spec(event_marks.marked(loss_chart.losses(losses(["mxfp8", "none"])), events))
     (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
     ]  # fmt: skip
-    assert len(made["layer"]) == 3 and made["layer"][1]["mark"]["type"] == "rule"
+    assert made["layer"][0]["mark"]["type"] == "rule" and made["layer"][1]["layer"][1]["mark"]["type"] == "line"
+
+
+@pytest.mark.parametrize(("x", "at"), [("iteration:Q", [3, 8]), ("iteration:O", [4, 8])])
+def test_any_chart_over_iterations_has_the_events_within_them(x, at):
+    events = pd.DataFrame({"group": "mxfp8", "iteration": [-1, 3, 8, 9], "kind": "trigger", "text": "low"})
+    table = pd.DataFrame({"iteration": [8, 0, 4], "value": 1.0})
+    chart = alt.Chart(table, title="Title").mark_point().encode(x=alt.X(x), y="value:Q")
+    made = spec(event_marks.marked(alt.layer(chart, chart.mark_line()), events))
+    (drawn,) = [values for values in made["datasets"].values() if "kind" in values[0]]
+    assert [row["iteration"] for row in drawn] == at
+    of_value = chart.encode(x="value:Q")
+    assert event_marks.marked(of_value, events) is of_value
 
 
 def test_recipes_of_one_format_differ():
@@ -303,3 +316,15 @@ def test_legends_have_room(length):
     assert style.legend_height(groups[:1]) == 0
     assert style.legend_height(groups) >= 18 * math.ceil(10 / style.columns(groups))
     assert style.columns(groups) * (length * 7 + 44) <= style.LEGEND_WIDTH or style.columns(groups) == 1
+
+
+def test_altair_hashes_its_schemas_once(monkeypatch):
+    def chart() -> dict[str, Any]:
+        return alt.Chart(pd.DataFrame({"a": [1.0]})).mark_bar().encode(x="a:Q", color=alt.value("red")).to_dict()
+
+    monkeypatch.setattr(schemapi, "_FromDict", figure._altairs)
+    expected = chart()
+    monkeypatch.undo()
+    assert chart() == expected
+    monkeypatch.setattr(figure._altairs, "__init__", lambda *_: pytest.fail("hashed again"))
+    assert chart() == expected

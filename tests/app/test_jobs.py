@@ -359,7 +359,8 @@ class TestReadOnly:
         assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
         at.run()
         assert set(at.session_state["pages"]) == {
-            "overview", "explore", "worst", "tensor", "recipes", "advise", "runs", "sessions", "jobs",
+            "overview", "explore", "worst", "tensor", "recipes", "advise", "surfaces", "provenance", "difference",
+            "runs", "sessions", "jobs",
         }  # fmt: skip
         for module in ("jobs.collect_page", "pages.sql_page"):
             alone = AppTest.from_string(f"from binade.app.{module} import page\npage()", default_timeout=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from binade.data.catalog import Catalog, DamagedIndexError
 from binade.data.events import Event, EventKind, append_event
 from binade.data.filter import Filter
 from tests.app import roots
+from tests.app.conftest import close_pages
 
 pytestmark = pytest.mark.slow
 
@@ -209,6 +212,32 @@ class TestRuns:
         at = visit(root, "runs")
         assert [time[14:16] for time in at.dataframe[1].value["time"]] == ["12", "11", "10", "02"]
         assert "The latest 4 of 6 events" in words(at)
+
+    def test_a_name_and_a_colour_are_used_everywhere(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        run = next(run for run in roots.runs_of(root) if "mxfp8" in run.name)
+        at = visit(root, "runs")
+        at.selectbox("named_run").select(run.name)
+        rerun(at).text_input(f"name_{run.name}").input(" floor **scales** ")
+        at.checkbox(f"own_{run.name}").check()
+        at.color_picker(f"color_{run.name}").set_value("#AA3377")
+        at.text_area(f"note_{run.name}").input("first\ntry")
+        next(button for button in at.button if button.label == "Save").click()
+        table = rerun(at).dataframe[0].value.set_index("run_id")
+        assert table.loc[run.name, ["name", "note"]].tolist() == ["floor **scales**", "first\ntry"]
+        scale = json.loads(at.get("vega_lite_chart")[0].proto.spec)
+        assert '"#aa3377"' in json.dumps(scale) and "floor **scales**" in json.dumps(scale)
+        assert "floor **scales**" in visit(root, "recipes").dataframe[0].value["label"].tolist()
+        chips = visit(root, "explore", run_id=run.name).get("button_group")
+        assert any(plain(f"{TITLES['run_id']}: floor **scales** ✕") in each.options for each in chips)
+
+    def test_notes_that_are_damaged_do_not_hide_the_run(self, visit: Visit, collected: Path, tmp_path: Path):
+        root = roots.copy(collected, tmp_path / "runs")
+        for run, content in zip(roots.runs_of(root), ('{"name": 3}', "[]", "{", '{"color": "red"}'), strict=True):
+            (run / "notes.json").write_text(content)
+        at = visit(root, "runs")
+        assert len(at.dataframe[0].value) == 4
+        assert all(f"the name and note of {run.name} are not shown" in words(at) for run in roots.runs_of(root))
 
     def test_a_failed_run_says_why(self, visit: Visit, tmp_path: Path):
         with pytest.raises(MemoryError):
@@ -423,3 +452,16 @@ def test_times_are_in_utc(visit: Visit, collected: Path):
     started = visit(collected, "runs").dataframe[0].value["started"]
     now = datetime.now(UTC).replace(tzinfo=None)
     assert ((now - started).dt.total_seconds() >= 0).all() and ((now - started).dt.total_seconds() < 86_400).all()
+
+
+def test_drawing_pages_exempts_nothing_more_from_garbage_collection(collected: Path, monkeypatch):
+    """Streamlit runs main.py anew for every drawing. Garbage in cycles that `gc.freeze` exempts is never freed."""
+    monkeypatch.setenv("TENSOR_SAVE_DIR", str(collected))
+    at = AppTest.from_file(Path(state.__file__).with_name("main.py"), default_timeout=120)
+    try:
+        rerun(at)
+        frozen = gc.get_freeze_count()
+        rerun(rerun(at))
+        assert gc.get_freeze_count() <= frozen
+    finally:
+        close_pages([str(collected)])

@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections.abc import Iterator
@@ -361,7 +363,8 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     finally:
         shutil.rmtree(storage.folder(root))
     files = everything(output)
-    assert "pins/01_ranking.png" in files and "view/histogram.png" in files and "index.html" in files
+    assert "pins/01_ranking.svg" in files and "view/histogram.svg" in files and "index.html" in files
+    assert not any(name.endswith(".png") for name in files)
     assert not any(name.startswith(FOLDERS) for name in files)
     text = (output / "index.html").read_text()
     tags = Tags(text)
@@ -606,6 +609,16 @@ def test_a_renderer_that_dies_is_an_error():
         renderers._processes[0].kill()
         with pytest.raises(RenderError, match="has ended"):
             renderers.render(figure.spec, *request).result()
+
+
+def test_a_renderer_whose_parent_was_killed_says_nothing():
+    command = [sys.executable, rendering.__file__]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.close()
+        process.stdin.write(b"half a request\n")
+        process.stdin.close()
+        assert process.stderr.read() == b""
 
 
 def test_small_digits_stand_in_letters_that_are_always_there():

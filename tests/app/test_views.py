@@ -120,7 +120,7 @@ def damaged_root(collected: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     shutil.copytree(collected, root, dirs_exist_ok=True, ignore=shutil.ignore_patterns("index.duckdb*"))
     runs = sorted(path.parent for path in root.glob("*/run.json"))
     (runs[0] / "run.json").write_text(
-        (runs[0] / "run.json").read_text().replace('"capture_every": 1', '"capture_every": "x"')
+        (runs[0] / "run.json").read_text().replace('"capture_every": 1', '"capture_every": "x"').replace("crc32", "")
     )
     (runs[1] / "loss.jsonl").write_bytes(b"[" * 200_000)
     bad = ('{"iteration": 0, "loss": "high"}', '{"iteration": "x", "loss": 5.0, "seconds": 1, "recorded": true}')

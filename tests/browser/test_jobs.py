@@ -21,13 +21,22 @@ PATIENCE = 90_000  # milliseconds
 CALM = (*ENDLESS, "--capture-every", "100")  # records little of its iterations
 
 
+@pytest.fixture(scope="module")
+def own_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def app(own_root: Path) -> Iterator[str]:
+    """One for all tests: to start it takes as long as a test. The first finds no jobs yet."""
+    with serving(own_root) as address:
+        yield address
+
+
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    place = tmp_path / "runs"
-    place.mkdir()
-    yield place
-    end_all(place)
+def root(own_root: Path) -> Iterator[Path]:
+    yield own_root
+    end_all(own_root)
 
 
 def enter(visit: Visit, app: str, title: str, **profile: bool) -> Page:
@@ -58,99 +67,96 @@ def cancel(page: Page, root: Path, job: jobs.Job) -> None:
     raise AssertionError("three clicks did not cancel the job")
 
 
-def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, root: Path):
-    with serving(root) as app:
-        page, other = enter(visit, app, "Collect"), enter(visit, app, "Jobs")
-        expect(other.get_by_text("No jobs yet.")).to_be_visible()
-        page.get_by_role("button", name="Quick").click()
-        settle(page)
-        layers = page.get_by_label("Layers", exact=True)
-        layers.fill("1")
-        layers.press("Enter")
-        expect(page.get_by_test_id("stCode").filter(has_text="--layers 1")).to_be_visible()
-        page.get_by_role("button", name="Launch").click()
-        expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
-        expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
-        (view,) = jobs.listing(root)
-        assert view.state == "done"
-        assert jobs.parse_runs(view.job.arguments) == jobs.parse_runs(["quick", "mxfp8", "--layers", "1"])
-        expect(page.get_by_text("Lowest SQNR in mxfp4").first).to_be_visible()  # it is drawn anew as rows come
-        expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
-        page.get_by_role("link", name="Open its tensors").click()
-        expect(page.get_by_role("heading", name="Explore")).to_be_visible()
-        settle(page)
-        shown = page.get_by_test_id("stMetric").filter(has_text="Tensors").first
-        assert f"{view.run.status.tensors:,}" in shown.inner_text()
-        assert page.complaints == [] and other.complaints == []
+def test_a_run_launched_by_clicking_is_watched_and_opened(visit: Visit, app: str, root: Path):
+    page, other = enter(visit, app, "Collect"), enter(visit, app, "Jobs")
+    expect(other.get_by_text("No jobs yet.")).to_be_visible()
+    page.get_by_role("button", name="Quick").click()
+    settle(page)
+    layers = page.get_by_label("Layers", exact=True)
+    layers.fill("1")
+    layers.press("Enter")
+    expect(page.get_by_test_id("stCode").filter(has_text="--layers 1")).to_be_visible()
+    page.get_by_role("button", name="Launch").click()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    expect(badge(page, "done")).to_be_visible(timeout=PATIENCE)
+    (view,) = jobs.listing(root)
+    assert view.state == "done"
+    assert jobs.parse_runs(view.job.arguments) == jobs.parse_runs(["quick", "mxfp8", "--layers", "1"])
+    expect(page.get_by_text("Lowest SQNR in mxfp4").first).to_be_visible()  # it is drawn anew as rows come
+    expect(badge(other, "done")).to_be_visible(timeout=PATIENCE)
+    page.get_by_role("link", name="Open its tensors").click()
+    expect(page.get_by_role("heading", name="Explore")).to_be_visible()
+    settle(page)
+    shown = page.get_by_test_id("stMetric").filter(has_text="Tensors").first
+    assert f"{view.run.status.tensors:,}" in shown.inner_text()
+    assert page.complaints == [] and other.complaints == []
 
 
-def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, root: Path):
+def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: str, root: Path):
     job = launch(root, CALM)
     after_iteration(root, job, 0)
-    with serving(root) as app:
-        one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs", own=True)
-        for page in (one, two):
-            expect(badge(page, "running")).to_be_visible(timeout=PATIENCE)
-        done = one.get_by_test_id("stMetric").filter(has_text="Iterations")
-        first = done.inner_text()
-        expect(done).not_to_have_text(first, timeout=PATIENCE)  # it moves without a click
-        cancel(one, root, job)
-        for page in (one, two):
-            expect(badge(page, "cancelled")).to_be_visible(timeout=PATIENCE)
-        until(lambda: not jobs.view_of(root, job).active, "the job to end")
-        assert jobs.view_of(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
-        assert one.complaints == [] and two.complaints == []
+    one, two = enter(visit, app, "Jobs"), enter(visit, app, "Jobs", own=True)
+    for page in (one, two):
+        expect(badge(page, "running")).to_be_visible(timeout=PATIENCE)
+    done = one.get_by_test_id("stMetric").filter(has_text="Iterations")
+    first = done.inner_text()
+    expect(done).not_to_have_text(first, timeout=PATIENCE)  # it moves without a click
+    cancel(one, root, job)
+    for page in (one, two):
+        expect(badge(page, "cancelled")).to_be_visible(timeout=PATIENCE)
+    until(lambda: not jobs.view_of(root, job).active, "the job to end")
+    assert jobs.view_of(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
+    assert one.complaints == [] and two.complaints == []
 
 
-def test_a_recipe_is_edited_and_saved(visit: Visit, root: Path):
-    with serving(root) as app:
-        page = enter(visit, app, "Collect")
-        page.get_by_text("Edit a recipe").click()
-        start = page.get_by_role("combobox", name="Start from")
-        start.fill("te_block")
-        start.press("Enter")
-        toml = page.get_by_test_id("stCode").filter(has_text="[linear]")
-        expect(toml).to_contain_text("TransformerEngine Float8BlockScaling")
+def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
+    page = enter(visit, app, "Collect")
+    page.get_by_text("Edit a recipe").click()
+    start = page.get_by_role("combobox", name="Start from")
+    start.fill("te_block")
+    start.press("Enter")
+    toml = page.get_by_test_id("stCode").filter(has_text="[linear]")
+    expect(toml).to_contain_text("TransformerEngine Float8BlockScaling")
+    settle(page)
+    enter_cell(page, 0, "mxfp9")
+    expect(page.get_by_text("linear.forward.input: format 'mxfp9' is unknown")).to_be_visible()
+    expect(page.get_by_role("button", name="Save")).to_be_disabled()
+    enter_cell(page, 0, "mxfp8(scale=rceil)")
+    expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
+    own = page.get_by_role("combobox", name="Modules with their own formats")
+    own.fill("fc2")
+    own.press("Enter")
+    own.press("Escape")
+    expect(toml).to_contain_text('[modules.fc2]\nforward.input = "mxfp8(scale=rceil)"')
+    settle(page)
+    schedule = page.get_by_test_id("stDataFrame").nth(1)
+    schedule.scroll_into_view_if_needed()
+    box = schedule.bounding_box()
+    assert box
+    page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 35 * 1.5)  # makes the row
+    settle(page)
+    enter_cell(page, 0, "bf16", table=1)
+    expect(page.get_by_text("row 1 of the schedule: [[schedule]] from = nothing")).to_be_visible()
+    enter_cell(page, 0, "90%", table=1, place=0.15)
+    expect(toml).to_contain_text('from = "90%"\nlinear.forward.input = "bf16"')
+    name = page.get_by_label("Name", exact=True)
+    name.fill("mine")
+    name.press("Enter")
+    settle(page)
+    for other in ("Jobs", "Collect"):  # what was edited survives a look at another page
+        page.get_by_test_id("stTopNavLink").filter(has_text=other).click()
+        page.get_by_role("heading", name=other, exact=True).wait_for()
         settle(page)
-        enter_cell(page, 0, "mxfp9")
-        expect(page.get_by_text("linear.forward.input: format 'mxfp9' is unknown")).to_be_visible()
-        expect(page.get_by_role("button", name="Save")).to_be_disabled()
-        enter_cell(page, 0, "mxfp8(scale=rceil)")
-        expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
-        own = page.get_by_role("combobox", name="Modules with their own formats")
-        own.fill("fc2")
-        own.press("Enter")
-        own.press("Escape")
-        expect(toml).to_contain_text('[modules.fc2]\nforward.input = "mxfp8(scale=rceil)"')
-        settle(page)
-        schedule = page.get_by_test_id("stDataFrame").nth(1)
-        schedule.scroll_into_view_if_needed()
-        box = schedule.bounding_box()
-        assert box
-        page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 35 * 1.5)  # makes the row
-        settle(page)
-        enter_cell(page, 0, "bf16", table=1)
-        expect(page.get_by_text("row 1 of the schedule: [[schedule]] from = nothing")).to_be_visible()
-        enter_cell(page, 0, "90%", table=1, place=0.15)
-        expect(toml).to_contain_text('from = "90%"\nlinear.forward.input = "bf16"')
-        name = page.get_by_label("Name", exact=True)
-        name.fill("mine")
-        name.press("Enter")
-        settle(page)
-        for other in ("Jobs", "Collect"):  # what was edited survives a look at another page
-            page.get_by_test_id("stTopNavLink").filter(has_text=other).click()
-            page.get_by_role("heading", name=other, exact=True).wait_for()
-            settle(page)
-        expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
-        page.get_by_role("button", name="Save").click()
-        path = root / ".recipes" / "mine.toml"
-        expect(page.get_by_test_id("stCode").filter(has_text=f"mxfp8,{path}")).to_be_visible()
-        assert parse_recipe(str(path)).linear.rounded_to("forward_a") == "mxfp8(scale=rceil)"
-        page.get_by_role("button", name="Delete").click()
-        page.get_by_role("button", name="Delete recipe").click()
-        settle(page)
-        assert not path.exists()
-        assert page.complaints == []
+    expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')
+    page.get_by_role("button", name="Save").click()
+    path = root / ".recipes" / "mine.toml"
+    expect(page.get_by_test_id("stCode").filter(has_text=f"mxfp8,{path}")).to_be_visible()
+    assert parse_recipe(str(path)).linear.rounded_to("forward_a") == "mxfp8(scale=rceil)"
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete recipe").click()
+    settle(page)
+    assert not path.exists()
+    assert page.complaints == []
 
 
 def enter_cell(page: Page, row: int, text: str, *, table: int = 0, place: float = 0.8) -> None:

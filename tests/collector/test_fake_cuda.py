@@ -25,6 +25,7 @@ ALLOWED = {
     ("collector/models/feedforward.py", "_mix"): "how many tokens each expert gets decides the shapes",
     ("collector/capture/adapters/weights.py", "_grouped"): "the same, of grouped products",
     ("collector/capture/delayed_scales.py", "save"): "a checkpoint of the training script",
+    ("collector/capture/reduction.py", "of"): "once, when a recorder is entered",
     ("collector/capture/provenance.py", "_judge"): "on the thread that writes, of a copy that has arrived",
     ("quant/block_histograms.py", "block_histograms_later"): "in the function that it returns",
     ("quant/metrics.py", "errors"): "the public function; a step uses errors_later",

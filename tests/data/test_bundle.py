@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import posixpath
@@ -29,7 +30,7 @@ from binade.data.bundle import BundleError
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.events import Event, EventKind, append_event, read_events
 from binade.data.filter import Filter
-from binade.data.runs import RUNNING, fingerprint, process_start, sound_losses
+from binade.data.runs import RUNNING, RunNotes, fingerprint, process_start, read_notes, sound_losses, write_notes
 from tests.data.builder import assorted, make_run, with_column, without_checksums
 
 pytestmark = pytest.mark.slow
@@ -114,13 +115,15 @@ def test_all_values_or_none(source: Path, tmp_path: Path):
     assert tables(tmp_path / "third")[0].equals(tables(source)[0])
 
 
-def test_the_events_of_every_rank_come_along(tmp_path: Path):
+def test_notes_and_the_events_of_every_rank_come_along(tmp_path: Path):
     run = make_run(tmp_path, assorted(1))
     (run.directory / "ranks").mkdir()
     for rank in (1, 0, 2):
         append_event(run.directory, Event(EventKind.TRIGGER, 3, f"seen on {rank}", "2026-01-02T03:04:05+00:00", rank))
+    write_notes(run.directory, name="a", color="#123456", note="b")
     bundle.write(tmp_path, tmp_path / "bundle.zip", [run.run_id], None)
     bundle.import_runs(tmp_path / "new", tmp_path / "bundle.zip")
+    assert read_notes(tmp_path / "new" / run.run_id) == RunNotes("a", "#123456", "b")
     events = read_events(tmp_path / "new" / run.run_id)
     assert events == read_events(run.directory) and [event.rank for event in events] == [0, 1, 2]
 
@@ -300,6 +303,24 @@ def status(**changes: Any) -> Callable[[Archive], None]:
     return change
 
 
+def long_texts(archive: Archive) -> None:
+    """2.7 GB of them in memory, in a file of 1 MB."""
+    table = pq.read_table(io.BytesIO(archive.files[segment(archive, "tensor")])).take(pa.array([0] * 3000))
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 3000, pa.int32()), ["x" * 900_000])
+    rewrite(archive, table.set_column(table.schema.get_field_index("dtype"), "dtype", texts))
+
+
+def another_column(archive: Archive) -> None:
+    table = pq.read_table(io.BytesIO(archive.files[segment(archive, "tensor")]))
+    rewrite(archive, table.append_column("more", pa.nulls(len(table), pa.int8())))
+
+
+def rewrite(archive: Archive, table: pa.Table) -> None:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, store_schema=False)
+    archive.put(segment(archive, "tensor"), sink.getvalue())
+
+
 LOSS = b'{"iteration": 0, "loss": 5.0, "seconds": 0.5, "recorded": true}\n'
 HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "absolute": (put("/etc/cron.d/x"), "no name that a bundle may hold"),
@@ -335,6 +356,8 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "no run.json": (drop("run.json"), "cannot be read"),
     "no parquet": (lambda archive: archive.put(segment(archive, "sketch"), b"PAR1"), "cannot be read"),
     "swapped tables": (lambda a: a.put(segment(a, "sketch"), a.files[segment(a, "score")]), "no column"),
+    "long texts": (long_texts, "takes more than 2 GiB of memory"),
+    "another column": (another_column, "columns that are not known"),
     "running": (status(state="running", host="", pid=1), "is"),
     "odd status": (status(iteration="many"), 'iteration is "many"'),
     "odd state": (status(state="<b>"), "cannot be read"),

@@ -66,6 +66,19 @@ class TestSingleFlight:
             assert ended.wait(10)
             assert cache.get(1, "x", lambda done: "again", pool) == "again"
 
+    def test_what_nobody_waits_for_is_not_begun(self):
+        cache, free, begun = Cache(1 << 20), threading.Event(), []
+
+        def leave(count, of):
+            raise KeyboardInterrupt
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(free.wait, 10)  # another's, which takes long
+            with pytest.raises(KeyboardInterrupt):
+                cache.get(1, "x", lambda done: begun.append(1), pool, leave)
+            free.set()
+        assert not begun and cache.get(1, "x", lambda done: "again") == "again"
+
     def test_it_goes_on_while_another_waits(self):
         cache, asked, free = Cache(1 << 20), threading.Event(), threading.Event()
 

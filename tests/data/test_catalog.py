@@ -28,12 +28,13 @@ from hypothesis import strategies as st
 
 from binade.data import intake
 from binade.data.cache import Cache
-from binade.data.catalog import GROUPABLE, Catalog, CatalogError, DamagedIndexError
+from binade.data.catalog import GROUPABLE, SHOWN_ERRORS, Catalog, CatalogError, DamagedIndexError
 from binade.data.filter import Filter
 from binade.data.intake import schema
-from binade.data.runs import RunError, read_run
+from binade.data.runs import RUNNING, RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
+from tests.bench import make_root as bench
 from tests.bench.make_root import make_root
 from tests.conftest import PROJECT
 from tests.data.builder import add_segment, assorted, make_run
@@ -41,6 +42,7 @@ from tests.data.builder import add_segment, assorted, make_run
 pytestmark = pytest.mark.slow
 
 TABLES = {"tensor": TENSOR_SCHEMA, "sketch": SKETCH_SCHEMA, "score": SCORE_SCHEMA}
+ERRORS_BY = ("run_id", "quant_type", "layer_index", "module", "operation", "iteration", "tensor_name", "expert")
 KEYS = {"tensor": ["tensor_id"], "sketch": ["tensor_id", "bin"], "score": ["tensor_id", "format"]}
 
 
@@ -230,6 +232,24 @@ class TestSync:
             assert catalog.runs().set_index("run_id")["state"].to_dict() == {first: "failed", second: "done"}
             agree(catalog, root)
 
+    def test_a_crashed_run_is_read_once_and_dropped_when_it_is_deleted(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(intake, "RECENT", 0.0)
+        read = []
+        monkeypatch.setattr(intake, "read_run", lambda directory: read.append(directory.name) or read_run(directory))
+        make_run(tmp_path, assorted(1))
+        runs = [make_run(tmp_path, assorted(2), label=label) for label in ("crashed", "live")]
+        runs[0].update(state=RUNNING, pid_started=-1.0)
+        time.sleep(0.01)
+        with Catalog.open(tmp_path) as catalog:
+            catalog.sync()
+            assert len(read) == 3
+            runs[1].update(state=RUNNING)
+            for run in runs:
+                catalog.sync()
+                shutil.rmtree(run.directory)
+                catalog.sync()
+                agree(catalog, tmp_path)
+
     def test_runs_that_come_and_go_disturb_nobody(self, root):
         source = next(root.glob("*second*"))
         stop = threading.Event()
@@ -258,7 +278,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
     """Two indexes of one root: one with sums of most of the tensors, the other with none."""
     root = tmp_path_factory.mktemp("cubes") / "runs"
     steps = [
-        assorted(step, iteration=step // 3, layer_index=1 + step % 3, rank=step % 2, raw=False) for step in range(12)
+        assorted(step, iteration=step // 4, layer_index=1 + step % 4 // 2, rank=step % 2, raw=False)
+        for step in range(12)
     ]
     gone = make_run(root, *steps[:6], label="gone")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
@@ -271,7 +292,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory):
         shutil.rmtree(gone.directory)
         add_segment(kept, assorted(50, iteration=9, raw=False), first=200)  # stays to be summed up
         summed.sync()
-        assert summed._rows("SELECT upto FROM cube ORDER BY upto") == [(42 + 84,), (42 + 84 + 42,)]
+        assert summed._rows("SELECT upto FROM cube ORDER BY upto") == [(42 + 84,), *[(42 + 84 + 42,)] * 2]
         assert summed._rows("SELECT max(key) FROM tensor") == [(42 + 84 + 42 + 6,)]
         patch.setattr(intake, "TAIL", 1 << 30)
         copy = shutil.copytree(root, root.with_name("copy"), ignore=shutil.ignore_patterns("index.duckdb*"))
@@ -301,12 +322,68 @@ class TestCubes:
         assert summed.facets(where) == plain.facets(where)
         assert summed.totals(where) == plain.totals(where)
 
+    @settings(max_examples=25, deadline=None)
+    @given(data=st.data())
+    def test_errors_are_those_of_plain_sql(self, pair, data):
+        summed, plain = pair
+        by = data.draw(st.lists(st.sampled_from(ERRORS_BY), unique=True, min_size=1, max_size=3))
+        values = plain.facets()
+        chosen = data.draw(st.lists(st.sampled_from([*ERRORS_BY, "rank"]), unique=True, max_size=2))
+        where = Filter(**{name: data.draw(st.lists(st.sampled_from(values[name]), min_size=1)) for name in chosen})
+        worst = data.draw(st.sampled_from(SHOWN_ERRORS))
+        found = summed.errors("mxfp4", tuple(by), where, worst)
+        bad = "-score.sqnr_db" if worst == "sqnr_db" else f"score.{worst}"
+        condition, parameters = where.sql()
+        with duckdb.connect() as raw:
+            for name in ("tensor", "score"):
+                files = f"{summed.root}/*/segments/*/{name}.parquet"
+                raw.execute(f"CREATE VIEW {name} AS SELECT *, split(filename, '/')[-4] AS run FROM '{files}'")
+            raw.execute(
+                f"""
+                CREATE VIEW operand AS
+                SELECT tensor.* REPLACE (run || '/' || tensor_id AS tensor_id), numel - nans - infs AS finite,
+                       score.mse AS error, score.flush_to_zero AS flushed, score.saturated AS clipped,
+                       CASE WHEN {bad} != 'nan' THEN {bad} END AS bad
+                FROM score JOIN tensor USING (run, tensor_id)
+                WHERE score.format = 'mxfp4' AND rms != 'nan' AND score.mse != 'nan'
+                """
+            )
+            expected = raw.execute(
+                f"""
+                SELECT {", ".join(by)}, count(*) AS tensors,
+                       sum(flushed * (finite - zeros)) FILTER (flushed != 'nan')
+                       / nullif(sum(finite - zeros) FILTER (flushed != 'nan'), 0) AS flush_to_zero,
+                       sum(clipped * numel) / sum(numel) AS saturated, max(bad) AS bad,
+                       10 * log10(nullif(sum(rms ** 2 * finite), 0) / sum(error * finite)) AS sqnr_db
+                FROM operand AS tensor WHERE {condition} GROUP BY ALL ORDER BY ALL
+                """,
+                parameters,
+            ).df()
+            badness = dict(raw.execute("SELECT tensor_id, bad FROM operand").fetchall())
+        found["bad"] = found["tensor_id"].map(badness)
+        pd.testing.assert_frame_equal(found[expected.columns], expected)
+
     def test_the_benchmarks_root(self, tmp_path):
         made = make_root(tmp_path, 600, runs=2, ranks=2)
         with Catalog.open(tmp_path) as catalog:
             assert catalog.totals().tensors == 600 and catalog.refused == []
             assert sorted(catalog.runs()["run_id"]) == sorted(directory.name for directory in made)
             assert catalog.distribution()["count"].sum() > 0 and catalog.table("score").num_rows > 0
+
+    def test_sums_do_not_grow_with_the_iterations(self, tmp_path, monkeypatch):
+        """Ten times the tensors: an answer by place reads as many rows as before."""
+        monkeypatch.setattr(intake, "TAIL", 1)
+        monkeypatch.setattr(bench, "LAYERS", 2)
+        tables = ("tensor", "score", "place_score", "place_sketch")
+        counts = []
+        for iterations in (4, 40):
+            root = tmp_path / str(iterations)
+            make_root(root, iterations * 2 * len(bench.PLACES))
+            with Catalog.open(root) as catalog:
+                counts.append([catalog._rows(f"SELECT count(*) FROM {table}")[0][0] for table in tables])
+                assert catalog._rows("SELECT upto FROM cube WHERE name = 'place'") == [(counts[-1][0],)]
+        growth = [later / first for first, later in zip(*counts, strict=True)]
+        assert growth[:3] == [10, 10, 1] and growth[3] < 1.2
 
     def test_what_has_nothing_in_common_is_not_stored_twice(self, tmp_path, monkeypatch):
         monkeypatch.setattr(intake, "TAIL", 1)
@@ -444,6 +521,7 @@ class TestIndexFile:
             before = (root / "index.duckdb").stat().st_ino
             with catalog._cursor() as cursor:
                 cursor.execute("ALTER TABLE run RENAME TO other")  # another error than of a block that differs
+            next(root.glob("*second*")).touch()
             catalog.sync()
             (notice,) = catalog.notices
             assert "index.duckdb cannot be used: Catalog Error" in notice and "damaged" not in notice
@@ -734,5 +812,6 @@ class TestQuestions:
         runs = catalog.runs()
         assert runs["started"].is_monotonic_decreasing
         for row in runs.itertuples():
-            assert json.loads(row.config) == json.loads((catalog.root / row.run_id / "run.json").read_text())
+            config = json.loads((catalog.root / row.run_id / "run.json").read_text())
+            assert config.pop("crc32") and json.loads(row.config) == config
             assert row.tensors == len(catalog.tensors(Filter(run_id=[row.run_id])))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import numpy as np
 import pandas as pd
 import pytest
@@ -281,7 +282,31 @@ def test_the_command_exports_what_is_chosen(command, root, made, tmp_path, monke
     assert f"1 runs, {len(values)} values and 0 histograms" in capsys.readouterr().out
 
 
+def test_tables_are_those_of_the_segments(catalog, root, tmp_path):
+    """Read by DuckDB and by pandas, against the Parquet files of the run's segments."""
+    done = export.export(catalog, "tables", tmp_path / "all", Choice())
+    with duckdb.connect() as raw:
+        for name in ("tensor", "sketch", "score"):
+            recorded = f"'{root}/*/segments/*/{name}.parquet'"
+            columns = [column for column, *_ in raw.execute(f"DESCRIBE FROM {recorded}").fetchall()]
+            values = ", ".join(column for column in columns if column not in ("tensor_id", "run_id"))
+            sums = f"SELECT count(*), sum(hash({values})), count(DISTINCT tensor_id)"
+            expected = raw.execute(f"{sums} FROM {recorded}").fetchall()
+            assert raw.execute(f"{sums} FROM '{tmp_path}/all/{name}/*/*.parquet'").fetchall() == expected
+            assert len(pd.read_parquet(tmp_path / "all" / name)) == expected[0][0] > 0
+        scores, tensors = (f"'{tmp_path}/all/{name}/*/*.parquet'" for name in ("score", "tensor"))
+        joined = raw.execute(f"SELECT count(*) FROM {scores} JOIN {tensors} USING (run_id, tensor_id)").fetchall()
+        assert joined == [expected[0][:1]]
+    tensors = pd.read_parquet(tmp_path / "all" / "tensor")
+    assert (done.runs, done.values) == (tensors["run_id"].nunique(), len(tensors))
+    where = Filter(layer_index=[1])
+    export.export(catalog, "tables", tmp_path / "some", Choice(where=where))
+    assert len(pd.read_parquet(tmp_path / "some" / "tensor")) == catalog.totals(where).tensors
+    with pytest.raises(export.ExportError, match="--formats"):
+        export.export(catalog, "tables", tmp_path / "none", Choice(formats=("mxfp4",)))
+
+
 def test_the_help_names_every_target_and_metric():
-    assert tuple(export.TARGETS) == export_command.TARGETS
+    assert (*export.TARGETS, export.TABLES) == export_command.TARGETS
     assert set(export.METRICS) <= set(export_command.METRICS.replace(",", "").replace(";", "").split())
     assert tuple(export_command.DEFAULT.split(", ")) == export.DEFAULT_METRICS

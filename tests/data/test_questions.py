@@ -40,6 +40,7 @@ def test_extremes_are_those_of_the_tensors(catalog, metric):
     found = catalog.extremes(metric, ("tensor_name",), where).set_index("tensor_name")
     rows = catalog.tensors(where)
     rows["crest_factor"], rows["zero_share"] = rows["absmax"] / rows["rms"], rows["zeros"] / rows["numel"]
+    rows["non_finite"] = (rows["nans"] + rows["infs"]) / rows["numel"]
     rows["dynamic_range"] = np.log2(rows["absmax"] / rows["absmin"])
     for name, part in rows.groupby("tensor_name"):
         assert found.loc[name, metric] == pytest.approx(part[metric].max(), rel=1e-12)

@@ -18,7 +18,7 @@ import pytest
 
 from binade.data import intake
 from binade.data.catalog import Catalog
-from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, read_run
+from binade.data.runs import CRASHED, DONE, RUNNING, RunError, RunInfo, RunWriter, check_losses, read_losses, read_run
 from binade.data.store import TensorFileError
 from binade.data.verify import Verified, verify
 from tests.conftest import PROJECT, RECIPES
@@ -120,6 +120,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "copied": (lambda root: shutil.copytree(segments(root)[0], segments(root)[0].with_name("r-4")), 1, "was copied"),
     "another run's": (of_another_run, 1, "it was written by run .*second"),
     "cut short": (cut, 1, r"block.parquet has \d+ bytes, expected \d+"),
+    "a terabyte": (lambda root: os.truncate(segments(root)[1] / "score.parquet", 1 << 40), 1, "expected"),
     "a table less": (lambda root: (segments(root)[0] / "trace.parquet").unlink(), 1, "trace.parquet is missing"),
     "no manifest": (lambda root: (segments(root)[0] / "manifest.json").unlink(), 1, "manifest.json is missing"),
     "an odd manifest": (lambda root: (segments(root)[0] / "manifest.json").write_text("{}"), 1, "cannot be read"),
@@ -223,6 +224,48 @@ def test_a_run_that_was_killed(tmp_path: Path, flushes: int):
     (run,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
     assert read_run(run).status.state == CRASHED
     assert not verify(tmp_path).damaged and left_out(tmp_path) == []
+    if flushes == 28:  # two segments, of which the status counts one
+        shutil.rmtree(run / "segments" / "rank00-000001")
+        assert "rank00-000001 is missing, although" in verify(tmp_path).damaged[0]
+        assert left_out(tmp_path) == [run.name]
+
+
+def test_a_segment_that_could_not_be_written_leaves_no_gap(tmp_path: Path):
+    run = make_run(tmp_path, assorted(1))
+    assert run.next_segment_name() == run.next_segment_name()
+    add_segment(run, assorted(2), first=50)
+    assert not verify(tmp_path).damaged
+
+
+def test_flipped_bits_in_the_configuration_and_the_losses(tmp_path: Path):
+    """Each is noticed, or has changed nothing but the name of the checksum."""
+    run = make_run(tmp_path, assorted(1)).directory
+    writer = RunWriter.reopen(run)
+    for iteration in range(3):
+        writer.append_loss({"iteration": iteration, "loss": 5.0 - iteration})
+    writer.finish(DONE)
+    config, losses = dict(read_run(run).config), read_losses(run)
+    chance, noticed = random.Random(0), 0
+    for file in (run / "run.json", run / "loss.jsonl"):
+        content = file.read_bytes()
+        for place in range(len(content)):
+            changed = content[:place] + bytes([content[place] ^ 1 << chance.randrange(8)]) + content[place + 1 :]
+            file.write_bytes(changed)
+            try:
+                found = read_run(run).config
+                check_losses(run)
+            except RunError:
+                noticed += 1
+                if not place % 200:
+                    (line,) = verify(tmp_path).damaged
+                    assert run.name in line
+                    with Catalog.open(tmp_path) as catalog:
+                        assert [run.name in line for line in catalog.refused] == [True]
+            else:
+                assert config.items() <= found.items()
+                assert all(old.items() <= new.items() for old, new in zip(losses, read_losses(run), strict=True))
+        file.write_bytes(content)
+    assert noticed > 300 and not verify(tmp_path).damaged
 
 
 def test_the_command(root: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]):

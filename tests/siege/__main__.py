@@ -3,32 +3,40 @@
     python -m tests.siege --minutes 30 [--only NAME] [--seed N] [--try K] [--markdown FILE]
 
 Each attack runs in a process of its own, two at a time, until it has made its tries or its share of the time is over.
-Exit status 1 if any try failed; the lines under the table repeat each one.
+Exit status 1 if any try failed; the lines under the table repeat each one. Ctrl-C and SIGTERM end every process that
+was started, and leave no temporary file.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+import psutil
+
 from binade.data.text import markdown_table
+from binade.terminal import CANCELLED, catch_signals
 from tests.siege.attack import ATTACKS, FULL, Attack, Outcome, besiege
 
 # Modules with attacks, which register themselves. Those of damaged values and checksums come as "integrity".
 MODULES = ("files", "statements", "addresses", "archives", "kills", "queue", "disks", "soak")
 GRACE = 60.0  # seconds beyond its time after which an attack is ended that makes no progress
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of Linux's prctl
 
 
 def _options() -> argparse.ArgumentParser:
@@ -44,6 +52,37 @@ def _options() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def contained() -> Iterator[Path]:
+    """A directory for all temporary files. At the end it is deleted, after all processes that were started in the block
+    were killed; those that their parents left behind, too."""
+    catch_signals()
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    folder = Path(tempfile.mkdtemp(prefix="siege-"))
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield folder
+    finally:
+        end_descendants(os.getpid())
+        mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for place in (place for place in mounted if Path(place).is_relative_to(folder)):
+            subprocess.run(["umount", "--lazy", place], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_descendants(pid: int) -> None:
+    """Kill what a process has started, and what that has started meanwhile."""
+    while left := [each for each in psutil.Process(pid).children(recursive=True) if _lives(each)]:
+        for each in left:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        time.sleep(0.05)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def _run(chosen: Attack, given: argparse.Namespace, root: Path, end: float, left: dict[str, Attack]) -> Outcome:
     """The attack in a process of its own. left: those that have not begun, between which the time until `end` is
     divided."""
@@ -55,9 +94,15 @@ def _run(chosen: Attack, given: argparse.Namespace, root: Path, end: float, left
     command += ["--seed", str(given.seed), "--minutes", str(given.minutes), "--deadline", str(deadline)]
     outcome = Outcome()
     with tempfile.TemporaryFile("w+") as errors:
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        options = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "start_new_session": True}  # of Ctrl-C
+        with subprocess.Popen(command, **options) as process:
             assert process.stdout
-            timer = threading.Timer(max(deadline - time.monotonic(), 0) + chosen.seconds + GRACE, process.kill)
+
+            def end() -> None:
+                end_descendants(process.pid)
+                process.kill()
+
+            timer = threading.Timer(max(deadline - time.monotonic(), 0) + chosen.seconds + GRACE, end)
             timer.start()
             for line in process.stdout:
                 outcome = Outcome(**json.loads(line))
@@ -89,13 +134,22 @@ def main() -> int:
     for module in MODULES:
         import_module(f"tests.siege.{module}")
     given = _options().parse_args()
+    try:
+        with contained() as folder:
+            root = given.root or folder / "runs"
+            if not given.root:
+                _collect(root)
+            return _besiege(given, root)
+    except KeyboardInterrupt:
+        print("siege: stopped: what it had started was ended", file=sys.stderr)
+        return CANCELLED
+
+
+def _besiege(given: argparse.Namespace, root: Path) -> int:
     names = given.only or sorted(ATTACKS, key=lambda name: -ATTACKS[name].share)  # the long ones first
     tries = {name: max(1, math.ceil(ATTACKS[name].tries * given.minutes / FULL)) for name in names}
     if given.deadline is not None or given.number is not None:
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-            root = given.root or Path(folder) / "runs"
-            if not given.root:
-                _collect(root)
+        with redirect_stdout(sys.stderr):
             for name in names:
                 numbers = range(tries[name]) if given.number is None else [given.number]
                 besiege(name, numbers, given.seed, root, given.minutes, given.deadline or math.inf)
@@ -103,14 +157,17 @@ def main() -> int:
     start = time.monotonic()
     end = start + 60 * given.minutes
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    with tempfile.TemporaryDirectory(prefix="siege-") as folder:
-        root = given.root or Path(folder) / "runs"
-        if not given.root:
-            _collect(root)
-        with ThreadPoolExecutor(given.workers) as pool:
-            left = {name: ATTACKS[name] for name in names}
-            running = {name: pool.submit(_run, ATTACKS[name], given, root, end, left) for name in names}
+    with ThreadPoolExecutor(given.workers) as pool:
+        left = {name: ATTACKS[name] for name in names}
+        running = {name: pool.submit(_run, ATTACKS[name], given, root, end, left) for name in names}
+        try:
             outcomes = {name: future.result() for name, future in running.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in running.values()):
+                end_descendants(os.getpid())
+                time.sleep(0.05)
+            raise
     table = _table(outcomes)
     command = f"python -m tests.siege --minutes {given.minutes:g} --seed {given.seed}"
     print(f"\n{table}\n\n{command}: {time.monotonic() - start:.0f} s")

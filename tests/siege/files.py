@@ -94,6 +94,8 @@ def damage(path: Path, how: str, chance: random.Random) -> str:
         record = json.loads(before.splitlines()[0] if path.suffix == ".jsonl" else before)
     except (ValueError, IndexError):
         record = {}
+    if isinstance(record, dict):
+        record.pop("crc32", None)  # which would be found to be wrong before anything else
     said = how
     if how == "cut":
         del content[chance.randrange(len(content) + 1) :]

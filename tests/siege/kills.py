@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 import zipfile
@@ -46,7 +47,7 @@ def _cpu(pid: int) -> float:
 
 
 def finish(*line: str) -> None:
-    done = run_python("-m", "binade", *line, timeout=110)
+    done = run_python("-m", "binade", *line, timeout=600)  # an attack ends sooner
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-300:]
 
 
@@ -113,6 +114,9 @@ def killed_writers(attempt: Attempt) -> None:
     if out.is_file():
         assert zipfile.ZipFile(out).testzip() is None
         out.unlink()
+    elif line[0] == "export" and out.exists():  # it appears when it is whole, and is not replaced
+        assert any(out.iterdir())
+        shutil.rmtree(out)
     finish(*line)
     assert leftovers(attempt.place) == []
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from binade.app import state as app_state
@@ -16,6 +18,7 @@ from binade.collector.jobs import processes, runner, state, store
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.runs import RunWriter, boot, list_runs
+from tests.conftest import start_python, until
 from tests.siege import addresses, files
 from tests.siege.attack import ATTACKS, Attempt
 
@@ -107,6 +110,25 @@ def test_a_real_time_signal_has_no_name(tmp_path):
     execution = store.Execution(processes.host(), boot(), job.created, process=files.GONE)
     runner.Runner(tmp_path)._settle(job, execution, -int(signal.SIGRTMIN) - 3)
     assert jobs.view_of(tmp_path, job).reason == "the collector was ended by signal 37"
+
+
+def test_a_siege_that_is_stopped_leaves_nothing(tmp_path):
+    """No process of its attacks, such as their runners and jobs, and no file of theirs."""
+
+    def ours(mark: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("TMPDIR", "").startswith(str(tmp_path)) and mark in process.environ():
+                    found.append(process)
+        return found
+
+    command = ("-m", "tests.siege", "--only", "cancels", "--root", tmp_path, "--seed", "1")
+    siege = start_python(*command, env={"TMPDIR": str(tmp_path)})
+    until(lambda: ours(processes.MARK), "a job to be started")
+    siege.terminate()
+    assert siege.communicate(timeout=60)[1].endswith("siege: stopped: what it had started was ended\n")
+    assert siege.returncode == 130 and not ours("TMPDIR") and list(tmp_path.iterdir()) == []
 
 
 assert addresses  # registers its attacks

@@ -1,6 +1,6 @@
 """Inside attention: probabilities and scores [sequences, heads, queries, keys], head by head.
 
-Large tensors are read by every n-th query, which every table's caller is told.
+Of a large tensor, only every n-th query is read; each table comes with n.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
     """Of compute.shares: a column for each value of `by`, its blocks by bin."""
     values = sorted(table[by].unique())
     step = -(-len(values) // MOST)
-    shown = table[table[by].isin(values[::step])].assign(group=lambda rows: rows[by].astype(int))
+    shown = table[table[by].isin(values[::step])].astype({by: int})
     result: alt.Chart = (
         alt.Chart(shown)
         .mark_rect()
         .encode(
-            x=alt.X("group:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+            x=alt.X(f"{by}:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
             y=alt.Y("low:Q", title=axis, scale=alt.Scale(zero=False, nice=False), bin="binned"),
             y2="high:Q",
             color=alt.Color(
@@ -29,7 +29,7 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
                 legend=alt.Legend(title="share of blocks", format=".0%", gradientLength=180),
             ),
             tooltip=[
-                alt.Tooltip("group:O", title=word),
+                alt.Tooltip(f"{by}:O", title=word),
                 alt.Tooltip("low:Q", title=f"{axis}, from"),
                 alt.Tooltip("high:Q", title="to"),
                 alt.Tooltip("share:Q", title="share of blocks", format=".2%"),

@@ -12,6 +12,7 @@ from binade.app.figure import Column, Drawn, Figure, Table, source
 from binade.app.params import One
 from binade.app.questions.block_history import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Board
 from binade.app.report.section import ReportSelection, Section
 from binade.quant.block_histograms import BLOCK_MEASURES
@@ -64,7 +65,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     if measure == "sqnr_db":
         columns["bad"] = Column(f"Below {compute.BAD_DB} dB", text=lambda row: f"{row['bad']:.2%}", align="right")
     items.append(Table("block_summary", summary, columns, height=min(38 + 35 * len(summary), 420)))
-    return Drawn(tuple(items), _verdict(table, measure, board.format))
+    return with_events(Drawn(tuple(items), _verdict(table, measure, board.format)), board.opened, board.where)
 
 
 def _verdict(table: pd.DataFrame, measure: str, fmt: str) -> str:
@@ -102,5 +103,6 @@ BLOCK_HISTORY = Question(
     ignores=frozenset(("metric",)),
     controls=(QUANTITY,),
     draw=draw,
+    of_runs=True,
     report=report,
 )

@@ -12,6 +12,7 @@ from binade.app.params import Known
 from binade.app.questions.channels import charts, compute
 from binade.app.questions.depth import charts as depth_charts
 from binade.app.questions.question import Question
+from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
@@ -100,7 +101,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     )
     control = Controls((replace(HOT, options=list(names), titles=names),))
     items: tuple[Item, ...] = (heat, control, map_, lines)
-    return Drawn((*items, Table("channel_places", places, COLUMNS, choose="tensor_id")), _verdict(found))
+    answer = Drawn((*items, Table("channel_places", places, COLUMNS, choose="tensor_id")), _verdict(found))
+    return with_events(answer, selection.opened, selection.where)
 
 
 def _verdict(found: compute.Persistence) -> str:
@@ -136,4 +138,5 @@ CHANNELS = Question(
     ignores=frozenset(("metric", "format")),
     controls=(HOT,),
     draw=draw,
+    of_runs=True,
 )

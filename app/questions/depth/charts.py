@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.shared.board_charts import scale_type, with_labels
+from binade.app.questions.shared.board_charts import color_scale, with_labels
 from binade.app.style import Measure
 
 
@@ -16,11 +16,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
     shown = with_labels(table, measure)
     shown["layer"] = shown["layer_index"].astype(int)
     order = sorted(set(shown["row"]), key=lambda row: (row.split()[-1].startswith("grad"), row))
-    ramp = style.RAMP[::-1] if measure.low_is_bad else style.RAMP
-    scale = alt.Scale(range=ramp, interpolate="rgb", type=scale_type(shown, measure))
-    if shown["figure"].nunique() < 2:
-        middle = float(shown["figure"].mean()) if shown["figure"].notna().any() else 0.0
-        scale = alt.Scale(range=ramp, domain=[middle - 1, middle + 1], interpolate="rgb", type="linear")
+    scale = color_scale(shown, measure)
     choice = style.choice("tensor_id")
     base = alt.Chart(shown).encode(
         x=alt.X("layer:O", title="layer", axis=alt.Axis(labelAngle=0, orient="top", labelOverlap=True)),

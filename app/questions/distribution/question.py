@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from binade.app.questions.shared import distribution_charts, distributions, form
 from binade.app.questions.shared.distributions import FINE_BIN, Distribution
 from binade.app.questions.shared.labels import group_name, unique_labels
 from binade.app.questions.shared.laws import LAWS, distance_to, fit, qq
+from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.scores import format_comparison
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section, slug
@@ -30,7 +32,7 @@ from binade.quant.metrics import METRICS
 
 MAX_SELECTED = style.MAX_GROUPS
 CHART = 360  # pixels, without the legend
-GROUPINGS = ("quant_type", "recipe", "layer_index", "module", "operation", "tensor_name", "iteration")
+GROUPINGS = ("quant_type", "recipe", "run_id", "layer_index", "module", "operation", "tensor_name", "iteration")
 REPORTED_BY = ("quant_type", "recipe", "layer_type", "operation", "module", "tensor_name", "layer_index")
 MAX_TYPES = 6  # quant types of which a report draws each tensor
 AXES = {"log2": "log₂ magnitude", "linear": "linear"}
@@ -138,7 +140,7 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
 
 def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
     """The chosen tensors' own values; their sketches where values were not kept or cannot be read."""
-    labels = unique_labels(chosen)
+    labels = unique_labels(chosen, given_names(opened))
     found, not_kept, damaged = [], [], []
     for tensor_id, label in labels.items():
         exact = None
@@ -243,10 +245,11 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
     """`Catalog.moments` of the groups, or of each chosen tensor; `group` is its name."""
     if chosen.empty:
         table = opened.moments(where, by)
-        return table.assign(group=table["group"].map(group_name))
+        names = given_names(opened) if by == "run_id" else None
+        return table.assign(group=table["group"].map(partial(group_name, names=names)))
     ids = chosen["tensor_id"].tolist()
     table = opened.moments(Filter(), "tensor_id", ids).set_index("group").loc[ids].reset_index()
-    return table.assign(group=table["group"].map(unique_labels(chosen)))
+    return table.assign(group=table["group"].map(unique_labels(chosen, given_names(opened))))
 
 
 def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list[Figure], int]:

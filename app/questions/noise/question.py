@@ -9,6 +9,7 @@ import pandas as pd
 from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.questions.noise import charts, compute
 from binade.app.questions.question import Question
+from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
@@ -66,7 +67,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     else:
         items += _of_gradients(board, gradients)
         verdicts.append(_of_gradients_verdict(gradients, board.format))
-    return Drawn(tuple(items), " ".join(verdicts), tuple(problems))
+    return with_events(Drawn(tuple(items), " ".join(verdicts), tuple(problems)), board.opened, board.where)
 
 
 def _places(weights: pd.DataFrame) -> pd.DataFrame:
@@ -170,4 +171,5 @@ NOISE = Question(
     view="noise",
     ignores=frozenset(("metric",)),
     draw=draw,
+    of_runs=True,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import altair as alt
 import pandas as pd
 
@@ -9,8 +11,8 @@ from binade.app import style
 from binade.app.questions.shared.loss_chart import MOST_POINTS
 
 
-def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of analysis.recipes.loss_gaps: each run's loss above bf16's; the rule is bf16 itself."""
+def gaps(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None) -> alt.LayerChart:
+    """Of `loss_gaps`: each run's loss above bf16's; the rule is bf16 itself. colors: those that users chose, by run."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     lines = (
@@ -24,7 +26,7 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
                 scale=alt.Scale(nice=False, padding=16),
             ),
             y=alt.Y("gap:Q", title="gap to bf16 (nats per token)"),
-            color=style.color(groups, "run", line=True),
+            color=style.color(groups, "run", line=True, own=colors),
             strokeDash=style.dash(groups, "run"),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),
@@ -39,10 +41,10 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     return result
 
 
-def costs(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of analysis.recipes.costs: the mean gap of each run, dearest at the top."""
+def costs(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None) -> alt.LayerChart:
+    """Of `costs`: the mean gap of each run, the largest at the top. colors: those that users chose, by run."""
     order = table["label"].tolist()
-    shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order))
+    shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
     base = alt.Chart(shown).encode(
         y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
@@ -80,8 +82,10 @@ AGREEMENT = {
 }
 
 
-def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> alt.Chart:
-    """Of `gradient_summary` by group (a run) and place: a dot each."""
+def agreement(
+    table: pd.DataFrame, column: str, subtitle: str | list[str], colors: Mapping[str, str] | None = None
+) -> alt.Chart:
+    """Of `gradient_summary` by group (a run) and place: a dot each. colors: those that users chose, by run."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
     result: alt.Chart = (
@@ -95,7 +99,7 @@ def agreement(table: pd.DataFrame, column: str, subtitle: str | list[str]) -> al
                 sort=list(dict.fromkeys(table["place"])),
                 axis=alt.Axis(grid=True, labelLimit=240),
             ),
-            color=style.color(groups, "run"),
+            color=style.color(groups, "run", own=colors),
             shape=style.shape(groups, "run"),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),

@@ -17,8 +17,9 @@ from binade.app.formatting import big, losses_of
 from binade.app.params import One, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
+from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import PARTS, runs_with_reference
+from binade.app.questions.shared.runs import PARTS, run_colors, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.report.section import ReportSelection, Section, slug
@@ -153,17 +154,20 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
     first = source(where, f"{len(costs)} runs and their bf16 runs, from loss.jsonl")
     caption = f"{first}\nGap: the run’s loss minus the bf16 run’s at the same iteration, in nats per token."
     part = f"the {len(latest)} runs with the largest gaps of {len(costs)} · " if len(costs) > len(latest) else ""
-    chart = charts.costs(latest, f"{part}mean over the recorded iterations")
+    labels = latest["label"].tolist()
+    colors = dict(zip(labels, style.colors(labels, own=run_colors(table)), strict=True))
+    chart = charts.costs(latest, f"{part}mean over the recorded iterations", colors)
     height = charts.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
     shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
-    chart = charts.gaps(shown, "above the dashed line: worse than bf16")
+    chart = charts.gaps(shown, "above the dashed line: worse than bf16", colors)
     lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
     shown = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if (shown[part] == "bf16").all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
-    return Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs))
+    answer = Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs))
+    return with_events(answer, opened, Filter(run_id=tuple(latest["run_id"])))
 
 
 def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
@@ -243,10 +247,11 @@ def gradients(
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
     height = charts.agreement_height(summary)
-    figures = [
-        Figure(column, charts.agreement(summary, column, subtitle), summary, caption, height=height, group="gradients")
-        for column in ("cosine", "gradient_bias")
-    ]
+    colors = run_colors(table)
+    figures = []
+    for column in ("cosine", "gradient_bias"):
+        chart = charts.agreement(summary, column, subtitle, colors)
+        figures.append(Figure(column, chart, summary, caption, height=height, group="gradients"))
     notes = [f"Gradient bias: {MEASURES['gradient_bias'].definition}."]
     if unread:
         notes.append(f"{unread} pairs could not be read and are left out.")

@@ -24,6 +24,15 @@ def scale_type(shown: pd.DataFrame, measure: Measure) -> Literal["log", "linear"
     return "log" if measure.log and (shown["figure"].dropna() > 0).all() else "linear"
 
 
+def color_scale(shown: pd.DataFrame, measure: Measure) -> alt.Scale:
+    """Of the column figure in a heatmap: bright is bad."""
+    ramp = style.RAMP[::-1] if measure.low_is_bad else style.RAMP
+    if shown["figure"].nunique() < 2:
+        middle = float(shown["figure"].mean()) if shown["figure"].notna().any() else 0.0
+        return alt.Scale(range=ramp, domain=[middle - 1, middle + 1], interpolate="rgb", type="linear")
+    return alt.Scale(range=ramp, interpolate="rgb", type=scale_type(shown, measure))
+
+
 def bars(
     shown: pd.DataFrame, measure: Measure, y: str, order: list[str], color: Any, domain: list[float]
 ) -> alt.LayerChart:

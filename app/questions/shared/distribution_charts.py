@@ -24,8 +24,8 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 def histogram(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
 ) -> alt.Chart:
-    """Of distributions.log2_histogram, or of linear_histogram. groups: all that are shown beside it, so that their
-    colours agree.
+    """Of distributions.log2_histogram, or of linear_histogram. groups: those of the charts
+    next to it, so that colours agree.
 
     Filled bars for one group; outlines for several, which would only muddy each other.
     """

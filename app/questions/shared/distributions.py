@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from binade.app.questions.shared.labels import group_name
+from binade.app.questions.shared.runs import given_names
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.backends.counts import counted, upper_counts, upper_edges
@@ -123,13 +125,14 @@ def distributions(
     """
     sketch = catalog.distribution(where, by, tensor_ids)
     moments = catalog.moments(where, by, tensor_ids)
-    moments.index = pd.Index(moments["group"].map(group_name))
+    name = partial(group_name, names=given_names(catalog) if by == "run_id" else None)
+    moments.index = pd.Index(moments["group"].map(name))
     found = []
     for group, bins in sketch.groupby("group", sort=True, dropna=False):
-        row: Any = moments.loc[group_name(group)]
+        row: Any = moments.loc[name(group)]
         low, high = (bins[name].to_numpy().clip(row["min"], row["max"]) for name in ("low", "high"))
         mean, std = float(row["mean"]), float(row["std"])
-        found.append(Distribution(group_name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
+        found.append(Distribution(name(group), low, high, bins["count"].to_numpy(), mean, std, exact=False))
     return found
 
 

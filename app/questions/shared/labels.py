@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -9,9 +11,10 @@ import pandas as pd
 UNNAMED = "unnamed"  # a tensor of which its log does not tell what it is
 
 
-def group_name(group: Any) -> str:
-    """A group as people read it; a tensor for which the word does not apply or is not known is in "none"."""
-    return "none" if pd.isna(group) else str(group)
+def group_name(group: Any, names: Mapping[str, str] | None = None) -> str:
+    """A group as people read it; a tensor for which the word does not apply or is not known is in "none". names: of
+    runs, by run_id."""
+    return "none" if pd.isna(group) else (names or {}).get(str(group), str(group))
 
 
 def tensor_label(row: pd.Series) -> str:
@@ -28,23 +31,24 @@ def layer_names(layers: pd.Series) -> pd.Series:
     return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ").astype(str)  # of no layers too
 
 
-def unique_labels(rows: pd.DataFrame) -> dict[str, str]:
-    """tensor_id to label; tensors that would share one are told apart by the first words in which they differ."""
+def unique_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
+    """tensor_id to label; those that would be equal get the first words in which the tensors differ. names: of runs,
+    by run_id."""
     labels = {row["tensor_id"]: tensor_label(row) for _, row in rows.iterrows()}
     by_id = rows.set_index("tensor_id", drop=False)
     for column, title in DISTINCTIONS.items():
         for _, same in pd.Series(labels).groupby(pd.Series(labels)):
-            values = by_id.loc[same.index, column].map(group_name)
+            values = by_id.loc[same.index, column].map(partial(group_name, names=names))
             if values.nunique() > 1:
                 for tensor_id, value in values.items():
                     labels[tensor_id] += f", {title} {value}"
     return labels
 
 
-def full_labels(rows: pd.DataFrame) -> dict[str, str]:
+def full_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
     """tensor_id to "L1 fc2 input · forward · iteration 0 · mxfp4", with micro-batch, rank and expert where they differ,
-    whether it was taken after quantization, the run where two runs have one recipe, and the end of the id where two are
-    still alike. Quick for thousands."""
+    whether it was taken after quantization, the run where it has one of these names (by run_id) or two runs have one
+    recipe, and the end of the id where two are still alike. Quick for thousands."""
     module = rows["module"].fillna("").map(lambda v: f"{v} " if v else "")
     text = layer_names(rows["layer_index"]) + module + rows["tensor_name"].fillna(UNNAMED)
     text = text + _after(rows["operation"])
@@ -58,9 +62,10 @@ def full_labels(rows: pd.DataFrame) -> dict[str, str]:
             text = text + rows[column].map(lambda v, t=title: "" if pd.isna(v) else f" · {t} {int(v)}")
     text = text + _after(rows["recipe"].fillna(rows["quant_type"]))
     text = text + rows["stage"].map({"after": " · after quantization"}).fillna("")
-    runs = rows.drop_duplicates("run_id")
-    if runs["recipe"].duplicated().any():
-        text = text + " · " + rows["run_id"].str[-6:]
+    run = rows["run_id"].map(dict(names)).astype(object)
+    if rows.drop_duplicates("run_id")["recipe"].duplicated().any():
+        run = run.fillna(rows["run_id"].str[-6:])
+    text = text + _after(run)
     again = text.duplicated(keep=False)
     text = text.where(~again, text + " · " + rows["tensor_id"].str.rpartition("/")[2])
     return dict(zip(rows["tensor_id"], text, strict=True))

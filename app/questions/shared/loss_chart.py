@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.shared import event_marks
 
 MOST_POINTS = 300  # that are marked, beside the line through them
 
 
-def losses(table: pd.DataFrame, events: pd.DataFrame | None = None) -> alt.LayerChart:
-    """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0. events: as of
-    `event_marks.events_of`, a rule for each."""
+def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.LayerChart:
+    """Columns group (a run), iteration, loss: a line a run; warm-up lies left of the rule at 0. colors: those that
+    users chose, by group."""
     groups = style.groups_of(table)
     tooltip = [
         alt.Tooltip("group:N", title="run"),
@@ -31,12 +32,13 @@ def losses(table: pd.DataFrame, events: pd.DataFrame | None = None) -> alt.Layer
                 scale=alt.Scale(nice=False),
             ),
             y=alt.Y("loss:Q", title="loss (nats per token)", scale=alt.Scale(zero=False)),
-            color=style.color(groups, "run", line=True),
+            color=style.color(groups, "run", line=True, own=colors),
             strokeDash=style.dash(groups, "run"),
             tooltip=tooltip,
         )
     )
     start = alt.Chart(pd.DataFrame({"x": [0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(x="x:Q")
-    layers = start + lines if events is None or events.empty else start + event_marks.rules(events) + lines
-    result: alt.LayerChart = layers.properties(title=style.title("Training loss", "cross entropy of each iteration"))
+    result: alt.LayerChart = (start + lines).properties(
+        title=style.title("Training loss", "cross entropy of each iteration")
+    )
     return result

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app.questions.shared.labels import run_labels
+from binade.data.catalog import Catalog
 
 SAME_DATA = (
     "model", "size", "dataset", "corpus_sha256", "seed", "layers", "warmup_iterations", "micro_batches",
@@ -26,12 +27,20 @@ OVERRIDES = (
 
 
 def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame:
-    """Every run, oldest first: run_id, recipe, name (the recipe; the run's id where none is known: imports; what was
-    rounded where the recipe's name does not say it), label (the name, unique), a column for each of PARTS ("bf16" where
-    it runs as it is), reference: the run_id of the newest bf16 run on the same data, or None; quantized; seed;
-    settings: all else that runs which differ in recipe and seed share."""
+    """Every run, oldest first, with the columns
+
+    run_id, recipe, color
+    rounded    the recipe; what was rounded where its name does not say it; the run's id of an import
+    name       the one that users gave it, else `rounded`
+    label      the name, unique
+    PARTS      a column each: its format, "bf16" where it runs as it is
+    reference  the run_id of the newest bf16 run on the same data, or None
+    quantized  whether any part is
+    seed
+    settings   all else that runs which differ in recipe and seed share
+    """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
-    table = runs[["run_id", "recipe", "started"]].copy()
+    table = runs[["run_id", "recipe", "started", "color"]].copy()
     wide: dict[Any, Any] = {(row.run_id, row.part): row.format or row.gradient_format for row in parts.itertuples()}
     for part in PARTS:
         table[part] = [wide.get((run_id, part), "bf16") for run_id in table["run_id"]]
@@ -41,9 +50,22 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
     table["settings"] = [_key(config, others) for config in runs["config"]]
     table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
-    table["name"] = [_name(row) for _, row in table.iterrows()]
+    table["rounded"] = [_rounded(row) for _, row in table.iterrows()]
+    table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table)
     return table
+
+
+def run_colors(table: pd.DataFrame) -> dict[str, str]:
+    """The colours that users chose, by the run's label. table: of `runs_with_reference`."""
+    chosen = table.dropna(subset="color")
+    return dict(zip(chosen["label"], chosen["color"], strict=True))
+
+
+def given_names(opened: Catalog) -> dict[str, str]:
+    """The names that users gave, unique, by run_id."""
+    named = opened.runs().dropna(subset="name")
+    return dict(zip(named["run_id"], run_labels(named), strict=True))
 
 
 def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -59,7 +81,7 @@ def _reference(table: pd.DataFrame, keys: list[tuple[str, ...]], index: int) -> 
     return None
 
 
-def _name(run: pd.Series) -> str:
+def _rounded(run: pd.Series) -> str:
     if run["recipe"] == "bf16" and run["quantized"]:
         return " + ".join(f"{part}_{run[part]}" for part in PARTS if run[part] != "bf16")
     result: str = run["run_id"] if pd.isna(run["recipe"]) else run["recipe"]

@@ -13,9 +13,9 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.formatting import losses_of
 from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
-from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import run_colors, runs_with_reference
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
 from binade.app.report.section import ReportSelection, Section
@@ -39,7 +39,8 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         height=420,
         choose="tensor_id",
     )
-    return Drawn((figure, *_losses(board.opened, board.where)), _training_verdict(table, measure))
+    answer = Drawn((figure, *_losses(board.opened, board.where)), _training_verdict(table, measure))
+    return with_events(answer, board.opened, board.where)
 
 
 def _training_verdict(table: pd.DataFrame, measure: Measure) -> str:
@@ -75,8 +76,8 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     shown, step = thinned(pd.DataFrame(rows), style.MARKS)
     height = 340 + style.legend_height(style.groups_of(shown))
     words = f"{source(where, 'the runs of the filter')}\nLoss: cross entropy in nats per token."
-    events = events_of(dict(zip(table["label"], (opened.root / run_id for run_id in table["run_id"]), strict=True)))
-    return [Figure("losses", loss_chart.losses(shown, events), shown, words, note=thinned_note(step), height=height)]
+    chart = loss_chart.losses(shown, run_colors(table))
+    return [Figure("losses", chart, shown, words, note=thinned_note(step), height=height)]
 
 
 def report(selection: ReportSelection) -> Iterator[Section]:

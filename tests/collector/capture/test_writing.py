@@ -8,6 +8,7 @@ import os
 import threading
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -204,3 +205,59 @@ def test_an_interrupt_at_any_step_stops_nobody_else(run):
     rows = [path for table in tables for path in table.column("path").to_pylist()]
     assert sorted(rows) == sorted(str(path.relative_to(run.directory)) for path in run.directory.rglob("*.pt"))
     assert str(name(step)) in rows and len(rows) < step
+
+
+def test_a_long_run_has_few_segments(run, monkeypatch):
+    """Ten times the time has far less than ten times the segments; a row that nothing was written before is written at
+    once."""
+    now, counts = [0.0], []
+    monkeypatch.setattr(writing, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(writing, "SHARE", 0.1)
+    files, x = Writing(run, 0), values(8)
+    for number in range(120):
+        now[0] += 1.0
+        files.publish([pending(run, number, x, None)])
+        finish_tasks(files)
+        if number in (11, 119):
+            counts.append(len(segment_names(run.directory)))
+    assert 10 < counts[0] <= 12 and counts[1] - counts[0] <= 25
+    files.settle()
+    now[0] = 1000.0
+    files.publish([])  # as often as the status is updated
+    files.publish([pending(run, 120, x, None)])
+    finish_tasks(files)
+    assert read_status(run.directory).tensors == 121
+    assert files.close() is None
+    rows = [
+        row
+        for segment in segment_names(run.directory)
+        for row in pq.read_table(run.directory / "segments" / segment / "tensor.parquet")["tensor_id"].to_pylist()
+    ]
+    assert rows == [f"r00-{number:06d}" for number in range(121)]
+
+
+def test_many_rows_are_not_kept_waiting(run, monkeypatch):
+    monkeypatch.setattr(writing, "SHARE", 1e9)
+    monkeypatch.setattr(writing, "ROWS", 3)
+    files = Writing(run, 0)
+    for number in range(7):
+        files.publish([pending(run, number, values(8), None)])
+    finish_tasks(files)
+    assert len(segment_names(run.directory)) == 2
+    files.settle()
+    assert len(segment_names(run.directory)) == 3
+    assert files.close() is None
+
+
+def test_the_other_ranks_get_an_answer_and_are_written_though_a_row_fails(run):
+    asked = []
+
+    def reduction(iteration: int, own: list[TensorRow]) -> list[TensorRow]:
+        asked.append((iteration, len(own)))
+        return [*own, pending(run, 100 + iteration, values(8), None).row()]
+
+    files = Writing(run, 0, reduction=reduction)
+    files.publish_reduced(0, [Pending(None, lambda: 1 / 0)])
+    files.publish_reduced(2, [pending(run, 2, values(8), None)])
+    assert isinstance(files.close(), ZeroDivisionError)
+    assert asked == [(0, 0), (2, 1)] and read_status(run.directory).tensors == 3

@@ -1,0 +1,38 @@
+"""The terms that the app, its reports and the docs use, each defined once. Metrics are in `style.MEASURES`."""
+
+from __future__ import annotations
+
+TERMS = {
+    "amax": "Largest magnitude of a tensor or block.",
+    "axis": "The axis along which blocks lie: the one that the operand's GEMM sums over, which differs between the "
+    "forward, dgrad and wgrad GEMM.",
+    "binade": "The floats that share an exponent: from one power of two up to the next.",
+    "block": "Values that share a scale: 32 neighbors in MX formats, 16 in NVFP4, or a rectangle such as 128x128.",
+    "codebook": "All values that a format can represent, before the scale.",
+    "component": "FA: the attention core. linear: a linear layer.",
+    "dgrad": "The GEMM of the backward pass that computes the gradient of a layer's input, from the gradient of its "
+    "output and its weight.",
+    "fake quantization": "Rounding values to a format and keeping them in bf16 or fp32, so that an ordinary GEMM "
+    "multiplies them. It shows the error of the format, not its speed.",
+    "flushed": "A nonzero value that becomes 0: underflow.",
+    "GEMM": "A matrix product. Training a linear layer takes three: forward, dgrad and wgrad.",
+    "Hadamard rotation": "An orthogonal transform of neighboring values that spreads outliers over the block. If both "
+    "operands of a GEMM are rotated along the axis that it sums over, the product stays the same.",
+    "iteration": "A step of the optimizer, numbered from 0. Warm-up iterations are below 0.",
+    "micro-batch": "The part of a batch that goes through the model at once, numbered from 0.",
+    "operand": "One of the two matrices that a GEMM multiplies.",
+    "phase": "pre: input of the operation. post: output of it.",
+    "Q–Q plot": "Quantiles of the values against those of a distribution. Points on the line follow it; heavy tails "
+    "bend away at the ends.",
+    "quant type": "The format requested where the tensor was recorded.",
+    "recipe": "Which operand of which GEMM is rounded to which format; what a run trains with.",
+    "saturated": "A value beyond the largest that the format can represent: it is clipped to that.",
+    "scale": "The number that a tensor's or block's values are divided by before they are rounded.",
+    "sketch": "Counts of a tensor's values in bins of an eighth of a binade. Sketches add up, so charts of many "
+    "tensors do not read their values.",
+    "spec": "A format with options, such as mxfp8_e4m3(scale=rceil).",
+    "stage": "Of imported tensors: taken before or after quantization.",
+    "stochastic rounding": "Rounding up or down at random, so that the expected result is the value itself.",
+    "wgrad": "The GEMM of the backward pass that computes the gradient of a layer's weight, from the gradient of its "
+    "output and its input.",
+}

@@ -1,0 +1,35 @@
+"""Two runs compared tensor by tensor, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pandas as pd
+
+from binade.app import style
+from binade.data.catalog import Catalog
+from binade.data.difference import Compared, Difference, difference
+from binade.data.filter import Filter
+from binade.data.runs import read_run
+
+WORDS = tuple(Compared.__dataclass_fields__)
+
+
+def compared(
+    opened: Catalog, where: Filter, run_a: str, run_b: str, done: Callable[[int, int], None]
+) -> tuple[Difference, pd.DataFrame]:
+    """`data.difference` of the tensors of run_a that the filter selects, and its rows with `order`, from 1. Raises
+    RunError."""
+    chosen = None
+    if where.without("run_id") != Filter():
+        chosen = set(opened.tensors(replace(where, run_id=(run_a,)))["tensor_id"])
+    found = difference(read_run(opened.root / run_a), read_run(opened.root / run_b), chosen, done)
+    table = pd.DataFrame([asdict(row) for row in found.rows], columns=list(WORDS))
+    return found, table.assign(order=range(1, len(table) + 1))
+
+
+def drawable(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that a chart has room for: of each group of neighbours the one that differs most."""
+    size = -(-len(table) // style.MARKS)
+    return table.loc[table["difference"].groupby((table["order"] - 1) // size).idxmax()] if size > 1 else table

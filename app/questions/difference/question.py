@@ -1,0 +1,144 @@
+"""Where do two implementations differ? Two runs of the same model and data, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
+from binade.app.params import One
+from binade.app.questions.difference import charts, compute
+from binade.app.questions.question import Question, not_in_report
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
+from binade.data.catalog import Catalog
+from binade.data.difference import TOLERANCE, Difference
+from binade.data.runs import RunError
+
+NOTE = (
+    "Matches the tensors of two runs of the same model and data, after joining the parts of each rank, and compares "
+    "them in the order of execution: by their values if both runs kept them, otherwise by their statistics."
+)
+DEFINITION = (
+    "Relative difference: ‖a − b‖₂ / ‖a‖₂, or the largest relative change of rms, mean, absmax, min and max where only "
+    "statistics were kept. 0 and Inf are drawn at the ends of the axis."
+)
+BITWISE = "bitwise"
+TOLERANCES = (str(TOLERANCE), BITWISE, "0.0001", "0.001", "0.1")
+COLUMNS = {
+    "order": Column("Order", "%d", 60),
+    "place": Column("Tensor", width=450),
+    "difference": Column("Relative difference", "%.2e", 130),
+    "largest": Column("Largest difference", "%.2e", 130),
+    "by": Column("By", width=65),
+}
+
+
+def _newest(first: int) -> Callable[[Catalog], One]:
+    """The runs, newest first but for the one that is the default."""
+
+    def runs(opened: Catalog) -> One:
+        names = opened.runs()["run_id"].tolist()
+        return One(tuple(dict.fromkeys([*names[first : first + 1], *names])))
+
+    return runs
+
+
+CONTROLS = (
+    Control(name="run_a", label="Run A", param=_newest(1), widget="list", row="runs"),
+    Control(name="run_b", label="Run B", param=_newest(0), widget="list", row="runs"),
+    Control(
+        name="tolerance", label="Tolerance", param=One(TOLERANCES),
+        titles={str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"},
+        options=(BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1"), widget="list", row="runs",
+        help="2⁻⁵: four units in the last place of bfloat16. Sums in another order may differ by that",
+    ),
+)  # fmt: skip
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]:
+    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    titles = dict(zip(table["run_id"], table["label"], strict=True))
+    choices = table["run_id"].tolist()[::-1]
+    return [
+        replace(each, titles=titles, options=choices) if each.row and each.name != "tolerance" else each
+        for each in CONTROLS
+    ]
+
+
+def draw(
+    selection: Selection, values: dict[str, Any], done: Callable[[int, int], None] = lambda count, of: None
+) -> Drawn:
+    run_a, run_b = values["run_a"], values["run_b"]
+    if run_a is None or run_a == run_b:
+        return Drawn(problems=("Choose two runs of the same model and data.",))
+    try:
+        found, table = compute.compared(selection.opened, selection.where, run_a, run_b, done)
+    except RunError as error:
+        return Drawn(problems=(str(error),))
+    problems = [*found.notes, *_missing(found)]
+    if table.empty:
+        return Drawn(problems=(*problems, "The two runs have none of the filter's tensors in common."))
+    limit = None if values["tolerance"] == BITWISE else float(values["tolerance"])
+    first = found.first(limit)
+    figure = Figure(
+        "difference",
+        charts.differences(
+            compute.drawable(table), limit, None if first is None else first + 1, f"A: {run_a} · B: {run_b}"
+        ),
+        table,
+        f"{source(selection.where, f'{len(table):,} tensors of {run_a} and {run_b}')}\n{DEFINITION}",
+        note=DEFINITION,
+        hint="Click a point to open the tensor of run A.",
+        height=380,
+        choose="tensor_id",
+    )
+    start = max(0, (first or 0) - 20)
+    around = table.iloc[start : start + 200]
+    title = "In the order of execution" + (f", from tensor {start + 1:,} on" if start else "")
+    items: list[Item] = [figure, Table("differences", around, COLUMNS, title, height=420, choose="tensor_id")]
+    if len(around) < len(table):
+        items.append(Text(f"The table shows {len(around):,} of {len(table):,} tensors; the CSV of the chart has more."))
+    return Drawn(tuple(items), _verdict(found, table, limit, first), tuple(problems))
+
+
+def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
+    how = f"{int((table['by'] == 'values').sum()):,} were compared by values"
+    beyond = "in any bit" if limit is None else f"by more than {limit:.3g}"
+    if first is None:
+        return f"None of {len(table):,} tensors differs {beyond}; {how}."
+    row = found.rows[first]
+    what = f"shapes {row.shape} and {row.shape_b}" if row.by == "shape" else f"{row.difference:.3g}"
+    count = sum(each.differs(limit) for each in found.rows)
+    after = f", after {first:,} that do not" if first else ""
+    total = f"{count:,} of {len(table):,} tensors differ; {how}."
+    return f"The first tensor that differs {beyond}: {row.place} ({what}){after}. {total}"
+
+
+def _missing(found: Difference) -> Iterable[str]:
+    for what, places in (
+        ("are only in run A", found.only_a), ("are only in run B", found.only_b),
+        ("were not compared", found.incomplete),
+    ):  # fmt: skip
+        if places:
+            yield f"Tensors that {what}: {len(places):,}, the first is {places[0]}."
+
+
+DIFFERENCE = Question(
+    text="Where do two implementations differ?",
+    title="Difference",
+    icon=":material/difference:",
+    help="The first tensor in which two runs differ: of two machines, back ends or parallel layouts",
+    page="difference",
+    draw=draw,
+    controls=CONTROLS,
+    narrow=_controls,
+    slow="Tensors are compared",
+    note=NOTE,
+    on_overview=False,
+    report=not_in_report,
+)

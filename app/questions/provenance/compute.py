@@ -1,0 +1,79 @@
+"""Where the first NaN or Inf of a step was made, where it went, and the statistics of the steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from binade.data.catalog import Catalog
+from binade.data.events import Event, EventKind, read_events
+from binade.data.filter import Filter
+
+STEPS = 200  # before the event, that are shown
+KEPT = "non_finite_"  # begins the names of the operands and results that were kept
+
+
+def runs_with_events(opened: Catalog) -> dict[str, list[Event]]:
+    """The runs in which one was found, newest first, with these events."""
+    found = {
+        run: [event for event in read_events(opened.root / run) if event.kind == EventKind.NON_FINITE]
+        for run in opened.runs()["run_id"]
+    }
+    return {run: events for run, events in found.items() if events}
+
+
+def of_ranks(events: Sequence[Event]) -> pd.DataFrame:
+    """A row per event, the earliest in the order of execution first: rank, order, place, text, reached."""
+    rows = [
+        {
+            "rank": event.rank,
+            "order": event.order,
+            "place": event.place,
+            "text": event.text.removeprefix(f"{event.place}, "),
+            "reached": len(event.chain),
+        }
+        for event in events
+    ]
+    return pd.DataFrame(rows)
+
+
+def chain(events: Sequence[Event]) -> pd.DataFrame:
+    """Of each event what made the first and what it reached, in order: rank, order, place, operation, what."""
+    rows = []
+    for event in events:
+        operation = "backward" if "backward:" in event.text or event.place == "loss" else "forward"
+        rows.append((event.rank, event.order, event.place, operation, "made here"))
+        rows += [(event.rank, each.order, each.place, each.operation, "reached") for each in event.chain]
+    return pd.DataFrame(rows, columns=["rank", "order", "place", "operation", "what"])
+
+
+def before(opened: Catalog, run: str, event: Event) -> tuple[pd.DataFrame, str]:
+    """(statistics of the STEPS iterations up to the event by iteration and tensor: those of `Catalog.moments`; of which
+    tensors: those of the module, else of its layer, else of all). Empty if none was measured."""
+    everywhere = Filter(run_id=(run,))
+    layer = [] if event.layer is None else [replace(everywhere, layer_index=(event.layer,))]
+    module = [replace(each, module=(event.module,)) for each in layer if event.module]
+    named = zip(
+        (*module, *layer, everywhere),
+        (
+            *(f"layer {event.layer} {event.module}" for _ in module),
+            *(f"layer {event.layer}" for _ in layer),
+            "all layers",
+        ),
+        strict=True,
+    )
+    for where, name in named:
+        table = opened.moments(where, ("iteration", "tensor_name"))
+        table = table[table["iteration"].between(event.iteration - STEPS, event.iteration)]
+        table = table[~table["tensor_name"].fillna(KEPT).str.startswith(KEPT)]
+        if table["iteration"].nunique() > 1:
+            return table.reset_index(drop=True), name
+    return pd.DataFrame(), ""
+
+
+def kept(opened: Catalog, run: str, event: Event) -> pd.DataFrame:
+    """The operands and results of the operation that were kept: rows of `Catalog.tensors`."""
+    rows = opened.tensors(Filter(run_id=(run,), iteration=(event.iteration,)))
+    return rows[rows["tensor_name"].fillna("").str.startswith(KEPT)].reset_index(drop=True)

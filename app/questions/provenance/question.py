@@ -1,0 +1,126 @@
+"""Where does a NaN come from? The operation that made the first one, what it reached, and the steps before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from binade.app import style
+from binade.app.control import Control
+from binade.app.figure import Column, Drawn, Figure, Item, Table
+from binade.app.params import Known, Whole
+from binade.app.questions.provenance import charts, compute
+from binade.app.questions.question import Question
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
+from binade.app.report.section import ReportSelection, Section
+from binade.app.report.section import Table as ReportTable
+from binade.app.style import MEASURES
+from binade.data.events import Event
+
+NOTHING = "No run of the filter has recorded a NaN or Inf. To look for one, pass find_nan=True or --find-nan."
+RUN = Control(
+    name="run", label="Run", param=lambda opened: Known(lambda run: run in set(opened.runs()["run_id"])), widget="list",
+    row="event", width=2,
+)  # fmt: skip
+AT = Control(name="at", label="Iteration", param=Whole(0, 10**9), widget="list", row="event")
+RANKS = {
+    "rank": Column("Rank", width=60),
+    "place": Column("Operation", width=220),
+    "order": Column("Order", width=70, help="Position among the operations of the step"),
+    "text": Column("What happened", width=420),
+    "reached": Column("Reached", width=80, help="Later operations whose result or gradient is not finite"),
+}
+OPERANDS = {
+    "tensor_name": Column("Tensor", width=200),
+    "shape": Column("Shape", text=lambda row: " × ".join(map(str, row["shape"]))),
+    "absmax": Column(format="%.4g"),
+    "nans": Column("NaN", "localized"),
+    "infs": Column("Inf", "localized"),
+    "rank": Column("Rank", width=60),
+}
+
+
+def _found(selection: Selection) -> dict[str, list[Event]]:
+    allowed = selection.opened.distinct(("run_id",), selection.where)["run_id"]
+    wanted = set(selection.where.run_id or allowed)
+    return {run: events for run, events in compute.runs_with_events(selection.opened).items() if run in wanted}
+
+
+def _chosen(found: Mapping[str, list[Event]], values: Mapping[str, Any]) -> tuple[str, list[int], int]:
+    """(the run, the iterations of its events, the one that is shown)."""
+    run = values["run"] if values["run"] in found else next(iter(found))
+    iterations = sorted({event.iteration for event in found[run]})
+    return run, iterations, values["at"] if values["at"] in iterations else iterations[0]
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
+    if not (found := _found(selection)):
+        return
+    _, iterations, _ = _chosen(found, values)
+    yield replace(RUN, options=tuple(found), titles=_labels(selection))
+    yield replace(AT, options=tuple(iterations))
+
+
+def _labels(selection: Selection) -> dict[str, str]:
+    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    return dict(zip(table["run_id"], table["label"], strict=True))
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    found = _found(selection)
+    if not found:
+        return Drawn(problems=(NOTHING,))
+    opened = selection.opened
+    run, _, iteration = _chosen(found, values)
+    events = [event for event in found[run] if event.iteration == iteration]  # the earliest in the step first
+    first, ranks, chain = events[0], compute.of_ranks(events), compute.chain(events)
+    label = _labels(selection)[run]
+    words = f"Data: events of {run}, iteration {iteration}, in the order in which each rank executed its operations."
+    items: list[Item] = [
+        Figure(
+            "chain", charts.chain(chain, f"Path from {first.place}", f"{label} · iteration {iteration}"), chain, words,
+            note="The ringed operation has finite operands and a result that is not finite. The others have a "
+            "result or gradient that is not finite; of nested modules, only the innermost is drawn.",
+            height=charts.chain_height(chain),
+        ),
+        Table("ranks", ranks, RANKS, title="By rank, earliest first"),
+    ]  # fmt: skip
+    table, of = compute.before(opened, run, first)
+    for name in ("absmax", "sqnr_db"):
+        measure = MEASURES[name]
+        if len(table) and table[name].abs().lt(float("inf")).groupby(table["iteration"]).any().sum() > 1:
+            title, subtitle = f"{measure.label} in the steps before", f"{of} · up to iteration {iteration}"
+            chart = charts.before(table, measure, iteration, title, subtitle)
+            caption = f"Data: {run}, tensors of {of}.\n{measure.label}: {measure.definition}."
+            height = 320 + style.legend_height(sorted(set(table["tensor_name"])))
+            items.append(Figure(f"before_{name}", chart, table, caption, height=height))
+    operands = compute.kept(opened, run, first)
+    if len(operands):
+        title = "The operands and the result of the operation"
+        items.append(Table("operands", operands, OPERANDS, title=title, choose="tensor_id"))
+    steps = "" if len(table) else " No tensor was measured in the steps before: watch more steps, or keep a ring."
+    rank = f" on rank {first.rank}" if len({event.rank for event in events}) > 1 or first.rank else ""
+    return Drawn(tuple(items), f"Iteration {iteration}{rank}: {first.text}.{steps}")
+
+
+def report(selection: ReportSelection) -> Iterator[Section]:
+    drawn = draw(selection, {"run": None, "at": None})
+    if drawn.figures:
+        tables = [ReportTable(f"provenance_{name}", name.capitalize(), table) for name, table in drawn.tables.items()]
+        yield Section("provenance", PROVENANCE.title, drawn.figures, tables, PROVENANCE.help + ".", drawn.verdict)
+
+
+PROVENANCE = Question(
+    text="Where does a NaN or Inf come from?",
+    title="Provenance",
+    icon=":material/account_tree:",
+    help="The operation that made the first one, its path to the loss, and the statistics of the steps before",
+    page="provenance",
+    controls=(RUN, AT),
+    narrow=_controls,
+    draw=draw,
+    of_runs=True,
+    report=report,
+)

@@ -1,0 +1,168 @@
+"""Where and when does a statistic change? Layer by iteration, of one run or of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from binade.app.control import Control
+from binade.app.figure import Drawn, Figure, source
+from binade.app.params import One
+from binade.app.questions.question import Question
+from binade.app.questions.shared.event_marks import events_of
+from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.selection import Selection
+from binade.app.questions.surfaces import charts, compute
+from binade.app.style import MEASURES, Measure
+from binade.data.catalog import SHOWN_ERRORS, STATISTICS
+
+NONE, IN_FORCE = "none", "in_force"
+METRICS = (*SHOWN_ERRORS, *STATISTICS)
+NOTHING = "The filter selects no tensor of a layer: widen it."
+NOT_ROUNDED = "No run of the filter rounded {}. Choose a format that it was scored in, or another statistic."
+METRIC = Control(
+    name="statistic", label="Statistic", param=One(METRICS), widget="list", row="what",
+    titles={name: MEASURES[name].label for name in METRICS},
+)  # fmt: skip
+KIND = Control(
+    name="kind", label="Tensor", param=lambda opened: One(tuple(compute.kinds(opened))), widget="list", row="what"
+)
+SPEC = Control(
+    name="spec", label="Format", param=lambda opened: One((IN_FORCE, *opened.scored_formats())), widget="list",
+    row="what", titles={IN_FORCE: "the format in force"},
+)  # fmt: skip
+RUN = Control(
+    name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened))), widget="list", row="runs"
+)
+AGAINST = Control(
+    name="against", label="Compare with", param=lambda opened: One((NONE, *compute.followed(opened))), widget="list",
+    row="runs", titles={NONE: "no other run"},
+)  # fmt: skip
+
+
+def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]:
+    opened, where = selection.opened, selection.where
+    kinds = compute.kinds(opened, where)
+    if not kinds:
+        return
+    yield METRIC
+    yield replace(KIND, options=tuple(kinds))
+    formats = (IN_FORCE, *opened.scored_formats(where))
+    yield replace(SPEC, options=formats, disabled=values["statistic"] not in SHOWN_ERRORS)
+    runs = _runs(selection, _chosen(kinds, values["kind"]), values)
+    labels = _labels(selection)
+    if runs:
+        yield replace(RUN, options=runs, titles=labels)
+    if len(runs) > 1:
+        others = [run for run in runs if run != values["run"]]
+        yield replace(AGAINST, options=(NONE, *others), titles=labels | dict(AGAINST.titles))
+
+
+def _chosen(options: Any, wanted: Any) -> Any:
+    """The option that is wanted, of a dict its value; else the first."""
+    name = wanted if wanted in options else next(iter(options))
+    return options[name] if isinstance(options, dict) else name
+
+
+def _runs(selection: Selection, kind: tuple[str, str], values: dict[str, Any]) -> list[str]:
+    in_force = values["statistic"] in SHOWN_ERRORS and values["spec"] == IN_FORCE
+    where = compute.of_kind(selection.where, kind, selection.where.run_id)
+    return compute.followed(selection.opened, where, in_force)
+
+
+def _labels(selection: Selection) -> dict[str, str]:
+    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    return dict(zip(table["run_id"], table["label"], strict=True))
+
+
+def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
+    opened, measure = selection.opened, MEASURES[values["statistic"]]
+    kinds = compute.kinds(opened, selection.where)
+    if not kinds:
+        return Drawn(problems=(NOTHING,))
+    module, name = kind = _chosen(kinds, values["kind"])
+    runs = _runs(selection, kind, values)
+    if not runs:
+        return Drawn(problems=(NOT_ROUNDED.format(f"{module} {name}"),))
+    run = _chosen(runs, values["run"])
+    against = values["against"] if values["against"] in set(runs) - {run} else None
+    shown = [run, *([against] if against else [])]
+    where = compute.of_kind(selection.where, kind, shown)
+    fmt = values["spec"] if measure.key in SHOWN_ERRORS and values["spec"] != IN_FORCE else ""
+    table = compute.surface(opened, where, measure.key, fmt)
+    labels = _labels(selection)
+    change = compute.difference(table, run, against, measure) if against and len(table) else table
+    if change.empty:
+        both = f" in both of {labels[run]} and {labels[against]}" if against else ""
+        scored = f" in {fmt}" if fmt else ""
+        text = f"{module} {name} has no {measure.label}{scored} in two or more iterations{both}."
+        return Drawn(problems=(f"{text} Record several iterations, or watch a run.",))
+    title = f"{measure.label}{f' in {fmt}' if fmt else ''} of {module} {name}"
+    events = events_of({labels[each]: opened.root / each for each in shown})
+    events = events[events["iteration"].between(change["iteration"].min(), change["last"].max())]
+    width = int(change["last"].iloc[0] - change["iteration"].iloc[0]) + 1
+    worst = "lowest" if measure.low_is_bad else "largest"
+    subtitle = labels[run]
+    if width > 1:
+        subtitle += f" · the {worst} of each {width} iterations"
+    if against:
+        subtitle = f"{labels[run]} compared with {labels[against]}" + subtitle.removeprefix(labels[run])
+        names = labels[run], labels[against]
+        chart = charts.difference(change, measure, names, events, f"{title}: difference", subtitle)
+        note = f"Red: {labels[run]} is worse than {labels[against]}."
+        answer = _compared(change, measure, labels[against])
+    else:
+        chart = charts.surface(change, measure, events, title, subtitle)
+        note = f"{measure.label}: {measure.definition}. Bright is bad."
+        answer = _worst(change, measure)
+    if len(events):
+        note += " Dashed: triggers, NaN or Inf, changes of precision."
+    layers = change["layer_index"].nunique()
+    caption = source(where, f"{len(change):,} cells of {layers} layers; the {worst} of all tensors of a cell")
+    figure = Figure(
+        "surface", chart, change, f"{caption}\n{measure.label}: {measure.definition}.", note=note,
+        hint="Click a cell to open its tensor.", height=charts.height(layers), choose="tensor_id",
+    )  # fmt: skip
+    return Drawn((figure,), answer)
+
+
+def _when(cell: pd.Series) -> str:
+    first, last = int(cell["iteration"]), int(cell["last"])
+    when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
+    return f"layer {int(cell['layer_index'])}, {when}"
+
+
+def _worst(table: pd.DataFrame, measure: Measure) -> str:
+    at = table["value"].to_numpy().argmin() if measure.low_is_bad else table["value"].to_numpy().argmax()
+    cell, word = table.iloc[at], "Lowest" if measure.low_is_bad else "Largest"
+    return f"{word} {measure.label}: {measure.quantity(cell['value'])} in {_when(cell)}."
+
+
+def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
+    known = table.dropna(subset=["change"])
+    if known.empty:
+        return ""
+    worse = -known["change"] if measure.low_is_bad else known["change"]
+    cell = known.iloc[worse.to_numpy().argmax()]
+    text = f"Worse than {against} in {int((worse > 0).sum()):,} of {len(known):,} cells"
+    if worse.max() <= 0:
+        return f"{text}."
+    both = f"{measure.quantity(cell['value'])} against {measure.quantity(cell['other'])}"
+    by = f"a factor of {2 ** cell['change']:.3g}" if measure.log else f"{cell['change']:+.2g} {measure.unit}".strip()
+    return f"{text}, most in {_when(cell)}: {both} ({by})."
+
+
+SURFACES = Question(
+    text="Where and when does it go wrong?",
+    title="Surfaces",
+    icon=":material/landscape:",
+    help="Any statistic of one kind of tensor by layer and iteration, of one run or the difference between two",
+    page="surfaces",
+    controls=(METRIC, KIND, SPEC, RUN, AGAINST),
+    narrow=_controls,
+    draw=draw,
+    of_runs=True,
+)

@@ -1,0 +1,133 @@
+"""binade diff."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from binade.terminal import FAILED, Command, Option, print_text, resolve_root, root_option
+
+if TYPE_CHECKING:  # they import pyarrow
+    from binade.data.difference import Compared, Difference
+    from binade.data.runs import RunInfo
+
+AROUND = 8  # rows shown on each side of the first difference
+
+
+def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bitwise: bool, kind: str) -> int:
+    """Find the first tensor that differs between two runs of the same model and data.
+
+    RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or back ends,
+    or divide the model among other tensor-parallel ranks. Tensors are matched by iteration, micro-batch, layer, module,
+    operation and name, put together from the ranks, and compared in the order in which RUN_A computed them: by their
+    values if both runs have them, else by their statistics.
+
+    Exit status 0: no tensor differs, 1: one does, or there is none to compare.
+    """
+    from binade.data.difference import TOLERANCE, difference
+    from binade.data.runs import RunError
+
+    if bitwise and tolerance is not None:
+        raise click.UsageError("--bitwise and --tolerance contradict each other: give one")
+    a, b = _find(run_a, root), _find(run_b, root)
+    found = difference(a, b)
+    limit = None if bitwise else TOLERANCE if tolerance is None else tolerance
+    if not found.rows and not found.incomplete:
+        raise RunError(f"{a.run_id} and {b.run_id} have no tensor in common")
+    first = found.first(limit)
+    print_text(_csv(found) if kind == "csv" else "\n".join(_lines(found, limit, first)))
+    return 0 if first is None and found.rows else FAILED
+
+
+def _find(name: str, root: str | None) -> RunInfo:
+    from binade.data.runs import read_run
+
+    directory = next((path for path in (Path(name), resolve_root(root) / name) if (path / "run.json").is_file()), None)
+    if directory is None:
+        raise click.UsageError(f"{name!r} is neither the directory of a run nor a run of {resolve_root(root)}")
+    return read_run(directory.absolute())
+
+
+def _lines(found: Difference, limit: float | None, first: int | None) -> list[str]:
+    rows = found.rows
+    lines = [f"note: {note}" for note in found.notes]
+    for what, places in (
+        ("only in RUN_A", found.only_a),
+        ("only in RUN_B", found.only_b),
+        ("not compared", found.incomplete),
+        ("with other shapes", [f"{row.place}: {row.shape} and {row.shape_b}" for row in rows if row.by == "shape"]),
+    ):
+        if places:
+            lines.append(f"{len(places):,} {what}, first {places[0]}")
+    values = sum(row.by == "values" for row in rows)
+    lines.append(f"{len(rows):,} tensors compared: {values:,} by values, {len(rows) - values:,} by statistics")
+    beyond = "in any bit" if limit is None else f"by more than {limit:.4g}"
+    if first is None:
+        largest = max(rows, key=lambda row: row.difference, default=None)
+        most = f"; most: {_described(largest)}" if largest and largest.difference else ""
+        return [*lines, f"no tensor differs {beyond}{most}"]
+    start = max(0, first - AROUND)
+    count = sum(row.differs(limit) for row in rows)
+    return [
+        *lines,
+        f"{count:,} differ {beyond}; the first, after {first:,} that do not: {_described(rows[first])}",
+        "",
+        "  difference    largest  tensor",
+        *(
+            f"{'>' if index == first else ' '} {row.difference:10.3e} {_number(row.largest)}  {row.place}"
+            for index, row in enumerate(rows[start : first + AROUND + 1], start)
+        ),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return f"{value:10.3e}" if value is not None else "         –"
+
+
+def _described(row: Compared) -> str:
+    if row.by == "shape":
+        return f"{row.place}, of shape {row.shape} and {row.shape_b}"
+    where = f", most at {list(row.at)} by {row.largest:.3e}" if row.at is not None else ""
+    return f"{row.place}, relative difference {row.difference:.3e}{where}{' of statistics' * (row.by == 'statistics')}"
+
+
+def _csv(found: Difference) -> str:
+    written = io.StringIO()
+    rows = [asdict(row) for row in found.rows]
+    writer = csv.DictWriter(written, list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    return written.getvalue().rstrip()
+
+
+diff = Command(
+    "diff",
+    params=[
+        click.Argument(["run_a"], metavar="RUN_A"),
+        click.Argument(["run_b"], metavar="RUN_B"),
+        Option(
+            ["--tolerance"],
+            type=click.FloatRange(min=0),
+            metavar="X",
+            help="Largest relative difference ‖a − b‖ / ‖a‖ that is taken for equal  [default: 0.03125, four units in "
+            "the last place of bfloat16: what sums in another order may change]",
+        ),
+        Option(["--bitwise"], is_flag=True, help="Find the first tensor with any bit that differs"),
+        Option(
+            ["--format", "kind"],
+            type=click.Choice(("text", "csv")),
+            default="text",
+            help="text: the tensors around the first difference; csv: every tensor  [default: text]",
+        ),
+        root_option(),
+    ],
+    callback=_diff,
+    help=_diff.__doc__,
+    cancelled="cancelled; not every tensor was compared",
+    failed="the runs cannot be compared",
+)

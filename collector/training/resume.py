@@ -1,0 +1,266 @@
+"""Checkpoints of a run, and how a run that has ended early is continued: `binade run --resume RUN`.
+
+    <run>/checkpoints/00000400/        iterations done, warm-up included; the last two are kept
+      rank00.pt                        weights, optimizer and generators of a rank; loaded with weights_only
+      delayed_scales_r00.safetensors   of a recipe with delayed scaling
+      rank00.json                      how far the rank's part of the run was: a Position. It is written last
+
+What the run recorded after its checkpoint is deleted, since it is recorded again. The data are read again from the
+start, which takes no state of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from torch import nn
+
+from binade.collector.errors import ConfigError
+from binade.collector.jobs.command_line import arguments_of, parse_runs
+from binade.collector.training.config import Device, RunConfig
+from binade.data.events import events_file
+from binade.data.json_files import STRICT, Count, read_json, write_json
+from binade.data.runs import (
+    CHECKPOINTS,
+    COUNTS,
+    DONE,
+    RUNNING,
+    SEGMENT,
+    RunError,
+    RunInfo,
+    RunWriter,
+    Whole,
+    read_run,
+)
+from binade.data.store import remove_directory, staged_file
+from binade.data.text import describe
+
+KEPT = 2  # a rank may write the next one while another has not written this one
+
+
+@pydantic_dataclass(frozen=True, config=STRICT)
+class Position:
+    """How far a rank's part of a run was. losses and events are the sizes of these files in bytes; recorded counts the
+    tensors in the order of their ids; the rest is as in status.json."""
+
+    arguments: tuple[str, ...]
+    done: Count
+    segments: Count
+    recorded: Count
+    losses: Count
+    events: Count
+    tensors: Count
+    tensors_without_raw: Count
+    bytes: Count
+    iteration: Whole
+    loss_first: float | None
+    loss_last: float | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTS}
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The last checkpoint of a run: its folder, and the positions of all ranks."""
+
+    run: RunInfo
+    folder: Path
+    positions: tuple[Position, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run was started with. Raises ConfigError if that is no longer understood."""
+        return parse_runs(self.positions[0].arguments)[0]
+
+    @property
+    def done(self) -> int:
+        return self.positions[0].done
+
+    def scales(self, rank: int) -> Path | None:
+        """The directory of the delayed scales, if there are any."""
+        return self.folder if (self.folder / f"delayed_scales_r{rank:02d}.safetensors").exists() else None
+
+    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        """Raises RunError for a file that is damaged or of another model."""
+        path = self.folder / f"rank{rank:02d}.pt"
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["cpu"])
+            if "cuda" in state:
+                torch.cuda.set_rng_state(state["cuda"])
+        except (OSError, RuntimeError, KeyError, ValueError, TypeError, pickle.UnpicklingError) as error:
+            raise RunError(f"{path} cannot be read: {describe(error)}") from None
+
+    def reopen(self, ranks: int, owner: int | None) -> RunWriter:
+        """On rank 0: the run is running again, without what it recorded since. Raises RunError, OSError."""
+        run = read_run(self.run.directory)
+        check_resumable(run)
+        segments = {name: run.directory / "segments" / name for name in run.segments}
+        if changed := [name for name in segments if not SEGMENT.fullmatch(name)]:
+            raise RunError(f"{run.run_id} cannot be resumed: its segment {changed[0]} was merged or copied")
+        later = {name for name in segments if _number(name) > self.positions[_rank(name)].segments}
+        tables = {
+            name: pq.read_table(path / "tensor.parquet", columns=["path"], partitioning=None)["path"].to_pylist()
+            for name, path in segments.items()
+            if name not in later
+        }
+        for rank, position in enumerate(self.positions):
+            rows = sum(len(paths) for name, paths in tables.items() if _rank(name) == rank)
+            if rows != position.tensors:
+                raise RunError(
+                    f"{run.run_id} cannot be resumed: at its checkpoint rank {rank} had recorded {position.tensors} "
+                    f"tensors, its segments hold {rows}, so they were changed since"
+                )
+            for file, size in self._files(rank):
+                if _size(file) < size:
+                    raise RunError(f"{run.run_id} cannot be resumed: {file.name} has less than at its checkpoint")
+        first = self.positions[0]
+        # The counts before the segments: rows that are not counted are no damage.
+        for path in (run.directory / "ranks").glob("rank*.json"):
+            path.unlink()
+        status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
+        writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
+        for name in sorted(later, reverse=True):  # the last first: killed meanwhile, the run has no gap
+            remove_directory(segments[name])
+        for folder in self.folder.parent.iterdir():  # a rank's part in a later one counts segments that are gone
+            if folder.name > self.folder.name:
+                remove_directory(folder)
+        named = {path for paths in tables.values() for path in paths}
+        for file in run.directory.glob("tensors/*/*"):
+            if str(file.relative_to(run.directory)) not in named:
+                file.unlink()
+        for rank in range(len(self.positions)):
+            for file, size in self._files(rank):
+                _cut(file, size)
+        return writer
+
+    def _files(self, rank: int) -> Iterator[tuple[Path, int]]:
+        """The files that a rank appends to, with the sizes that they had."""
+        yield events_file(self.run.directory, rank), self.positions[rank].events
+        if rank == 0:
+            yield self.run.directory / "loss.jsonl", self.positions[rank].losses
+
+
+def check_resumable(run: RunInfo) -> None:
+    """Raise RunError for a run that is done, or still runs."""
+    if run.status.state == DONE:
+        raise RunError(f"{run.run_id} is done: there is nothing to resume")
+    if run.status.state == RUNNING:
+        raise RunError(f"{run.run_id} is still running: cancel it first")
+
+
+def find(root: Path, name: str) -> Resumed:
+    """The run of this name, at its last checkpoint that all ranks have written. Raises RunError if there is none."""
+    run = read_run(root / Path(name).name)
+    check_resumable(run)
+    ranks = int(run.config.get("tp") or 1) * int(run.config.get("dp") or 1)
+    for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
+        files = [folder / f"rank{rank:02d}.json" for rank in range(ranks)]
+        if all(file.exists() for file in files):
+            try:
+                return Resumed(run, folder, tuple(read_json(Position, file) for file in files))
+            except (OSError, ValueError) as error:
+                raise RunError(f"{folder} cannot be read: {describe(error)}") from None
+    raise RunError(f"{run.run_id} has no checkpoint to resume from: it takes --checkpoint-every when a run is started")
+
+
+def open_resumed(root: Path, config: RunConfig, name: str | None) -> Resumed | None:
+    """The run of this name, None without one. Raises ConfigError if it was started with other options."""
+    if name is None:
+        return None
+    found = find(root, name)
+    if found.config != config:
+        raise ConfigError(
+            f"{name} was started with other options: leave out all options but --resume and --tensor-save-dir"
+        )
+    return found
+
+
+def check_unchanged(run: RunInfo, description: dict[str, Any]) -> None:
+    """Raise ConfigError if the data, the weights or the recipe are no longer those that the run started with."""
+    before: dict[str, Any] = dict(run.config)
+    for name, what in (("data", "dataset"), ("weights", "weights of the model"), ("recipe_toml", "recipe")):
+        if before.get(name) != json.loads(json.dumps(description[name])):
+            raise ConfigError(f"{run.run_id} cannot be resumed: the {what} has changed since it started")
+
+
+class Checkpoints:
+    """Writes those of this rank, once `every` iterations; 0 for never. position: how far the rank's part of the run is,
+    with everything recorded on the disk."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: Path,
+        rank: int,
+        position: Callable[[], dict[str, int]],
+        save_scales: Callable[[Path], None],
+    ) -> None:
+        self.every, self.directory, self.rank = config.checkpoint_every, directory, rank
+        self.on_gpu = config.device == Device.CUDA
+        self.arguments = tuple(arguments_of(config))
+        self.position, self.save_scales = position, save_scales
+
+    def write(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer, writer: RunWriter) -> None:
+        """Write one if it is due after so many iterations. Raises OSError."""
+        if not self.every or done % self.every:
+            return
+        position = self.position()
+        folder = self.directory / CHECKPOINTS / f"{done:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "cpu": torch.get_rng_state()}
+        if self.on_gpu:
+            state["cuda"] = torch.cuda.get_rng_state()
+        with staged_file(folder / f"rank{self.rank:02d}.pt") as file:
+            torch.save(state, file)
+        self.save_scales(folder)
+        status = writer.status
+        words = Position(
+            arguments=self.arguments,
+            done=done,
+            **position,
+            losses=_size(self.directory / "loss.jsonl"),
+            events=_size(events_file(self.directory, self.rank)),
+            iteration=status.iteration,
+            loss_first=status.loss_first,
+            loss_last=status.loss_last,
+        )
+        write_json(folder / f"rank{self.rank:02d}.json", words)
+        if self.rank == 0:
+            for old in sorted((self.directory / CHECKPOINTS).iterdir())[:-KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+def _rank(segment: str) -> int:
+    return int(segment.removeprefix("rank").partition("-")[0])
+
+
+def _number(segment: str) -> int:
+    return int(segment.partition("-")[2])
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _cut(file: Path, size: int) -> None:
+    with suppress(FileNotFoundError):
+        os.truncate(file, size)

@@ -1,0 +1,220 @@
+"""Merges small segments of runs that have ended into large ones: what `binade compact` does.
+
+A merged segment appears all at once, and its manifest names the segments that it replaces. From then on nobody lists
+those (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged segment
+was read again from the disk and had its checksums. Killed before the merged segment appears, this leaves what was
+there; killed after that, what is left to delete, which the next call does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from binade.data.access import check_writable
+from binade.data.runs import CHECKPOINTS, DONE, IMPORT, RUNNING, RunError, RunInfo, is_a_file, read_run, run_directories
+from binade.data.segment import (
+    MANIFEST,
+    MERGED,
+    TABLES,
+    Manifest,
+    Replaced,
+    SegmentError,
+    last_number,
+    manifest,
+    read_manifest,
+    replaced_names,
+    segment_digest,
+)
+from binade.data.store import locked, remove_directory, sha256, staged_directory, sweep, write_atomic
+from binade.data.text import describe
+
+SIZE = 128 << 20  # bytes of a segment that is large enough
+MOST = 10_000  # segments that one replaces
+ROWS = 1 << 20  # of a row group
+
+
+@dataclass
+class Compacted:
+    """How many segments became how many, of so many bytes; skipped: a line for each run that was left as it is, with
+    the reason."""
+
+    before: int = 0
+    after: int = 0
+    nbytes: int = 0
+    skipped: list[str] = field(default_factory=list)
+
+
+def compact(
+    root: Path,
+    size: int = SIZE,
+    *,
+    dry_run: bool = False,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Compacted:
+    """Merge the segments of each run that are smaller than `size` bytes into ones of at least this size; what is left
+    over of a run becomes one. Imports are not changed: they may drop rows later. done is called with the runs so far
+    and their number. With dry_run, only count.
+
+    Raises RunError if the root is no directory, ReadOnlyError.
+    """
+    if not dry_run:
+        check_writable("merging segments")
+    if not root.is_dir():
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+    found = Compacted()
+    directories = run_directories(root)
+    for number, directory in enumerate(directories, 1):
+        try:
+            with ExitStack() as held:
+                if not dry_run:
+                    held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                _compact_run(read_run(directory), size, dry_run, found)
+        except BlockingIOError:
+            found.skipped.append(f"{directory.name} is in use by another process")
+        except RunError as error:
+            found.skipped.append(str(error))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            found.skipped.append(f"{directory.name}: {describe(error)}")
+        done(number, len(directories))
+    return found
+
+
+def _compact_run(run: RunInfo, size: int, dry_run: bool, found: Compacted) -> None:
+    if run.status.state == RUNNING or run.config.get("kind") == IMPORT:
+        return
+    if not run.config.get("checksums"):
+        found.skipped.append(f"{run.run_id} has no checksums: it was recorded by an earlier version")
+        return
+    if run.status.state != DONE and (run.directory / CHECKPOINTS).is_dir():
+        found.skipped.append(f"{run.run_id} can be resumed: binade run --resume, or delete its {CHECKPOINTS}")
+        return
+    segments = run.directory / "segments"
+    if not dry_run:
+        _clean(run)
+    numbers = count(last_number(run.segments) + 1)
+    for names in _groups(segments, run.segments, size):
+        found.before, found.after = found.before + len(names), found.after + 1
+        found.nbytes += sum(map(_size, (segments / name for name in names)))
+        if not dry_run:
+            _merge(run, names, f"{MERGED}{next(numbers):06d}")
+
+
+def _size(segment: Path) -> int:
+    return sum(file.stat().st_size for file in segment.iterdir())
+
+
+def _groups(segments: Path, names: Sequence[str], size: int) -> Iterator[list[str]]:
+    """Those that are to be merged with each other."""
+    group: list[str] = []
+    total = 0
+    for name in sorted(names, key=lambda name: (name.startswith(MERGED), name)):
+        nbytes = _size(segments / name)
+        if nbytes >= size:
+            continue
+        group.append(name)
+        total += nbytes
+        if total >= size or len(group) == MOST:
+            yield group
+            group, total = [], 0
+    if len(group) > 1:
+        yield group
+
+
+def _clean(run: RunInfo) -> None:
+    """Delete what a killed process left: segments that a merged one has replaced, and parts of a merged one."""
+    segments = run.directory / "segments"
+    sweep(segments, f".{MERGED}*")
+    for gone in segments.glob(".*.gone"):
+        remove_directory(gone)
+    names = {entry.name for entry in segments.iterdir() if not entry.name.startswith(".")}
+    for name in sorted(name for name in names if name.startswith(MERGED)):
+        left = replaced_names(segments, {name} | (names & read_manifest(segments / name, None).replaces.keys()))
+        if left:
+            _delete(segments, name, left)
+
+
+def _delete(segments: Path, merged: str, replaced: set[str]) -> None:
+    """Delete segments, if the merged one is on the disk as it was written. Raises SegmentError."""
+    _check(segments / merged, read_manifest(segments / merged, None))
+    for name in sorted(replaced):
+        remove_directory(segments / name)
+
+
+def _check(segment: Path, written: Manifest) -> None:
+    for file, difference in written.differences(segment).items():
+        raise SegmentError(f"{segment.name}/{file} {difference}")
+
+
+def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
+    """Publish the segment `merged`, and delete those of these names. Raises SegmentError if one is damaged."""
+    segments = run.directory / "segments"
+    known: dict[str, str] = {}
+    replaces = {}
+    for name in names:
+        segment = segments / name
+        written = run.manifest_of(name)
+        assert written is not None
+        _check(segment, written)
+        replaces[name] = Replaced(sha256(segment / MANIFEST), segment.stat().st_mtime_ns)
+        known |= written.digests or {name: segment_digest(segment).hex()}
+    with staged_directory(segments / merged) as part:
+        for stem, schema in TABLES.items():
+            files = [file for name in names if (file := segments / name / f"{stem}.parquet").exists()]  # see OPTIONAL
+            rows = 0
+            with pq.ParquetWriter(part / f"{stem}.parquet", schema) as writer:
+                for table in _chunks(files, schema):
+                    writer.write_table(table, row_group_size=len(table))
+                    rows += len(table)
+            _sync(part / f"{stem}.parquet")
+            if rows != (expected := sum(pq.read_metadata(file).num_rows for file in files)):
+                raise SegmentError(f"{merged}/{stem}.parquet has {rows} rows, expected {expected}")
+        write_atomic(
+            part / MANIFEST,
+            manifest(run.config.get("run_id"), merged, {f.name: f for f in sorted(part.iterdir())}, replaces, known),
+        )
+        _sync(part)
+        if read_run(run.directory).status.state == RUNNING:
+            raise RunError(f"{run.run_id} is running again")
+    _sync(segments)
+    _delete(segments, merged, set(names))
+
+
+def _chunks(files: Sequence[Path], schema: pa.Schema) -> Iterator[pa.Table]:
+    """The rows of some files in order, in tables of about ROWS rows. Columns that are missing are null. Raises
+    SegmentError for one that this version does not know."""
+    tables: list[pa.Table] = []
+    for file in files:
+        with pq.ParquetFile(file) as opened:
+            if unknown := set(opened.schema_arrow.names) - set(schema.names):
+                raise SegmentError(
+                    f"{file.parent.name}/{file.name} has the column {min(unknown)!r}: a later version wrote it"
+                )
+            for group in range(opened.num_row_groups):
+                table = opened.read_row_group(group)
+                for column in schema:
+                    if column.name not in table.column_names:
+                        table = table.append_column(column, pa.nulls(len(table), column.type))
+                tables.append(table.select(schema.names).cast(schema))
+                if sum(map(len, tables)) >= ROWS:
+                    yield pa.concat_tables(tables)
+                    tables = []
+    if sum(map(len, tables)):
+        yield pa.concat_tables(tables)
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,346 @@
+"""Two runs of the same model and data, tensor by tensor: from other machines, versions, back ends or parallel layouts.
+
+Tensors are matched by what they are, whichever rank or shard holds them. It reads the runs' own files, not an index, so
+that the two may lie in different roots.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from binade.data.runs import IMPORT, RunError, RunInfo, sound_losses
+from binade.data.segment import COUNTS, MOMENTS, read_tables
+from binade.data.store import TensorFileError, load
+from binade.data.text import describe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TOLERANCE = 2.0**-5
+"""The largest relative difference that is taken for equal by default: four units in the last place of bfloat16. A sum
+in another order, or in parts, is rounded to bfloat16 once more, and a product adds up what its inputs differ by."""
+# What says which tensor of a step it is, and where it belongs; ranks and shards do not.
+IDENTITY = (
+    "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
+    "tensor_name", "stage", "dp_rank",
+)  # fmt: skip
+# Of run.json: what two runs of the same model and data agree in.
+SETTINGS = (
+    "model", "size", "layers", "vocab_size", "dataset", "seed", "recipe", "learning_rate", "warmup_iterations",
+    "micro_batches", "micro_batch_size", "sequence_length",
+)  # fmt: skip
+RECORDED = re.compile(r"r\d+-(\d+)")  # an id, with the number of the tensor among those that its rank recorded
+CHUNK = 1 << 24  # values that are compared at once
+Row = dict[str, Any]
+Key = tuple[Any, ...]
+
+
+class IncompleteError(ValueError):
+    """A part of a tensor was not recorded, or its values were not kept."""
+
+
+def joined(parts: Sequence[Tensor], shard: str | None, axis: int | None, stride: int | None) -> Tensor:
+    """The whole of what tensor-parallel ranks hold, in their order; see `segment.Shard`. Partial results are summed in
+    float32 and returned in their dtype."""
+    import torch  # here, so that only reading values waits for it
+
+    if shard == "partial":
+        return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
+    if shard != "slice":
+        return parts[0]
+    assert axis is not None
+    pieces = [part.chunk(stride or 1, axis) for part in parts]
+    return torch.cat([piece for group in zip(*pieces, strict=True) for piece in group], axis)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor that both runs have.
+
+    place         which one, in words; iteration to tensor_name: as in the index
+    by            values or statistics; shape where the shapes differ
+    difference    of values ‖a − b‖₂ / ‖a‖₂, Inf if only one is NaN or Inf somewhere; of statistics the largest of the
+                  changes of rms and mean by rms, and of absmax, min and max by absmax; Inf if the shapes differ
+    largest, at   the largest difference of two values, and where; None without values
+    equal         whether all values have the same bits; without values, whether all statistics have
+    """
+
+    place: str
+    iteration: int | None
+    micro_batch: int | None
+    layer_index: int | None
+    module: str | None
+    operation: str | None
+    tensor_name: str | None
+    by: str
+    difference: float
+    equal: bool
+    shape: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    tensor_id: str
+    tensor_id_b: str
+    largest: float | None = None
+    at: tuple[int, ...] | None = None
+
+    def differs(self, tolerance: float | None) -> bool:
+        """Whether it differs by more than the tolerance; None: in any bit."""
+        return not self.equal if tolerance is None else not self.difference <= tolerance
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs: what both have, in the order of execution in the first; what only one has, or has in part, in words;
+    and in what the settings or the data differ, one sentence each."""
+
+    rows: tuple[Compared, ...] = ()
+    only_a: tuple[str, ...] = ()
+    only_b: tuple[str, ...] = ()
+    incomplete: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def first(self, tolerance: float | None) -> int | None:
+        """The index of the first row that differs, see `Compared.differs`; None if none does."""
+        return next((index for index, row in enumerate(self.rows) if row.differs(tolerance)), None)
+
+
+@dataclass
+class _Whole:
+    """A tensor of a run: its rows, one for each rank that has it or a part of it."""
+
+    run: RunInfo
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        return str(self.rows[0]["shard"] or "whole")
+
+    @property
+    def parts(self) -> list[Row]:
+        """By tensor-parallel rank; of a tensor that every rank has whole, the first."""
+        rows = sorted(self.rows, key=lambda row: row["tp_rank"] or 0)
+        return rows[:1] if self.kind == "whole" else rows
+
+    def check(self) -> None:
+        """Raise IncompleteError if a part is missing."""
+        if self.kind != "whole" and len(self.rows) < self.rows[0]["tp_size"]:
+            raise IncompleteError("a tensor-parallel rank did not record its part")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        parts = self.parts
+        shape = [int(size) for size in parts[0]["shape"]]
+        if self.kind == "slice":
+            shape[parts[0]["shard_axis"]] = sum(part["shape"][part["shard_axis"]] for part in parts)
+        return tuple(shape)
+
+    @property
+    def tensor_id(self) -> str:
+        return f"{self.run.run_id}/{self.rows[0]['tensor_id']}"
+
+    @property
+    def has_values(self) -> bool:
+        return all(part["path"] for part in self.parts)
+
+    def values(self) -> Tensor:
+        """Raises TensorFileError."""
+        parts = self.parts
+        axis, stride = parts[0]["shard_axis"], parts[0]["shard_stride"]
+        return joined([self._load(part) for part in parts], self.kind, axis, stride)
+
+    def _load(self, row: Row) -> Tensor:
+        path = Path(row["path"])
+        if not path.is_absolute():
+            return load(self.run.directory / path, row["sha256"])
+        if self.run.config.get("kind") != IMPORT:
+            raise TensorFileError(f"{row['tensor_id']} names a file out of its run, which only an import may do")
+        from binade.data.foreign import load_foreign  # imports torch
+
+        return load_foreign(path, row["file_key"])
+
+    def statistics(self) -> dict[str, float]:
+        """Of the whole tensor. Raises IncompleteError for a sum, whose statistics do not follow from its parts."""
+        parts = self.parts
+        if len(parts) == 1:
+            return {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
+        if self.kind == "partial":
+            raise IncompleteError("it is a sum over ranks, which takes values to compare")
+        counts = [part["numel"] - part["nans"] - part["infs"] for part in parts]
+        finite = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
+        total = sum(counts)
+
+        def mean(name: str, power: int) -> float:
+            return sum(part[name] ** power * count for part, count in finite) / total if total else math.nan
+
+        def extreme(of: Callable[[list[float]], float], name: str) -> float:
+            known = [part[name] for part, _ in finite if not math.isnan(part[name])]
+            return of(known) if known else math.nan
+
+        found = {name: float(sum(part[name] for part in parts)) for name in COUNTS}
+        found |= {"mean": mean("mean", 1), "rms": math.sqrt(mean("rms", 2))}
+        return found | {name: extreme(min, name) for name in ("min", "absmin")} | {
+            name: extreme(max, name) for name in ("max", "absmax")
+        }  # fmt: skip
+
+
+def difference(
+    a: RunInfo,
+    b: RunInfo,
+    only: Collection[str] | None = None,
+    done: Callable[[int, int], None] = lambda count, of: None,
+) -> Difference:
+    """Compare two runs. Raises RunError for a damaged one.
+
+    Args:
+        only: The ids of the tensors of `a` to compare, run/tensor; None for all.
+        done: Called with (how many tensors are compared, of how many).
+    """
+    ours, theirs = _tensors(a), _tensors(b)
+    if only is not None:
+        ours = {
+            key: whole for key, whole in ours.items() if any(f"{a.run_id}/{r['tensor_id']}" in only for r in whole.rows)
+        }
+    rows, incomplete = [], []
+    common = [key for key in ours if key in theirs]
+    for number, key in enumerate(common, 1):
+        try:
+            rows.append(_compared(key, ours[key], theirs[key]))
+        except (IncompleteError, TensorFileError, OSError) as error:
+            incomplete.append(f"{_place(key)}: {describe(error)}")
+        done(number, len(common))
+    return Difference(
+        tuple(rows),
+        tuple(_place(key) for key in ours if key not in theirs),
+        tuple(_place(key) for key in theirs if key not in ours) if only is None else (),
+        tuple(incomplete),
+        tuple(_notes(a, b)),
+    )
+
+
+def _tensors(run: RunInfo) -> dict[Key, _Whole]:
+    """A run's tensors in the order of execution. A key has how often the rank had recorded that identity before."""
+    found: dict[Key, _Whole] = {}
+    order: dict[Key, int] = {}
+    places: Counter[int] = Counter()
+    seen: Counter[tuple[int, Key]] = Counter()
+    rows: list[Row] = []
+    for segment in run.segments:
+        try:
+            directory, written = run.directory / "segments" / segment, run.manifest_of(segment)
+            rows += read_tables(directory, written, ["tensor"])["tensor"].to_pylist()
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise RunError(
+                f"{run.run_id} cannot be compared: segment {segment} is damaged: {describe(error)}"
+            ) from None
+    # Merged segments may hold them in another order. A rank numbers its tensors.
+    for row in sorted(rows, key=lambda row: (len(row["tensor_id"]), row["tensor_id"])):
+        rank = row["rank"] or 0
+        identity = (*(row[name] for name in IDENTITY[:-1]), row["dp_rank"] or 0)
+        key = (*identity, seen[rank, identity])
+        seen[rank, identity] += 1
+        found.setdefault(key, _Whole(run)).rows.append(row)
+        places[rank] += 1
+        # A row that was reduced over ranks is where the first rank wrote it, with the number of another.
+        number = RECORDED.fullmatch(row["tensor_id"])
+        place = int(number[1]) if number else places[rank]
+        order[key] = min(order.get(key, place), place)
+    return {key: found[key] for key in sorted(found, key=lambda key: (-1 if key[0] is None else key[0], order[key]))}
+
+
+def _place(key: Key) -> str:
+    iteration, batch, layer, module, expert, _, _, operation, phase, name, stage, replica, again = key
+    at = "." + module if module else ""
+    parts = [
+        f"iteration {iteration}" if iteration is not None else "",
+        f"micro-batch {batch}" if batch is not None else "",
+        f"replica {replica}" if replica else "",
+        f"layer{layer}{f'.expert{expert}' * (expert is not None)}{at} {name} ({operation}, {phase})",
+        f"{stage} quantization" if stage else "",
+        f"call {again + 1}" if again else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _compared(key: Key, a: _Whole, b: _Whole) -> Compared:
+    a.check()
+    b.check()
+    known = dict(zip(IDENTITY, key, strict=False))
+    words = {
+        name: known[name] for name in ("iteration", "micro_batch", "layer_index", "module", "operation", "tensor_name")
+    }
+    words |= {"place": _place(key), "shape": a.shape, "shape_b": b.shape}
+    words |= {"tensor_id": a.tensor_id, "tensor_id_b": b.tensor_id}
+    if a.shape != b.shape:
+        return Compared(**words, by="shape", difference=math.inf, equal=False)
+    if a.has_values and b.has_values:
+        return Compared(**words, by="values", **_of_values(a.values(), b.values()))
+    return Compared(**words, by="statistics", **_of_statistics(a.statistics(), b.statistics()))
+
+
+def _of_values(a: Tensor, b: Tensor) -> dict[str, Any]:
+    import torch
+
+    flat_a, flat_b = a.reshape(-1), b.reshape(-1)
+    square = error = largest = 0.0
+    at, equal = 0, a.dtype == b.dtype
+    for start in range(0, len(flat_a), CHUNK):
+        x, y = flat_a[start : start + CHUNK].contiguous(), flat_b[start : start + CHUNK].contiguous()
+        equal = equal and torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+        x, y = x.double(), y.double()
+        apart = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y).abs().nan_to_num(math.inf, math.inf)
+        square += float(torch.where(x.isfinite(), x, 0.0).square().sum())
+        error += float(apart.square().sum())
+        most, where = apart.max(0)
+        if float(most) > largest:
+            largest, at = float(most), start + int(where)
+    index = tuple(map(int, torch.unravel_index(torch.tensor(at), a.shape))) if largest and a.dim() else ()
+    relative = math.sqrt(error / square) if square else math.inf if error else 0.0
+    return {"difference": relative, "equal": equal, "largest": largest, "at": index if largest else None}
+
+
+def _of_statistics(a: dict[str, float], b: dict[str, float]) -> dict[str, Any]:
+    """Of tensors that are joined from parts: those that do not depend on how they were added up decide on `equal`."""
+    exact = [
+        name
+        for name in a
+        if name in b and (len(a) == len(b) == len((*MOMENTS, *COUNTS)) or name not in ("mean", "rms"))
+    ]
+
+    def change(name: str, unit: str) -> float:
+        if _same(a[name], b[name]):
+            return 0.0
+        return abs(a[name] - b[name]) / a[unit] if a[unit] and math.isfinite(b[name] - a[name]) else math.inf
+
+    units = {"rms": "rms", "mean": "rms", "absmax": "absmax", "min": "absmax", "max": "absmax"}
+    relative = max(change(name, unit) for name, unit in units.items())
+    if any(a[name] != b[name] for name in ("nans", "infs")):
+        relative = math.inf
+    return {"difference": relative, "equal": all(_same(a[name], b[name]) for name in exact)}
+
+
+def _same(x: float, y: float) -> bool:
+    return x == y or (math.isnan(x) and math.isnan(y))
+
+
+def _said(config: Mapping[str, Any], name: str) -> object:
+    return "not set" if config.get(name) is None else config[name]
+
+
+def _notes(a: RunInfo, b: RunInfo) -> Iterator[str]:
+    config_a, config_b = dict(a.config), dict(b.config)
+    changed = [name for name in SETTINGS if config_a.get(name) != config_b.get(name)]
+    if changed:
+        listed = ", ".join(f"{name} ({_said(config_a, name)}, {_said(config_b, name)})" for name in changed)
+        yield f"Settings that differ: {listed}."
+    if "dp" in config_a and config_a.get("dp") == config_b.get("dp"):  # the digest is of what a replica reads
+        read = [{r["iteration"]: r.get("data_sha256") for r in sound_losses(run.directory)} for run in (a, b)]
+        differing = [step for step in sorted(read[0].keys() & read[1].keys()) if read[0][step] != read[1][step]]
+        if differing:
+            yield f"The runs read other data from iteration {differing[0]} on."

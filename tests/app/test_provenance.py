@@ -1,0 +1,110 @@
+"""The way of a NaN through a step, against hooks of torch, and the page that shows it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from binade import plots
+from binade.app.sessions import pins
+from binade.app.sessions.session import Pin
+from binade.collector import Recorder, instrument
+from binade.data.catalog import Catalog
+from binade.data.events import Event, EventKind, append_event, read_events
+from tests.collector.small_model import batch, build
+
+pytestmark = pytest.mark.slow
+CULPRIT, STEP = "layers.0.mlp.linear_fc1", 3
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A root with a run in whose step a result becomes Inf, and the modules without children that computed something
+    that is not finite after it, in order."""
+    root, model = tmp_path_factory.mktemp("provenance"), build(layers=2)
+    tokens, labels = batch()
+    reached: list[str] = []
+    with Recorder(root, find_nan=True, watch="every step") as recorder, instrument(model, "mxfp8", recorder):
+        for step in range(STEP + 1):
+            if step == STEP:
+
+                def spoil(module, args, result):
+                    y = result[0] if isinstance(result, tuple) else result
+                    y.data[0, 0, 0] = torch.inf
+
+                def note(name):
+                    def hook(module, args, result):
+                        y = result[0] if isinstance(result, tuple) else result
+                        if not torch.isfinite(y).all():
+                            reached.append(name)
+
+                    return hook
+
+                model.get_submodule(CULPRIT).register_forward_hook(spoil, prepend=True)
+                for name, module in model.named_modules():
+                    if not [*module.children()]:
+                        module.register_forward_hook(note(name))
+            F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+            model.zero_grad()
+            recorder.step()
+    return root, reached
+
+
+@pytest.fixture
+def catalog(recorded):
+    with Catalog.open(recorded[0]) as opened:
+        yield opened
+
+
+def test_the_chain_is_what_was_not_finite_in_the_order_of_execution(recorded, catalog):
+    (run,) = catalog.runs()["run_id"]
+    (event,) = read_events(catalog.root / run)
+    assert (event.place, event.layer, event.module) == (CULPRIT, 1, "fc1")
+    orders = [event.order, *(each.order for each in event.chain)]
+    assert orders == sorted(orders)
+    forward = [each.place for each in event.chain if each.operation == "forward"]
+    assert [CULPRIT, *forward] == [*recorded[1], "the model"]
+    backward = [each.place for each in event.chain if each.operation == "backward"]
+    assert backward[0] == "loss" and CULPRIT in backward
+
+
+def test_the_answer_has_the_chain_the_ranks_and_the_steps_before(recorded, catalog, tmp_path):
+    (run,) = catalog.runs()["run_id"]
+    (found,) = read_events(catalog.root / run)
+    drawn = plots.provenance(catalog)
+    assert f"{CULPRIT}, forward" in drawn.verdict
+    table = next(figure for figure in drawn.figures if figure.name == "chain").table
+    assert table["place"].tolist() == [CULPRIT, *(each.place for each in found.chain)]
+    before = next(figure for figure in drawn.figures if figure.name == "before_absmax").table
+    rows = catalog.tensors()
+    rows = rows[(rows["module"] == "fc1") & (rows["layer_index"] == 1) & (rows["tensor_name"] == "input")]
+    own = before[before["tensor_name"] == "input"]
+    assert own["absmax"].tolist() == rows.sort_values("iteration")["absmax"].tolist() and len(own) == STEP + 1
+    assert set(drawn.tables["operands"]["tensor_name"]) >= {"non_finite_operand1", "non_finite_result1"}
+
+
+def test_of_several_ranks_the_earliest_is_first(recorded, tmp_path):
+    root = tmp_path / "root"
+    (run,) = (path for path in recorded[0].iterdir() if (path / "run.json").exists())
+    shutil.copytree(run, root / run.name)
+    (root / run.name / "ranks").mkdir(exist_ok=True)
+    append_event(root / run.name, Event(EventKind.NON_FINITE, STEP, "data made it", "t", rank=1, place="data", order=1))
+    with Catalog.open(root) as catalog:
+        drawn = plots.provenance(catalog)
+    assert drawn.tables["ranks"]["rank"].tolist() == [1, 0] and "on rank 1: data made it" in drawn.verdict
+
+
+def test_the_page_and_its_pin_show_the_same(recorded, catalog, visit):
+    at = visit(recorded[0], "provenance")
+    assert any(CULPRIT.rpartition(".")[2].replace("_", "\\_") in text.value for text in at.markdown)
+    pin = pins.draw(catalog, Pin("provenance", {}, "chain"))
+    assert [figure.name for figure in pin.figures] == ["chain"]
+
+
+def test_without_an_event_the_page_says_so(collected):
+    with Catalog.open(collected) as opened:
+        assert "find_nan" in plots.provenance(opened).problems[0]

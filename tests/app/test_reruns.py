@@ -1,0 +1,98 @@
+"""A page is completed whatever reruns itself meanwhile: against Streamlit's own runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from streamlit.proto.BackMsg_pb2 import BackMsg
+from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
+from streamlit.runtime import Runtime, RuntimeConfig
+from streamlit.runtime.app_session import AppSession
+from streamlit.runtime.memory_media_file_storage import MemoryMediaFileStorage
+from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileManager
+
+from binade.app import reruns
+
+PAGE = """
+import streamlit as st
+st.write("first")
+st.fragment(run_every=2)(lambda: None)()
+st.write("last")
+"""
+
+
+class Tab:
+    client_context = None
+
+    def __init__(self) -> None:
+        self.seen: list[ForwardMsg] = []
+
+    def write_forward_msg(self, message: ForwardMsg) -> None:
+        self.seen.append(message)
+
+    async def until(self, status: ForwardMsg.ScriptFinishedStatus.ValueType) -> None:
+        while not any(each.script_finished == status for each in self.ends()):
+            await asyncio.sleep(0.01)
+
+    def ends(self) -> list[ForwardMsg]:
+        return [each for each in self.seen if each.WhichOneof("type") == "script_finished"]
+
+
+def rerun(fragment: str = "") -> BackMsg:
+    message = BackMsg()
+    message.rerun_script.fragment_id, message.rerun_script.is_auto_rerun = fragment, bool(fragment)
+    return message
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Without giving the event loop a turn, as one that is busy."""
+    until = time.monotonic() + 30
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def script_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ScriptRunner.scriptThread"]
+
+
+@pytest.fixture
+def runtime(tmp_path, monkeypatch):
+    monkeypatch.setattr(AppSession, "_create_scriptrunner", AppSession._create_scriptrunner)  # put back afterwards
+    monkeypatch.setattr(Runtime, "_instance", None)
+    (tmp_path / "page.py").write_text(PAGE)
+    files = MemoryMediaFileStorage("/media"), MemoryUploadedFileManager("/upload")
+    reruns.install()
+    return Runtime(RuntimeConfig(str(tmp_path / "page.py"), *files))
+
+
+def test_an_automatic_rerun_does_not_take_the_end_of_a_page(runtime):
+    async def visit() -> list[str]:
+        await runtime.start()
+        tab = Tab()
+        session = runtime.connect_session(tab, user_info={})
+        runtime.handle_backmsg(session, rerun())
+        await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
+        fragment = next(each.auto_rerun.fragment_id for each in tab.seen if each.HasField("auto_rerun"))
+        wait_for(lambda: not script_threads())
+        await asyncio.sleep(0.1)
+        tab.seen.clear()
+        runtime.handle_backmsg(session, rerun())
+        wait_for(lambda: not script_threads())  # the page has ended, and the loop has handled nothing of it
+        runtime.handle_backmsg(session, rerun(fragment))
+        await tab.until(ForwardMsg.FINISHED_FRAGMENT_RUN_SUCCESSFULLY)
+        runtime.stop()
+        await runtime.stopped
+        texts = [each.delta.new_element.markdown.body for each in tab.seen if each.HasField("delta")]
+        return [
+            *filter(None, texts),
+            *(ForwardMsg.ScriptFinishedStatus.Name(each.script_finished) for each in tab.ends()),
+        ]
+
+    # In a thread of its own: Playwright keeps an event loop in this one.
+    found = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
+    assert found == ["first", "last", "FINISHED_SUCCESSFULLY", "FINISHED_FRAGMENT_RUN_SUCCESSFULLY"]

@@ -1,0 +1,155 @@
+"""binade diff: two layouts, two back ends, and a difference that is planted in one layer."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from binade.collector import Recorder, instrument
+from binade.data.difference import TOLERANCE, difference
+from binade.data.json_files import MARK, sealed
+from binade.data.runs import DONE, RunInfo, RunWriter, list_runs, read_run, write_run_file
+from binade.data.segment import write_segment
+from binade.quant import reference
+from binade.quant.reference import outer_absmax
+from tests.collector.small_model import build, loss
+from tests.conftest import run_python
+from tests.data.builder import row
+
+pytestmark = pytest.mark.slow
+COMMON = ("--layers", "2", "--micro-batch-size", "1", "--sequence-length", "32", "--scores", "", "--backend", "torch")
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[RunInfo]:
+    """A run on one rank, one on two that split sequences too, and one on two without values."""
+    root = tmp_path_factory.mktemp("layouts")
+    for ranks in ((), ("--tp", "2", "--sequence-parallel"), ("--tp", "2", "--no-raw")):
+        done = run_python("-m", "binade", "run", *COMMON, *ranks, "--tensor-save-dir", root)
+        assert done.returncode == 0, done.stderr
+    return list_runs(root)[0]
+
+
+def test_one_rank_and_two_by_values(layouts: list[RunInfo], command: Callable[..., int], capsys):
+    one, two, _ = layouts
+    assert command("diff", one.run_id, str(two.directory), "--tensor-save-dir", str(one.directory.parent)) == 0
+    assert f"no tensor differs by more than {TOLERANCE:.4g}" in capsys.readouterr().out
+    found = difference(one, two)
+    assert len(found.rows) == one.status.tensors and {row.by for row in found.rows} == {"values"}
+    assert not (found.only_a or found.only_b or found.incomplete or found.notes)
+    assert [row.tensor_id[-6:] for row in found.rows] == [f"{n:06d}" for n in range(1, len(found.rows) + 1)]
+    # The first sum over the two ranks is rounded to bfloat16 once more; before it every bit is the same.
+    first = found.rows[found.first(None)]
+    assert (first.layer_index, first.module, first.tensor_name) == (1, "proj", "output")
+    assert command("diff", str(one.directory), str(two.directory), "--bitwise") == 1
+    assert f"the first, after {found.first(None)} that do not: {first.place}" in capsys.readouterr().out
+
+
+def test_one_rank_and_two_by_statistics(layouts: list[RunInfo]):
+    one, _, bare = layouts
+    found = difference(one, bare)
+    assert {row.by for row in found.rows} == {"statistics"} and found.first(TOLERANCE) is None
+    # The statistics of a sum do not follow from its parts.
+    assert all(" output " in text or " grad_" in text for text in found.incomplete) and found.incomplete
+    assert len(found.rows) + len(found.incomplete) == one.status.tensors
+
+
+Record = Callable[..., RunInfo]
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Record:
+    """A step of a small model under a recipe, with a change to the model before it: the run."""
+
+    def call(change: Callable[[torch.nn.Module], object] = bool, **options: object) -> RunInfo:
+        model = build()
+        change(model)
+        with (
+            Recorder(tmp_path, scores=(), **options) as recorder,
+            instrument(model, "mxfp8", recorder, backend="torch"),
+        ):
+            loss(model).backward()
+        return read_run(recorder.writer.directory)
+
+    return call
+
+
+def test_the_compiled_back_end_and_the_reference(record: Record, monkeypatch: pytest.MonkeyPatch, command, capsys):
+    compiled, calls = record(), []
+
+    def plain(x: Tensor, spec, dim: int, absmax: Tensor | None, want_scales: bool, seed: int):
+        calls.append(x)
+        return reference.quantize_dequantize(
+            x, spec, dim, outer_absmax(x, spec, dim) if absmax is None else absmax, seed
+        )
+
+    monkeypatch.setattr("binade.quant.backends.cpu.quantize_dequantize", plain)
+    other = record()
+    assert calls
+    assert command("diff", str(compiled.directory), str(other.directory), "--bitwise") == 0
+    assert f"{compiled.status.tensors:,} by values" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("raw", [True, False], ids=["values", "statistics"])
+def test_a_planted_difference_is_found_there_and_nowhere_before(record: Record, raw: bool, command, capsys):
+    def plant(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.layers[1].mlp.linear_fc1.weight[3, 5] += 2.0
+
+    sound, planted = record(raw=raw), record(plant, raw=raw)
+    found = difference(sound, planted)
+    first = found.rows[found.first(TOLERANCE)]
+    assert (first.layer_index, first.module, first.tensor_name) == (2, "fc1", "weight")
+    assert all(row.equal for row in found.rows[: found.first(TOLERANCE)])
+    assert first.at == ((3, 5) if raw else None)
+    assert command("diff", str(sound.directory), str(planted.directory), "--format", "csv") == 1
+    table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(table) == sound.status.tensors
+    assert next(row["place"] for row in table if float(row["difference"])) == first.place
+
+
+def test_what_is_not_in_both(record: Record, command, capsys):
+    whole, part = record(), record(tensors=("input", "weight"))
+    assert command("diff", str(whole.directory), str(part.directory)) == 0
+    assert " only in RUN_A, first iteration 0, micro-batch 0, layer1.qkv output" in capsys.readouterr().out
+    only = record(tensors=("grad_weight",))
+    assert command("diff", str(only.directory), str(part.directory)) == 1
+    assert capsys.readouterr().err == f"binade: {only.run_id} and {part.run_id} have no tensor in common\n"
+    assert command("diff", str(whole.directory), "nothing") == 2
+    assert command("diff", str(whole.directory), str(part.directory), "--bitwise", "--tolerance", "1") == 2
+    shutil.rmtree(next(whole.directory.glob("tensors/*")))
+    assert command("diff", str(part.directory), str(whole.directory)) == 1  # no value can be read
+    assert "not compared" in capsys.readouterr().out
+
+
+def test_rows_reduced_over_ranks_are_in_the_order_of_execution(tmp_path: Path):
+    """Each has the id and the rank of the worst of its parts."""
+    writer = RunWriter.create(tmp_path, "reduced", {})
+    rows = []
+    for number, rank in enumerate((1, 1, 0, 1)):
+        part = row(writer.run_id, number, torch.ones(8), None, module=f"m{number}", rank=rank)
+        rows.append(replace(part, tensor_id=f"r{rank:02d}-{number:06d}"))
+    write_segment(writer.directory / "segments", "rank00-000001", rows)
+    writer.finish(DONE)
+    run = read_run(writer.directory)
+    assert [each.module for each in difference(run, run).rows] == ["m0", "m1", "m2", "m3"]
+
+
+def test_settings_and_data_that_differ(layouts: list[RunInfo], tmp_path: Path, command, capsys):
+    one, copy = layouts[0], tmp_path / "copy"
+    shutil.copytree(one.directory, copy)
+    write_run_file(copy, {**read_run(copy).config, "seed": 5})
+    lines = (copy / "loss.jsonl").read_bytes().replace(b'"data_sha256": "', b'"data_sha256": "0').splitlines()
+    (copy / "loss.jsonl").write_bytes(b"".join(sealed(line.rpartition(MARK)[0] + b"}") + b"\n" for line in lines))
+    assert command("diff", str(one.directory), str(copy)) == 0
+    printed = capsys.readouterr().out
+    assert "note: Settings that differ: seed (1234, 5)." in printed
+    assert "note: The runs read other data from iteration 0 on." in printed
