@@ -312,6 +312,8 @@ class TestEnds:
         until(lambda: jobs.has_runner(root), "a look at the queue to have somebody work through it")
         runner_of(root).send(signal.SIGKILL)
         until(lambda: not jobs.has_runner(root), "the runner to be gone")
+        for left in (".runner.json.1.part", f"{job.id:04d}/.process.json.1.part"):  # of one killed while it wrote
+            (store.folder(root) / left).touch()
         done = run_collector("jobs", "cancel", str(job.id), root=root)
         assert done.returncode == 0 and done.stdout == f"job {job.id} cancelled\n", done.stderr
         view = ended(root, job)
