@@ -202,7 +202,8 @@ def test_what_is_left_as_it_is(tmp_path):
     file = damaged / "segments" / "rank00-000002" / "score.parquet"
     file.write_bytes(file.read_bytes()[:-1])
     before = rows(tmp_path / "none"), segments(tmp_path)
-    skipped = sorted(compact(tmp_path).skipped, key=lambda line: "no checksums" in line)  # runs of one second in any order
+    # Runs of one second come in any order.
+    skipped = sorted(compact(tmp_path).skipped, key=lambda line: "no checksums" in line)
     assert [("rank00-000002/score.parquet has" in s, "no checksums" in s) for s in skipped] == [
         (True, False),
         (False, True),
