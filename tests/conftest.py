@@ -38,6 +38,15 @@ else:
 PROJECT = Path(__file__).parents[1]
 Done = subprocess.CompletedProcess[str]
 RECIPES = ("bf16", "hifp8", "mxfp8", "mxfp4")
+# Files that take longer than a minute, in processor time or because they wait, the longest first.
+LONGEST = (
+    "slurm/test_slurm.py",
+    "browser/test_questions.py",
+    "collector/test_jobs.py",
+    "collector/test_ranks.py",
+    "quant/test_backends.py",
+    "quant/test_spec_backends.py",
+)
 ALL_SLOW = re.compile(r"^pytestmark = .*pytest\.mark\.slow", re.MULTILINE)
 
 
@@ -62,9 +71,10 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that no worker is left with a long one at the end."""
+    """Files with slow tests first, of these the longest, so that no worker is left with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    rank = {PROJECT / "tests" / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (rank.get(item.path, len(rank)), item.path not in slow))
 
 
 @pytest.fixture(scope="session", autouse=True)
