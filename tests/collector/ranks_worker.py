@@ -1,12 +1,8 @@
-"""One of two ranks, or a single one: trains small float32 models and saves what it sees. Run by test_ranks.py.
-
-python -m tests.collector.ranks_worker DIRECTORY, with torchrun's variables if it is a rank.
-"""
+"""One of two ranks, or a single one: trains small float32 models and saves what it sees, in a fork of test_ranks.py."""
 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,7 +92,3 @@ def main(directory: Path) -> None:
         config = RunConfig(tp=case.tp, dp=case.dp, sequence_parallel=case.sequence_parallel)
         with join(config, directory) as ranks:
             torch.save(train(case, ranks), directory / f"{case.name} rank{ranks.rank}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -373,12 +373,15 @@ def test_a_file_that_changed_is_imported_anew(bring, tmp_path, logs):
 
 
 # For each moment such as rename-3 a child that dies by SIGKILL at that call of os.rename: between these calls a segment
-# comes to be. They are forked, since to import torch takes longer than the import.
+# comes to be. They are forked, since to import torch takes longer than the import, and read the files themselves, since
+# the pool of each would import it again.
 KILLED = """
 import os, signal, sys
 from binade.cli import main
-from binade.collector.imports import importer
+from binade.collector.imports import importer, workers
 importer.ROWS_A_SEGMENT = 4
+workers.prepare = lambda module: None
+importer.scatter = lambda jobs, read, count: ((job, read(job)) for job in jobs)
 def kill_at(call, left):
     real = getattr(os, call)
     def deadly(*arguments, **more):
@@ -393,7 +396,7 @@ for moment in sys.argv[2:]:
         call, left = moment.split("-")
         kill_at(call, int(left))
         root = f"{sys.argv[1]}/{moment}/runs"
-        main(["import", f"{sys.argv[1]}/logs", "--scores", "", "--workers", "2", "--tensor-save-dir", root])
+        main(["import", f"{sys.argv[1]}/logs", "--scores", "", "--tensor-save-dir", root])
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, moment
 """
@@ -447,7 +450,7 @@ def test_ctrl_c_keeps_what_was_imported(bring, tmp_path, logs):
     with start_python("-c", SLOW, logs, tmp_path / "runs", start_new_session=True) as running:
         until(lambda: list((tmp_path / "runs").glob("2*/segments/rank*")), "a segment")
         os.killpg(running.pid, signal.SIGINT)  # the terminal tells everyone
-        _, err = running.communicate(timeout=60)
+        _, err = running.communicate(timeout=120)
     assert running.returncode == 130 and err == "binade: cancelled; what was recorded is kept\n", err
     assert only_run(tmp_path).status.state == CANCELLED
     kept = rows(tmp_path)

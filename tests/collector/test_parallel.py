@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from binade.collector.models.parallel import ColumnParallelLinear, RowParallelLinear
+from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear
 from binade.collector.models.site import Site
-from tests.conftest import start_python
+from tests.collector.forked import forked, ranks_of
 
 pytestmark = pytest.mark.slow
 RANKS = 2
 INPUTS, MIDDLE, OUTPUTS = 24, 64, 40
 
-# Each rank: its chunks of the weights, the same input; saves what it sees.
-WORKER = """
-import sys, torch, torch.distributed as dist
-from binade.collector.models.parallel import ColumnParallelLinear, Group, RowParallelLinear
-from binade.collector.models.site import Site
-rank, store, where = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-given = torch.load(where + "/given.pt", weights_only=True)
-group = Group(dist.group.WORLD)
-first = ColumnParallelLinear(Site(1, "fc1"), given["x"].shape[-1], given["w1"].shape[0], group)
-second = RowParallelLinear(Site(1, "fc2"), given["w1"].shape[0], given["w2"].shape[0], group)
-first.weight.data.copy_(given["w1"].chunk(2)[rank])
-second.weight.data.copy_(given["w2"].chunk(2, 1)[rank])
-x = given["x"].clone().requires_grad_()
-h = first(x)
-h.retain_grad()
-y = second(torch.relu(h))
-before = given["grad"].clone()
-y.backward(given["grad"])
-assert torch.equal(before, given["grad"])
-torch.save({"h": h.detach(), "dh": h.grad, "y": y.detach(), "dx": x.grad, "dw1": first.weight.grad,
-            "dw2": second.weight.grad}, f"{where}/rank{rank}.pt")
-dist.destroy_process_group()
-"""
+
+def work(where: Path) -> None:
+    """Each rank: its chunks of the weights, the same input; saves what it sees."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{where}/store", rank=rank, world_size=RANKS)
+    given = torch.load(where / "given.pt", weights_only=True)
+    group = Group(dist.group.WORLD)
+    first = ColumnParallelLinear(Site(1, "fc1"), INPUTS, MIDDLE, group)
+    second = RowParallelLinear(Site(1, "fc2"), MIDDLE, OUTPUTS, group)
+    first.weight.data.copy_(given["w1"].chunk(2)[rank])
+    second.weight.data.copy_(given["w2"].chunk(2, 1)[rank])
+    x = given["x"].clone().requires_grad_()
+    h = first(x)
+    h.retain_grad()
+    y = second(torch.relu(h))
+    before = given["grad"].clone()
+    y.backward(given["grad"])
+    assert torch.equal(before, given["grad"])
+    seen = {"h": h.detach(), "dh": h.grad, "y": y.detach(), "dx": x.grad}
+    torch.save(seen | {"dw1": first.weight.grad, "dw2": second.weight.grad}, where / f"rank{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +52,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, list[dict
         "grad": torch.randn(5, 3, OUTPUTS, generator=generator),
     }
     torch.save(given, where / "given.pt")
-    workers = [start_python("-c", WORKER, rank, where / "store", where) for rank in range(RANKS)]
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0], errors
+    assert forked(lambda: work(where), *ranks_of(where / "store", RANKS)) == [0, 0]
     return given, [torch.load(Path(where) / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

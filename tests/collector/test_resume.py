@@ -11,9 +11,6 @@ from pkgutil import resolve_name
 
 import pytest
 
-import binade.collector.training.loop  # noqa: F401  # not in every fork
-from binade.cli import main
-from binade.collector.training.ranks import STORE
 from binade.data.difference import difference
 from binade.data.json_files import write_json
 from binade.data.runs import (
@@ -28,6 +25,7 @@ from binade.data.runs import (
     write_run_file,
 )
 from binade.data.verify import verify
+from tests.collector.forked import run_forked
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -47,20 +45,8 @@ KILLS = {
 
 def run(root: Path, *arguments: str, kill: str | None = None, ranks: int = 1) -> int:
     """binade run in forks of this process: the exit status of the first rank."""
-    store = str(root.parent / f"{root.name}_{len(arguments)}.store")
-    children = [_fork(root, arguments, kill, rank, ranks, store) for rank in range(ranks)]
-    first, *_ = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return first
 
-
-def _fork(root: Path, arguments: tuple[str, ...], kill: str | None, rank: int, ranks: int, store: str) -> int:
-    if child := os.fork():
-        return child
-    try:
-        patch = pytest.MonkeyPatch()
-        patch.setenv("TENSOR_SAVE_DIR", str(root))
-        for name, value in (("RANK", rank), ("WORLD_SIZE", ranks), (STORE, store)) if ranks > 1 else ():
-            patch.setenv(name, str(value))
+    def before() -> None:
         if kill:
             name, last = KILLS[kill]
             original = resolve_name(name)
@@ -72,10 +58,9 @@ def _fork(root: Path, arguments: tuple[str, ...], kill: str | None, rank: int, r
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*args, **options)
 
-            patch.setattr(name, ending)
-        os._exit(main(["run", *arguments]))
-    finally:
-        os._exit(99)
+            pytest.MonkeyPatch().setattr(name, ending)
+
+    return run_forked(root, *arguments, ranks=ranks, before=before)
 
 
 def only(root: Path) -> RunInfo:

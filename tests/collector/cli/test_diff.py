@@ -20,8 +20,8 @@ from binade.data.runs import DONE, RunInfo, RunWriter, list_runs, read_run, writ
 from binade.data.segment import write_segment
 from binade.quant import reference
 from binade.quant.reference import outer_absmax
+from tests.collector.forked import run_forked
 from tests.collector.small_model import build, loss
-from tests.conftest import run_python
 from tests.data.builder import row
 
 pytestmark = pytest.mark.slow
@@ -32,9 +32,8 @@ COMMON = ("--layers", "2", "--micro-batch-size", "1", "--sequence-length", "32",
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> list[RunInfo]:
     """A run on one rank, one on two that split sequences too, and one on two without values."""
     root = tmp_path_factory.mktemp("layouts")
-    for ranks in ((), ("--tp", "2", "--sequence-parallel"), ("--tp", "2", "--no-raw")):
-        done = run_python("-m", "binade", "run", *COMMON, *ranks, "--tensor-save-dir", root)
-        assert done.returncode == 0, done.stderr
+    for number, more in ((1, ()), (2, ("--tp", "2", "--sequence-parallel")), (2, ("--tp", "2", "--no-raw"))):
+        assert run_forked(root, *COMMON, *more, ranks=number) == 0
     return list_runs(root)[0]
 
 
