@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import tempfile
 import time
 from dataclasses import dataclass
@@ -39,10 +40,15 @@ class Sample:
 
 
 def sample(root: Path, process: Popen[str]) -> Sample:
-    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
-    (run,) = list_runs(root)[0]
-    with Catalog.open(root) as catalog:
-        rows = catalog.totals().tensors
+    """Of one moment: the process is stopped meanwhile."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+        (run,) = list_runs(root)[0]
+        with Catalog.open(root) as catalog:
+            rows = catalog.totals().tensors
+    finally:
+        process.send_signal(signal.SIGCONT)
     index = (root / "index.duckdb").stat().st_size
     mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
     return Sample(run.status.iteration + 1, mebibytes, len(run.segments), rows, index)

@@ -60,10 +60,9 @@ def cancel(page: Page, root: Path, job: jobs.Job) -> None:
         if not confirm.is_visible():
             page.get_by_role("button", name="Cancel", exact=False).first.click()
         confirm.click()
-        for _ in range(50):
-            if jobs.view_of(root, job).state != "running":
-                return
-            page.wait_for_timeout(200)
+        settle(page)
+        if jobs.view_of(root, job).state != "running":
+            return
     raise AssertionError("three clicks did not cancel the job")
 
 

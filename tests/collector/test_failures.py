@@ -128,7 +128,7 @@ def test_a_cancelled_run_keeps_what_was_published(tmp_path, signum, times):
     after_iteration(process, 1)
     for _ in range(times):
         process.send_signal(signum)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=120)
     assert process.returncode == 130
     assert error == "binade: cancelled; what was recorded is kept\n"
     run = only_run(tmp_path)

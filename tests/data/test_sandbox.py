@@ -7,10 +7,10 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from binade.data.catalog import PUBLIC_TABLES, Catalog
@@ -129,12 +129,12 @@ def test_refuses_all_else_in_one_line_and_touches_nothing(sandbox, tmp_path, sql
 
 
 def test_is_stopped_after_a_time_and_goes_on(sandbox):
-    start = time.monotonic()
+    before = seconds_of_children()
     with pytest.raises(QueryError, match=r"stopped after 0.5 s"):
         sandbox.select(
             "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3", seconds=0.5
         )
-    assert time.monotonic() - start < 5
+    assert seconds_of_children() - before < 10
     assert sandbox.select("SELECT 1 AS one").rows["one"].item() == 1
 
 
@@ -160,22 +160,32 @@ def peak_of_children() -> int:
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
 
 
+def seconds_of_children() -> float:
+    """Processor time of the children that have ended: a machine that is busy takes longer, and they do not."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_what_cannot_be_interrupted_is_stopped_too(sandbox):
     # One value of one function, in little memory: DuckDB looks up between chunks only.
     slow = "SELECT levenshtein(repeat('a', 200000), repeat('b', 200000))"
-    start = time.monotonic()
+    before = seconds_of_children()
     with pytest.raises(QueryError, match=r"stopped after 0\.5 s"):
         sandbox.select(slow, seconds=0.5)
-    assert time.monotonic() - start < 5
+    assert seconds_of_children() - before < 10
 
 
 def test_a_long_statement_keeps_nobody_waiting(sandbox):
-    slow = "SELECT count(*) FROM range(1000000) a, range(1000000) b WHERE (a.range * b.range) % 7 = 3"
+    slow = "SELECT levenshtein(repeat('a', 2000000), repeat('b', 2000000))"  # on one core
+    others = set(psutil.Process().children())
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(sandbox.select, slow, seconds=5)
+        other = pool.submit(sandbox.select, slow, seconds=300)
+        until(lambda: set(psutil.Process().children()) - others, "the statement's process")
+        (its,) = set(psutil.Process().children()) - others
         assert sandbox.select("SELECT 1 AS one").rows["one"].item() == 1
         assert not other.done()
-        with pytest.raises(QueryError, match="stopped after 5 s"):
+        its.kill()
+        with pytest.raises(QueryError):
             other.result()
 
 

@@ -112,17 +112,17 @@ def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(a
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         process = subprocess.Popen([sys.executable, "-c", code, url], stderr=subprocess.PIPE, text=True, cwd=PROJECT)
-        server.settimeout(20)
+        server.settimeout(120)
         connection, _ = server.accept()
         with connection:
-            connection.settimeout(20)
+            connection.settimeout(120)
             received = b""
             while b"iteration 7" not in received:
                 part = connection.recv(4096)
                 assert part, "the process has ended"
                 received += part
             connection.sendall(answer.encode() + b"\r\n\r\n")
-        err = process.communicate(timeout=20)[1]
+        err = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and "Traceback" not in err and warning in err and bool(err) == bool(warning)
 
 
