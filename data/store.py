@@ -37,6 +37,8 @@ HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk t
 class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
 
+    exit_status = 1
+
 
 def regular(path: str, flags: int) -> int:
     """The opener of `open` for files that others may have put there. OSError for a FIFO or device, which may block."""
