@@ -105,6 +105,7 @@ bench: install-tests ## measure, each time as a ratio to something measured in t
 	@$(PY) -m tests.bench.bench_long --kill
 	@$(PY) -m tests.bench.bench_explore
 	@$(PY) -m tests.bench.bench_surface
+	@$(PY) -m tests.bench.bench_why
 	@$(PY) -m tests.bench.bench_instrument
 	@$(PY) -m tests.bench.bench_import
 	@$(PY) -m tests.bench.bench_report

@@ -19,7 +19,7 @@ import click
 from binade.app.report import options
 from binade.data.filter import FilterError
 from binade.filter_options import filter_of
-from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, resolve_root, root_option
+from binade.terminal import BAD_USAGE, Command, Option, fail, line_of, readable_root, resolve_root, root_option
 
 ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 
@@ -52,6 +52,7 @@ def _options(settings: dict[str, Any], prefix: str = "--") -> list[str]:
 
 
 def _serve(
+    root: str | None,
     host: str,
     port: int,
     allow_host: tuple[str, ...],
@@ -61,20 +62,24 @@ def _serve(
     operators: str | None,
     read_only: bool,
 ) -> int:
-    """Open the app on 127.0.0.1, or share it (docs/serving.md)."""
+    """Open the app on 127.0.0.1, or share it (docs/serving.md).
+
+    ROOT holds the runs, a directory or s3://BUCKET/FOLDER, which is read-only (docs/scale.md)
+    [default: $TENSOR_SAVE_DIR, else data/runs].
+    """
     from binade.app import sharing
     from binade.data import access
-    from binade.data.runs import RunError, is_a_file
+    from binade.data.remote import is_mirror
+    from binade.data.runs import is_a_file
 
     shared = sharing.sharing_of(host, port, allow_host, trust_proxy_header, proxy, login, operators)
     if problem := _cannot_bind(host, port):
         return fail(problem)
-    try:
-        root = resolve_root(None)
-    except RunError as error:
-        return fail(str(error), BAD_USAGE)
-    if root.is_file():
-        return fail(is_a_file(root), BAD_USAGE)
+    runs = readable_root(root)
+    if runs.is_file():
+        return fail(is_a_file(runs), BAD_USAGE)
+    os.environ["TENSOR_SAVE_DIR"] = str(runs)
+    read_only = read_only or is_mirror(runs)
     from altair.utils.schemapi import disable_debug_mode
     from streamlit.runtime.pages_manager import PagesManager
     from streamlit.web import cli
@@ -145,7 +150,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["session"],
     )
     try:
-        return writer.run(resolve_root(root), request)
+        return writer.run(readable_root(root), request)
     except OSError as error:
         return fail(writer.no_room(error))
 
@@ -194,6 +199,7 @@ BUNDLE: dict[str, Any] = {"cancelled": "cancelled: no bundle was written or impo
 serve = Command(
     "serve",
     params=[
+        click.Argument(["root"], required=False, metavar="[ROOT]"),
         Option(["--port"], type=click.IntRange(1, 65535), default=8501, metavar="N", help="Port  [default: 8501]"),
         Option(
             ["--host"],

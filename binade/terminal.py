@@ -107,6 +107,13 @@ def resolve_root(given: str | None) -> Path:
     return resolve_root(given)
 
 
+def readable_root(given: str | None) -> Path:
+    """The root of the runs for what only reads: of one in an object store the local copy. Raises RunError."""
+    from binade.data.remote import readable_root
+
+    return readable_root(given)
+
+
 def usage_message(error: click.UsageError) -> str:
     """Click's message in our form: "no such option '--fast'; see binade run --help"."""
     message = error.format_message().rstrip(".")

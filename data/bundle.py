@@ -36,6 +36,7 @@ from binade.data import untrusted
 from binade.data.access import check_writable
 from binade.data.catalog import Catalog
 from binade.data.events import read_events
+from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
 from binade.data.store import owner, staged_file, sweep
@@ -192,7 +193,7 @@ class _Writer:
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
                 chosen = path is not None and (wanted is None or f"{run.run_id}/{name}" in wanted)
-                inside = chosen and _is_raw(path) and (run.directory / path).is_file()
+                inside = chosen and _is_raw(path) and fetched(run.directory / path).is_file()
                 left_out += chosen and not inside
                 paths.append(path if inside else None)
             kept = [path for path in paths if path is not None]

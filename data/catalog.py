@@ -26,7 +26,8 @@ from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
 from binade.data.intake import APART, CUBES, RANKED, SOURCES, SUMMED, SUMS, sums, transaction
-from binade.data.runs import IMPORT, RunError, is_a_file, resolve_root
+from binade.data.remote import fetched, readable_root, refresh
+from binade.data.runs import IMPORT, RunError, is_a_file
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
@@ -139,11 +140,12 @@ class Catalog:
 
     @classmethod
     def open(cls, root: str | Path | None = None) -> Catalog:
-        """Open the index of a root and bring it up to date; a root that does not exist is empty.
+        """Open the index of a root, a directory or s3://BUCKET/FOLDER, and bring it up to date; a directory that does
+        not exist is empty.
 
-        Raises RunError if the root is a file.
+        Raises RunError if the root is a file, or an object store that cannot be read.
         """
-        path = resolve_root(root)
+        path = readable_root(root)
         if path.exists() and not path.is_dir():
             raise RunError(is_a_file(path))
         catalog = cls(path, Index(path))
@@ -224,6 +226,7 @@ class Catalog:
         A segment that cannot be read is skipped, listed in `refused` and tried again next time. If the index can no
         longer be written (the disk is full), it is left unchanged and the segments are loaded into memory instead.
         """
+        refresh(self.root)
         with self._updating():
             return self._synchronize()
 
@@ -820,7 +823,7 @@ class Catalog:
     def _read(self, tensor_id: str) -> Tensor:
         path, foreign, key, digest = self._file(tensor_id)
         if not foreign:
-            return load(path, digest)
+            return load(fetched(path), digest)
         from binade.data.foreign import load_foreign  # imports torch
 
         return load_foreign(path, key)

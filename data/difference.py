@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from binade.data.remote import fetched
 from binade.data.runs import IMPORT, RunError, RunInfo, sound_losses
 from binade.data.segment import COUNTS, MOMENTS, read_tables
 from binade.data.store import TensorFileError, load
@@ -158,7 +159,7 @@ class _Whole:
     def _load(self, row: Row) -> Tensor:
         path = Path(row["path"])
         if not path.is_absolute():
-            return load(self.run.directory / path, row["sha256"])
+            return load(fetched(self.run.directory / path), row["sha256"])
         if self.run.config.get("kind") != IMPORT:
             raise TensorFileError(f"{row['tensor_id']} names a file out of its run, which only an import may do")
         from binade.data.foreign import load_foreign  # imports torch

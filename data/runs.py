@@ -235,8 +235,11 @@ class RunInfo:
 
 def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
-    cannot be written down."""
-    named = Path(given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT)
+    cannot be written down, or is in an object store: see `remote.readable_root`."""
+    chosen = given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT
+    if is_address(chosen):
+        raise RunError(f"{chosen} can only be read (binade serve {chosen}): choose a directory with --tensor-save-dir")
+    named = Path(chosen)
     try:
         root = named.expanduser().absolute()
     except RuntimeError:
@@ -245,6 +248,11 @@ def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
         shown = str(root).encode(errors="backslashreplace").decode()
         raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
     return root
+
+
+def is_address(root: object) -> bool:
+    """Whether a root is in an object store."""
+    return str(root).startswith("s3:/")
 
 
 def is_unicode(text: str) -> bool:

@@ -31,11 +31,15 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 256 << 20  # of a file that is read whole
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
 HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
 
 
 class TensorFileError(ValueError):
     """A tensor file is missing, cut short or not what it should be. The message says which."""
+
+    exit_status = 1
 
 
 def regular(path: str, flags: int) -> int:
@@ -127,13 +131,37 @@ def owner() -> str:
 
 @contextmanager
 def locked(directory: Path, options: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a directory without leaving a lock file in it. Raises OSError."""
+    """Hold a directory without leaving a lock file in it. Raises OSError, which says what to do where the file system
+    has no locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, options)
+        try:
+            fcntl.flock(descriptor, options)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                raise OSError(error.errno, _no_locks(directory), str(directory)) from error
+            raise
         yield
     finally:
         os.close(descriptor)
+
+
+def _no_locks(directory: Path) -> str:
+    kind = file_system(directory)
+    remedy = next((words for name, words in WITH_LOCKS.items() if kind.startswith(name)), "use a file system that has")
+    return f"its file system ({kind}) has no file locks: {remedy}"
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that a path lies on, as mount names it; "unknown" where /proc does not tell."""
+    resolved, found = path.resolve(), {}
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            place = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), before.split()[4])
+            if resolved.is_relative_to(place):
+                found[len(place)] = after.split()[0]  # a later mount hides an earlier one
+    return found[max(found)] if found else "unknown"
 
 
 def sweep_beside(path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, is_a_file, read_run, run_directories
 from binade.data.segment import read_tables, table_files
 from binade.data.store import locked, sha256
@@ -43,7 +44,7 @@ def verify(
     """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
     found, done with the segments read so far and their number. Runs that are being recorded may be among them.
 
-    Raises RunError if the root is no directory or has no such run.
+    Raises RunError if the root is no directory or has no such run, TensorFileError if an object store cannot be read.
     """
     if not root.is_dir():
         raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
@@ -107,7 +108,7 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
         return 0
     for path, digest in zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True):
         if path is not None and not Path(path).is_absolute():  # an imported file is not ours
-            _check_tensor(run.directory / path, digest, found, refuse)
+            _check_tensor(fetched(run.directory / path), digest, found, refuse)
     return len(rows)
 
 

@@ -24,6 +24,7 @@ from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Block, Spec
 
 GROUP = Block(1, 32)
+RUN = 1 << 12  # whole blocks of every format
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,21 @@ class Blocks:
         return encode(torch.where(self.scale.isnan(), 0.0, self.values), self.spec.format.element)
 
 
-def look(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, **options: object) -> Blocks:
-    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`."""
+def look(
+    x: Tensor,
+    fmt: str | Format | Spec,
+    dim: int = -1,
+    *,
+    seed: int = 0,
+    absmax: Tensor | None = None,
+    **options: object,
+) -> Blocks:
+    """x [any shape] rounded to a format, blocks along `dim`. Options and errors as in `fake_quantize`. absmax: of the
+    tensor that x is a sample of, where a scale is that of the whole tensor."""
     spec = Spec.of(fmt, **options)
     coded = rotate(x, spec, dim, seed) if spec.hadamard else x.detach()
     block = GROUP if spec.block in (None, TENSOR) else spec.block
-    absmax = outer_absmax(coded, spec, dim)
+    absmax = outer_absmax(coded, spec, dim) if absmax is None else absmax
     absmax = per_group(absmax, coded, dim, block) if absmax.dim() else absmax
     u = noise_blocks(coded, spec, dim, block, seed)
     blocks = to_blocks(coded, dim, block).float()
@@ -142,19 +152,21 @@ def look(x: Tensor, fmt: str | Format | Spec, dim: int = -1, *, seed: int = 0, *
     return Blocks(spec, blocks, values, y.to(coded.dtype).float(), scale.expand(len(blocks), -1), valid, back)
 
 
-def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22) -> tuple[Tensor, int]:
+def sample(x: Tensor, dim: int = -1, limit: int = 1 << 22, cut: bool = False) -> tuple[Tensor, int]:
     """(part, every): (x, 1) if x has at most `limit` values, else every n-th whole line along `dim` and n.
 
-    The part is then [lines, axis], its blocks along the last axis. The lines are spread evenly over the tensor.
+    The part is then [lines, axis], its blocks along the last axis. The lines are spread evenly over the tensor. With
+    cut, lines of more than `limit` values are cut into ones of RUN, and what is left at their ends is not in the part.
     """
     if x.numel() <= limit or not x.dim():
         return x, 1
     at = dim % x.dim()
     axis, inner = x.shape[at], x.shape[at + 1 :].numel()
-    lines = x.numel() // axis
+    run = RUN if cut and axis > limit else axis
+    lines = x.reshape(-1, axis, inner).unfold(1, run, run)  # [outer, runs, inner, run], a view
     every = -(-x.numel() // limit)
-    chosen = torch.arange(0, lines, every)
-    return x.reshape(-1, axis, inner)[chosen // inner, :, chosen % inner], every
+    chosen = torch.arange(0, lines.shape[:3].numel(), every)
+    return lines[chosen // (lines.shape[1] * inner), chosen // inner % lines.shape[1], chosen % inner], every
 
 
 ZERO, DENORMAL, SPECIAL = "zero", "denormal", "Inf or NaN"

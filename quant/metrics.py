@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from threading import Lock
 
 import numpy as np
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 from binade.quant import sketch
 from binade.quant.backends import Backend, cpu, resolve_backend
 from binade.quant.backends.counts import Counted
+from binade.quant.backends.native import share_out
 from binade.quant.block_histograms import Histogram, block_histograms_later, histograms
 from binade.quant.blocks import look
 from binade.quant.elements import Rounding
 from binade.quant.formats import Format
-from binade.quant.quantizer import apply, check_tensor, outer_absmax, quantize, unrotated
+from binade.quant.quantizer import DTYPES, apply, check_tensor, outer_absmax, quantize, unrotated
 from binade.quant.reference import absmax_over, per_group, to_blocks
 from binade.quant.rotation import rotate
 from binade.quant.rounding import floor_log2
@@ -296,6 +298,14 @@ def score_later(
     return errors_later(x, q, spec, scales, dim)
 
 
+def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options: object) -> Errors | None:
+    """As `score` of a tensor on the CPU, without memory for another of its size; None where no kernel does it."""
+    spec = Spec.of(fmt, **options)
+    check_tensor(x, dim)
+    found = None if spec.hadamard or not x.numel() else cpu.score(x.detach(), spec, dim)
+    return None if found is None else _measured(found, x.numel())
+
+
 def _score_counted(codes: Counted, spec: Spec) -> Errors:
     """As `score`, for a tensor with these values and a format that rounds each by itself."""
     values = torch.from_numpy(codes.values).to(codes.dtype)
@@ -432,13 +442,48 @@ def channel_absmax(x: Tensor) -> Tensor:
     if not x.dim() or not x.numel():
         raise ValueError(f"a tensor with a channel axis and at least one token is needed, not shape {tuple(x.shape)}")
     rows = x.detach().reshape(-1, x.shape[-1])
+    if x.device.type == "cpu":
+        return cell_absmax(rows, len(rows), 1)[0]
     bits = {2: torch.int16, 4: torch.int32}.get(x.element_size())
     if bits is None:
         return rows.abs().amax(0).float()
-    # Magnitudes have the order of their bits, which a CPU compares many times faster; NaN comes last.
-    step = max(1, (CHUNK if x.device.type == "cpu" else CUDA_CHUNK) // rows.shape[1])
+    step = max(1, CUDA_CHUNK // rows.shape[1])
     parts = [(part.view(bits) & torch.iinfo(bits).max).amax(0) for part in torch.split(rows, step)]
     return torch.stack(parts).amax(0).view(x.dtype).float()
+
+
+def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
+    """max|x| of each cell of height × width values of a matrix on the CPU: [rows, columns] -> [cells, cells] float32.
+    NaN shows. The matrix, which may be mapped from a file, is read once, in pieces, on all threads of torch."""
+    x = x.detach()
+    if x.dtype not in DTYPES:
+        x = x.float()
+    # Magnitudes have the order of their bits; NaN comes last. torch takes many times as long for a maximum over rows.
+    bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
+    values, magnitude = x.view(bits).numpy(), torch.iinfo(bits).max
+    rows, columns = values.shape
+    found = np.zeros((-(-rows // height), -(-columns // width)), values.dtype)
+    wide = min(width * max(1, CHUNK // width), columns)
+    high = min(max(1, CHUNK // wide), height)
+    across, down = -(-columns // wide), -(-height // high)
+    lock = Lock()
+
+    def part(first: int, last: int) -> None:
+        for piece in range(first, last):
+            line, place = divmod(piece, across)
+            strip, step = divmod(line, down)
+            top = strip * height + step * high
+            end, left = min(top + high, (strip + 1) * height, rows), place * wide
+            if top >= end:  # the last strip is short
+                continue
+            largest = (values[top:end, left : left + wide] & magnitude).max(0)
+            largest = np.maximum.reduceat(largest, np.arange(0, len(largest), width))
+            cells = found[strip, left // width : left // width + len(largest)]
+            with lock:
+                np.maximum(cells, largest, out=cells)
+
+    share_out(len(found) * down * across, high * wide, part)
+    return torch.from_numpy(found).view(x.dtype).float()
 
 
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:

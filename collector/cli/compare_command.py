@@ -6,20 +6,20 @@ from pathlib import Path
 
 import click
 
-from binade.terminal import Command, Option, fail, print_text, resolve_root
+from binade.terminal import Command, Option, fail, print_text, readable_root
 
 
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
     """Compare the recipes of a root: loss, rounding error, gradients, storage and time.
 
-    ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT holds the runs, a directory or s3://BUCKET/FOLDER  [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     from binade.collector.cli.compare import compare  # imports pandas and DuckDB
     from binade.collector.cli.tables import render
     from binade.data.runs import RunError
     from binade.data.store import write_atomic
 
-    runs = resolve_root(root)
+    runs = readable_root(root)
     try:
         comparison = compare(runs)
     except OSError as error:

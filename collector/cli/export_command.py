@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from binade.filter_options import filter_of, filter_params
-from binade.terminal import Command, Option, fail, names, print_text, resolve_root, root_option
+from binade.terminal import Command, Option, fail, names, print_text, readable_root, root_option
 
 # data.export declares these; it imports pyarrow, and --help does not wait for it.
 TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
@@ -31,7 +31,7 @@ def _export(
     choice = export.Choice(metrics, formats, filter_of(filters))
     if to != export.TABLES:
         export.target(to)
-    with Catalog.open(resolve_root(root)) as catalog:
+    with Catalog.open(readable_root(root)) as catalog:
         for reason in catalog.refused:
             fail(f"skipped: {reason}")
         done = export.export(catalog, to, output, choice)

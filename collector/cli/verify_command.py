@@ -5,20 +5,20 @@ from __future__ import annotations
 import click
 
 from binade.collector.cli.console import console
-from binade.terminal import FAILED, Command, one_line, print_text, resolve_root
+from binade.terminal import FAILED, Command, one_line, print_text, readable_root
 
 
 def _verify(root: str | None, runs: tuple[str, ...]) -> int:
     """Compare every file of the runs with the checksums that were written with it.
 
-    ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs]. RUN is a directory
-    in it  [default: all]. Exit status 1 if a file is damaged or missing.
+    ROOT holds the runs, a directory or s3://BUCKET/FOLDER  [default: $TENSOR_SAVE_DIR, else data/runs].
+    RUN is a directory in it  [default: all]. Exit status 1 if a file is damaged or missing.
     """
     from binade.data.verify import verify  # imports pyarrow
 
     with console("verify", "segment") as shown:
         found = verify(
-            resolve_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
+            readable_root(root), runs, lambda line: shown.print(f"damaged: {one_line(line)}"), done=shown.progress
         )
     for run_id in found.unchecked:
         print_text(f"{one_line(run_id)} has no checksums: it was recorded by an earlier version")

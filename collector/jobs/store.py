@@ -17,6 +17,7 @@ Files are replaced atomically, and changed under the lock, so that several apps 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator, Sequence
@@ -40,6 +41,7 @@ from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
 from binade.data.runs import RunError, is_a_file, now
+from binade.data.store import locked as held
 from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
 
@@ -170,7 +172,8 @@ def locked(root: Path) -> Iterator[None]:
     lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
-        lock.acquire(poll_interval=0.01)
+        with held(folder(root), fcntl.LOCK_SH):  # says why if that is impossible; FileLock would do without
+            lock.acquire(poll_interval=0.01)
     except OSError as error:
         raise RunError(
             f"cannot write to {root}: {error.strerror or error}; choose another root for the runs"

@@ -15,6 +15,7 @@ from binade.quant.backends.counts import counted
 from binade.quant.metrics import (
     METRICS,
     block_crest_factor,
+    cell_absmax,
     channel_absmax,
     errors,
     errors_later,
@@ -305,3 +306,21 @@ def test_saturation_is_told_in_the_formats_own_precision():
 )
 def test_sqnr_of_power_sums(signal, noise, want):
     assert sqnr_db(signal, noise) == pytest.approx(want, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(
+    ("shape", "height", "width"),
+    [((1, 300_000), 1, 751), ((700, 500), 700, 1), ((700, 500), 2, 3), ((5, 7), 9, 9), ((200_000, 2), 501, 1)],
+)
+def test_cells_are_those_of_numpy(shape, height, width, dtype):
+    """More values than one piece, and the last strip, piece and cell are short."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    x[0, 0], x[-1, -1] = -torch.inf, torch.nan
+    padded = np.zeros([-(-n // cell) * cell for n, cell in zip(shape, (height, width), strict=True)])
+    padded[: shape[0], : shape[1]] = np.abs(x.double().numpy())
+    cells = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).max((1, 3))
+    found = cell_absmax(x, height, width)
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found.numpy(), cells.astype(np.float32))
+    assert torch.equal(cell_absmax(x.T, width, height).isnan(), found.T.isnan())

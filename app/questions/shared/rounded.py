@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from binade.quant.blocks import Blocks, look, sample
+from binade.quant.reference import absmax_over
 from binade.quant.scaling import SCALINGS
-from binade.quant.specs import Spec
+from binade.quant.specs import ROW, TENSOR, Spec
 
 MAX_SIDE = 400  # pixels of a heatmap, each way
 
@@ -31,10 +32,15 @@ class Subject:
 
 
 def subject(x: Tensor, fmt: str | Spec, dim: int = -1, limit: int = 1 << 20) -> Subject:
-    """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of whole lines."""
-    part, every = sample(x, dim, limit)
-    along = dim if every == 1 else -1
-    return Subject(look(part, fmt, along), every, x.numel())
+    """x rounded to a format, blocks along dim; of a tensor of more than `limit` values, a sample of lines, with the
+    scale of the whole tensor if the format has one."""
+    spec = Spec.of(fmt)
+    shares = {spec.block, SCALINGS[spec.scale].outer}
+    part, every = sample(x, dim, limit, cut=ROW not in shares)
+    if every == 1:
+        return Subject(look(x, spec, dim), 1, x.numel())
+    whole = TENSOR in shares and not spec.history and not spec.hadamard
+    return Subject(look(part, spec, -1, absmax=absmax_over(x, -1, TENSOR) if whole else None), every, x.numel())
 
 
 def about_format(spec: Spec) -> str:

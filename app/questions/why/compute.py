@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 
 from binade.app.questions.shared.rounded import MAX_SIDE, Subject
 from binade.quant.elements import Element
+from binade.quant.metrics import cell_absmax
 
 MAX_CHANNELS = 1000
 
@@ -76,21 +76,13 @@ def rows_by_channels(x: Tensor) -> Tensor:
 
 
 def pooled(x: Tensor, rows: int = MAX_SIDE, columns: int = MAX_SIDE) -> np.ndarray:
-    """The largest magnitude of each cell of a grid over [tokens, channels], float32, at most rows × columns; NaN shows.
-
-    Reads the tensor a strip at a time.
-    """
+    """The largest magnitude of each cell of a grid over [tokens, channels], float32, at most rows × columns; NaN
+    shows."""
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return np.zeros((0, 0), np.float32)
     height, width = (max(1, -(-n // most)) for n, most in zip(matrix.shape, (rows, columns), strict=True))
-    strips = []
-    for strip in torch.split(matrix, height):
-        top = strip.abs().amax(0).float()
-        short = -len(top) % width
-        top = torch.nn.functional.pad(top, (0, short), value=0.0).reshape(-1, width).amax(-1)
-        strips.append(top)
-    return torch.stack(strips).numpy()
+    return cell_absmax(matrix, height, width).numpy()
 
 
 def channels(x: Tensor) -> pd.DataFrame:
@@ -101,10 +93,9 @@ def channels(x: Tensor) -> pd.DataFrame:
     matrix = rows_by_channels(x.detach())
     if not matrix.numel():
         return pd.DataFrame(columns=["channel", "last", "absmax"])
-    strips = [strip.abs().amax(0).float() for strip in torch.split(matrix, max(1, (1 << 22) // matrix.shape[1]))]
-    absmax = torch.stack(strips).amax(0)
-    run = -(-len(absmax) // MAX_CHANNELS)
-    padded = torch.nn.functional.pad(absmax, (0, -len(absmax) % run), value=0.0).reshape(-1, run).amax(-1)
-    first = np.arange(len(padded)) * run
-    last = np.minimum(first + run, len(absmax)) - 1
-    return pd.DataFrame({"channel": first, "last": last, "absmax": padded.numpy().astype(np.float64)})
+    rows, count = matrix.shape
+    run = -(-count // MAX_CHANNELS)
+    absmax = cell_absmax(matrix, rows, run)[0]
+    first = np.arange(len(absmax)) * run
+    last = np.minimum(first + run, count) - 1
+    return pd.DataFrame({"channel": first, "last": last, "absmax": absmax.numpy().astype(np.float64)})

@@ -11,14 +11,14 @@ import numpy as np
 
 from binade.app.figure import Drawn, Facts, Figure, Item, grid
 from binade.app.questions.question import Question
-from binade.app.questions.shared.rounded import about_format
+from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.shared.unscaled import with_scale, would_be
 from binade.app.questions.why import charts, compute
 from binade.app.report.section import ReportSelection, Section
 from binade.app.style import MEASURES, short
 from binade.data.text import plain_name
-from binade.quant.metrics import outlier_ratio, sqnr_db
+from binade.quant.metrics import outlier_ratio, sqnr_db, streamed_score
 
 LARGE = 1 << 24  # values whose outliers take too long to count
 
@@ -27,18 +27,15 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
     found = selected.rounded()
     zones = compute.zones(found)
     share = zones.set_index("zone")["share"]
-    sums = found.blocks.sums
-    sqnr = MEASURES["sqnr_db"].quantity(sqnr_db(sums.signal, sums.noise))
+    sqnr, flushed, saturated, of_sample = _totals(selected, found)
     lost = f", lost to NaN or Inf {share['lost']:.2%}" if share["lost"] else ""
-    flushed = sums.flushed / sums.nonzero if sums.nonzero else 0.0
     verdict = (
-        f"In {selected.spec}: SQNR {sqnr}, {flushed:.2%} of the nonzero values flushed to zero, "
-        f"{share['saturated']:.2%} of all saturated{lost}."
+        f"In {selected.spec}{of_sample}: SQNR {MEASURES['sqnr_db'].quantity(sqnr)}, {flushed:.2%} of the nonzero "
+        f"values flushed to zero, {saturated:.2%} of all saturated{lost}."
     )
     if flushed and (scaled := with_scale(selected.spec)):
-        found_with = selected.rounded(scaled).blocks.sums
-        of = found_with.flushed / found_with.nonzero if found_with.nonzero else 0.0
-        verdict += would_be(scaled, sqnr_db(found_with.signal, found_with.noise), of)
+        sqnr, of, *_ = _totals(selected, selected.rounded(scaled))
+        verdict += would_be(scaled, sqnr, of)
     table = compute.codebook_histogram(found)
     caption = (
         f"{selected.source(found.note or 'exact')}\n{about_format(selected.spec)}. Flushed: nonzero values below "
@@ -56,6 +53,16 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
         items.append(Figure("codebook", chart, table, caption, note=words, height=400))
         items += filter(None, (_channels(selected), tokens(selected)))
     return Drawn(tuple(items), verdict, tuple(problems))
+
+
+def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
+    """SQNR in dB, the share of the nonzero values that are flushed, and that of all values that saturate: of the whole
+    tensor, or of the sample, as the words say, where no kernel measures without a copy."""
+    if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
+        return whole.sqnr_db, 0.0 if math.isnan(whole.flush_to_zero) else whole.flush_to_zero, whole.saturated, ""
+    sums, zones = found.blocks.sums, compute.zones(found).set_index("zone")["share"]
+    flushed = sums.flushed / max(sums.nonzero, 1)
+    return sqnr_db(sums.signal, sums.noise), flushed, float(zones["saturated"]), ", of a sample" * (found.every > 1)
 
 
 def _facts(selected: SelectedTensor) -> Facts:

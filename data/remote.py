@@ -1,0 +1,320 @@
+"""Roots in an object store, s3://BUCKET/FOLDER: a read-only copy of their small files, which is opened like any root.
+
+The copy is a folder of BINADE_CACHE_DIR, by default ~/.cache/binade, and holds the index too. `sync` brings the
+runs and their segments up to date: a file is fetched again when its size or time differs. A segment appears whole, once
+every file that its manifest names is in the store. Tensor files are fetched when they are first opened, and the least
+recently used are deleted beyond KEPT bytes.
+
+Credentials and the endpoint come from the environment alone, as boto3 and the AWS command line read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from binade.data.json_files import read_json
+from binade.data.runs import RunError, is_address, resolve_root, run_names
+from binade.data.segment import MANIFEST, Manifest
+from binade.data.store import TensorFileError, locked, staging_directory, sweep
+from binade.data.text import describe
+
+ADDRESS = ".address"  # the file of a copy that names what it is a copy of
+EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/[^/]+)*)/*")
+# What is copied of a run: its files, and those of its folders. Everything else stays in the store.
+RUN_FILES = re.compile(r"(run|status|notes)\.json|(loss|events)\.jsonl|log\.txt")
+RANK_FILES = re.compile(r"rank\d+\.json")
+SEGMENT_FILES = re.compile(r"[a-z]+\.parquet|manifest\.json|files\.jsonl")
+SESSIONS, SESSION_FILES = ".sessions", re.compile(r"\d+\.json")
+PLAIN = re.compile(r"[^./][^/\0]*")  # the name of a folder that is copied
+KEPT = 16 << 30  # bytes of tensor files
+THREADS = 16
+RECENT = 2.0  # seconds: a store tells times in whole seconds, so what changed so shortly ago may change unnoticed
+PAUSE = 20  # times what the last synchronization took: requests cost money
+PIECE = 1 << 20
+REASONS = {
+    "NO_SUCH_BUCKET": "there is no such bucket",
+    "ACCESS_DENIED": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "INVALID_ACCESS_KEY_ID": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "SIGNATURE": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "NETWORK_CONNECTION": "the server cannot be reached: check AWS_ENDPOINT_URL and the network",
+}
+
+
+def readable_root(given: str | os.PathLike[str] | None = None) -> Path:
+    """As `resolve_root`; of an address in an object store the copy, up to date. Raises RunError."""
+    named = given or os.environ.get("TENSOR_SAVE_DIR")
+    if not is_address(named):
+        return resolve_root(given)
+    root = Mirror.at(str(named)).root
+    refresh(root)
+    return root
+
+
+def is_mirror(root: Path) -> bool:
+    """Whether a root is a copy of one in an object store."""
+    return (root / ADDRESS).is_file()
+
+
+def refresh(root: Path) -> None:
+    """Bring a root up to date if it is a copy, unless that was just done. Raises RunError."""
+    if is_mirror(root):
+        _of(root).refresh()
+
+
+def fetched(path: Path) -> Path:
+    """The path of a tensor file, which is fetched first if its root is a copy. A file that is not in the store is
+    missing here too. Raises TensorFileError."""
+    path = Path(os.path.normpath(path))
+    root = next(filter(is_mirror, path.parents), None)
+    if root is not None:
+        try:
+            _of(root).fetch(path)
+        except OSError as error:
+            raise TensorFileError(f"{path.name} cannot be fetched: {_reason(error)}") from error
+    return path
+
+
+_mirrors: dict[Path, Mirror] = {}
+_opening = threading.Lock()
+
+
+def _of(root: Path) -> Mirror:
+    with _opening:
+        if root not in _mirrors:
+            _mirrors[root] = Mirror((root / ADDRESS).read_text(), root)
+        return _mirrors[root]
+
+
+def _endpoint() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+class Mirror:
+    """The copy of an address. Threads and processes may share it."""
+
+    def __init__(self, address: str, root: Path) -> None:
+        from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
+
+        self.address, self.root = address, root
+        self._prefix = address.removeprefix("s3://")
+        server = urlsplit(_endpoint())
+        where: dict[str, Any] = {"endpoint_override": server.netloc, "scheme": server.scheme} if server.netloc else {}
+        retries = AwsStandardS3RetryStrategy(max_attempts=3)
+        self._store = S3FileSystem(retry_strategy=retries, connect_timeout=10, request_timeout=60, **where)
+        self._due = 0.0
+        self._syncing, self._fetching = threading.Lock(), threading.Lock()
+
+    @classmethod
+    def at(cls, address: str) -> Mirror:
+        """The copy of an address, empty at first. Raises RunError for one that is not of the form s3://BUCKET/FOLDER,
+        and if the cache cannot be written."""
+        if not (found := EXPECTED.fullmatch(address)):
+            raise RunError(
+                "expected s3://BUCKET/FOLDER as the address of a root; credentials and the endpoint come from the "
+                "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL)"
+            )
+        address = f"s3://{found[1]}{found[2]}"
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
+        cache = Path(os.environ.get("BINADE_CACHE_DIR") or home) / "roots"
+        key = hashlib.sha256(f"{_endpoint()}\0{address}".encode()).hexdigest()[:16]
+        root = (cache / key / address.rpartition("/")[2]).absolute()
+        try:
+            root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.mkdir(exist_ok=True)
+            (root / ADDRESS).write_text(address)
+        except OSError as error:
+            raise RunError(
+                f"the cache of {address} cannot be written: {describe(error)}; choose another folder with "
+                "BINADE_CACHE_DIR"
+            ) from error
+        return _of(root)
+
+    def refresh(self) -> None:
+        """`sync`, unless the last one was so short ago that another would keep the store busy. Raises RunError."""
+        with self._syncing:
+            start = time.monotonic()
+            if start >= self._due:
+                self.sync()
+                self._due = time.monotonic() + PAUSE * (time.monotonic() - start)
+
+    def sync(self) -> None:
+        """Fetch what is new of the runs and drop those that are gone. Raises RunError; then the runs are as they were
+        or partly up to date, and each segment is whole."""
+        try:
+            with locked(self.root):
+                sweep(self.root, ".*")
+                with staging_directory(self.root / ".sync") as staging, ThreadPoolExecutor(THREADS) as files:
+                    self._sync(_Staged(self, staging, files))
+        except OSError as error:
+            raise RunError(f"{self.address} cannot be read: {_reason(error)}") from error
+
+    def _sync(self, staged: _Staged) -> None:
+        try:
+            names = [info.base_name for info in self.listed("") if not info.is_file]
+        except FileNotFoundError:
+            raise RunError(f"{self.address} does not exist: expected s3://BUCKET/FOLDER of a folder of runs") from None
+        runs = {name for name in names if PLAIN.fullmatch(name)}
+        for gone in set(run_names(self.root)) - runs:
+            staged.remove(self.root / gone)
+        with ThreadPoolExecutor(THREADS) as pool:
+            for done in [pool.submit(self._sync_run, name, staged) for name in sorted(runs)]:
+                done.result()
+        staged.finish()
+        if SESSIONS in names:
+            for info in self.listed(SESSIONS, recursive=True):
+                folder, _, name = self._relative(info).removeprefix(f"{SESSIONS}/").rpartition("/")
+                if info.is_file and PLAIN.fullmatch(folder) and SESSION_FILES.fullmatch(name):
+                    staged.update([info], self.root / SESSIONS / folder, SESSION_FILES)
+
+    def _sync_run(self, run: str, staged: _Staged) -> None:
+        """The status before the segments are listed: they are published before it counts them."""
+        directory = self.root / run
+        here = self.listed(run)
+        folders = {info.base_name for info in here if not info.is_file}
+        staged.update(here, directory, RUN_FILES)
+        if "ranks" in folders:
+            staged.update(self.listed(f"{run}/ranks"), directory / "ranks", RANK_FILES)
+        segments: dict[str, list[Any]] = defaultdict(list)
+        for info in self.listed(f"{run}/segments", recursive=True) if "segments" in folders else ():
+            segment, _, name = self._relative(info).removeprefix(f"{run}/segments/").rpartition("/")
+            if info.is_file and PLAIN.fullmatch(segment) and SEGMENT_FILES.fullmatch(name):
+                segments[segment].append(info)
+        (directory / "segments").mkdir(exist_ok=True)
+        for gone in {path.name for path in (directory / "segments").iterdir()} - segments.keys():
+            staged.remove(directory / "segments" / gone)
+        for segment, infos in segments.items():
+            staged.segment(infos, directory / "segments" / segment)
+
+    def listed(self, folder: str, recursive: bool = False) -> list[Any]:
+        """The files and folders of a folder, each a pyarrow.fs.FileInfo; none if it does not exist, unless it is the
+        root. Raises OSError."""
+        from pyarrow.fs import FileSelector
+
+        place = f"{self._prefix}/{folder}" if folder else self._prefix
+        found: list[Any] = self._store.get_file_info(FileSelector(place, bool(folder), recursive))
+        return found
+
+    def _relative(self, info: Any) -> str:
+        return str(info.path).removeprefix(f"{self._prefix}/")
+
+    def download(self, info: Any, target: Path) -> None:
+        """Write a file of the store, with its time. Raises OSError; FileNotFoundError if it was deleted meanwhile."""
+        with self._store.open_input_stream(info.path) as source, open(target, "wb") as file:
+            shutil.copyfileobj(source, file, PIECE)
+        os.utime(target, ns=(info.mtime_ns, info.mtime_ns))
+
+    def fetch(self, path: Path) -> None:
+        """Fetch a tensor file unless it is here or not in the store. Raises OSError."""
+        with self._fetching:
+            if path.exists():
+                os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))  # so that others are deleted first
+                return
+            info = self._store.get_file_info(f"{self._prefix}/{path.relative_to(self.root).as_posix()}")
+            if not info.is_file:
+                return
+            self._make_room(info.size)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with staging_directory(self.root / f".{secrets.token_hex(4)}") as staging:
+                self.download(info, staging / path.name)
+                os.replace(staging / path.name, path)
+
+    def _make_room(self, size: int) -> None:
+        files = [(os.stat(file), file) for file in self.root.glob("*/tensors/**/*") if file.is_file()]
+        total = size + sum(stat.st_size for stat, _ in files)
+        for stat, file in sorted(files, key=lambda each: each[0].st_atime_ns):
+            if total <= KEPT:
+                break
+            file.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+class _Staged:
+    """Files that are written to `staging`, a folder of the copy, and renamed to their places; what is deleted goes the
+    other way. Threads share it; files are fetched by those of the pool."""
+
+    def __init__(self, mirror: Mirror, staging: Path, files: ThreadPoolExecutor) -> None:
+        self._mirror, self._staging, self._files = mirror, staging, files
+        self._started: list[Future[None]] = []
+
+    def new(self) -> Path:
+        return self._staging / secrets.token_hex(8)
+
+    def remove(self, path: Path) -> None:
+        os.rename(path, self.new())
+
+    def update(self, infos: Iterable[Any], directory: Path, kept: re.Pattern[str]) -> None:
+        """Make the files of a folder that have such names what they are in the store."""
+        directory.mkdir(parents=True, exist_ok=True)
+        wanted = {info.base_name: info for info in infos if info.is_file and kept.fullmatch(info.base_name)}
+        for path in directory.iterdir():
+            if path.name not in wanted and kept.fullmatch(path.name):
+                path.unlink()
+        for info in wanted.values():
+            if not _is_same(directory / info.base_name, info, RECENT):
+                part = self.new()
+                try:
+                    self._mirror.download(info, part)
+                except FileNotFoundError:
+                    continue
+                os.replace(part, directory / info.base_name)
+
+    def segment(self, infos: list[Any], place: Path) -> None:
+        """Begin to fetch a segment, unless it is here or not all of it is in the store yet."""
+        names = {info.base_name for info in infos}
+        same = place.is_dir() and names == {path.name for path in place.iterdir()}
+        if not (same and all(_is_same(place / info.base_name, info) for info in infos)):
+            self._started.append(self._files.submit(self._segment, infos, place))
+
+    def _segment(self, infos: list[Any], place: Path) -> None:
+        part = self.new()
+        part.mkdir()
+        try:
+            for info in sorted(infos, key=lambda info: info.base_name != MANIFEST):
+                self._mirror.download(info, part / info.base_name)
+                if info.base_name == MANIFEST and not _is_complete(part / MANIFEST, infos):
+                    return
+        except FileNotFoundError:  # it was merged into another
+            return
+        if place.exists():
+            self.remove(place)
+        os.rename(part, place)
+
+    def finish(self) -> None:
+        """Wait until every segment is in its place. Raises OSError."""
+        for done in self._started:
+            done.result()
+
+
+def _reason(error: OSError) -> str:
+    return next((reason for word, reason in REASONS.items() if f"AWS Error {word}" in str(error)), describe(error))
+
+
+def _is_same(path: Path, info: Any, since: float = 0) -> bool:
+    """Whether a file is as in the store. since: seconds that must have passed from its change until it was fetched."""
+    try:
+        here = os.stat(path)
+    except FileNotFoundError:
+        return False
+    unchanged = here.st_size == info.size and here.st_mtime_ns == info.mtime_ns
+    return unchanged and here.st_ctime - here.st_mtime >= since
+
+
+def _is_complete(manifest: Path, infos: Iterable[Any]) -> bool:
+    """Whether the store has the files of a manifest. Of a damaged one nobody knows: whoever reads the rows says so."""
+    try:
+        written = read_json(Manifest, manifest).files
+    except ValueError:
+        return True
+    return written.keys() <= {info.base_name for info in infos}
