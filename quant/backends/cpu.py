@@ -244,6 +244,7 @@ class CpuRuns(Runs):
         return out
 
     def _of_runs(self, factors: Factors) -> Factors:
+        # The kernels find a run's group themselves: a copy for each line of a tile would cost as much as rounding.
         return Factors(*(factor if factor is None else factor.contiguous() for factor in factors))
 
     def given(self, factors: Factors) -> _Factors:
