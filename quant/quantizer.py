@@ -64,7 +64,7 @@ def apply(
 
 def unrotated(spec: Spec) -> Spec:
     """The same spec for values that are rotated already."""
-    return Spec.of(spec, hadamard=0, signs="none")
+    return Spec.of(spec, hadamard=0, signs="none") if spec.hadamard else spec
 
 
 class _StraightThrough(torch.autograd.Function):

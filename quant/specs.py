@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from binade.quant.elements import Overflow, Rounding
@@ -161,9 +162,13 @@ class Spec:
         changed = {name for name, option in OPTIONS.items() if chosen[name] != option.default(chosen)}
         return {name: value for name, value in chosen.items() if name in changed}
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         shown = ", ".join(f"{name}={value}" for name, value in self.options().items())
         return f"{self.format.name}({shown})" if shown else self.format.name
+
+    def __str__(self) -> str:
+        return self._text
 
 
 Chosen = Mapping[str, Any]

@@ -1,7 +1,8 @@
 """One pass over a tensor: its moments, counts and binade sketch.
 
 For bfloat16 and float16 on a CPU the pass is a histogram of the 65,536 codes, from which all else follows exactly. For
-float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. `backends.triton_summary` reads CUDA tensors.
+float32 the sketch (see `sketch`) and the sums are taken chunk by chunk. `backends.moments` takes the sums without the
+sketch. `backends.triton_summary` reads CUDA tensors.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from binade.quant.backends import Backend, resolve_backend
+from binade.quant.backends import Backend, moments, resolve_backend
 from binade.quant.backends.counts import Counted, counted
 from binade.quant.sketch import BINS, INFINITY_BIN, SIGN_BIN, Sketch, bin_edges
 
 __all__ = ["BINS", "INFINITY_BIN", "SIGN_BIN", "Sketch", "Summary", "bin_edges", "summarize"]
 
 CHUNK = 1 << 18
-COSTLY = ("absmin", "skewness", "kurtosis")  # what `summarize_later` leaves out without the sketch
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,19 @@ def summarize(x: Tensor, backend: str = "auto") -> Summary:
 
 
 def summarize_later(
-    x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True, costly: bool = False
+    x: Tensor, backend: str = "auto", codes: Counted | None = None, sketch: bool = True
 ) -> Callable[[], Summary]:
     """As `summarize`, but a function that returns the result: nothing waits for a GPU until it is called. x may be
-    overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, the summary has no
-    bins; of a finite float32 tensor on a CPU it also lacks absmin, skewness and kurtosis, which are NaN, unless
-    costly asks for them."""
+    overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, which takes the most
+    time on a CPU, the summary has no bins."""
     if not isinstance(x, Tensor):
         raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
     chosen = resolve_backend(backend, x)
+    if chosen == Backend.TORCH and not sketch and (sums := moments.measured(x)) is not None:
+        found = _from_pass(x.numel(), Pass.of(sums))
+        return lambda: found
     x = x.detach().reshape(-1)
     if chosen == Backend.TRITON and x.numel():
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
@@ -95,45 +97,13 @@ def summarize_later(
         return lambda: _with(sketch, _from_pass(numel, fetch()))
     codes = codes or counted(x)
     if codes is None:
-        found = (None if sketch or costly else _moments(x)) or _with(sketch, _from_pass(x.numel(), _one_pass(x)))
+        found = _with(sketch, _from_pass(x.numel(), _one_pass(x)))
         return lambda: found
     return lambda: _with(sketch, _from_codes(codes))
 
 
 def _with(sketch: bool, found: Summary) -> Summary:
     return found if sketch else replace(found, bins=found.bins[:0], counts=found.counts[:0])
-
-
-def _moments(x: Tensor) -> Summary | None:
-    """What costs little of a tensor on the CPU; None if it is empty or not finite throughout."""
-    low, high = (float(v) for v in torch.aminmax(x)) if x.numel() else (math.nan, math.nan)
-    if not math.isfinite(high - low):
-        return None
-    # An element is within sqrt(n) standard deviations of the mean, so that float64 is enough for what cancels.
-    shift, total, squares = float(x[0]), 0.0, 0.0
-    for chunk in torch.split(x, CHUNK):  # torch.std_mean takes several times as long
-        wide = chunk.double().sub_(shift)
-        total, squares = total + float(wide.sum()), squares + float(wide @ wide)
-    away = total / x.numel()
-    mean, std = shift + away, math.sqrt(max(squares / x.numel() - away**2, 0.0)) if low < high else 0.0
-    none = np.zeros(0, np.int64)
-    return Summary(
-        numel=x.numel(),
-        min=low,
-        max=high,
-        mean=mean,
-        std=std,
-        rms=math.hypot(std, mean),
-        absmax=max(abs(low), abs(high)),
-        absmin=math.nan,
-        skewness=math.nan,
-        kurtosis=math.nan,
-        zeros=x.numel() - int(torch.count_nonzero(x)),
-        nans=0,
-        infs=0,
-        bins=none.astype(np.int16),
-        counts=none,
-    )
 
 
 def _from_codes(codes: Counted) -> Summary:
@@ -180,8 +150,8 @@ def _summary(
     nans: int,
     infs: int,
 ) -> Summary:
-    """absmin is infinite where all is zero. Without a bin, nothing is finite: low to central have no meaning."""
-    if not len(bins):
+    """absmin is infinite where all is zero. Where nothing is finite, low to central have no meaning."""
+    if numel == nans + infs:
         low = high = mean = rms = math.nan
         central = (math.nan,) * 3
     second, third, fourth = central
@@ -207,8 +177,8 @@ def _summary(
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over a tensor finds: counts [BINS] of the finite values, sums of their (x - shift)^k for k = 1 to
-    4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
+    """What one pass over a tensor finds: counts [BINS] of the finite values, or none, sums of their (x - shift)^k for
+    k = 1 to 4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
 
     counts: np.ndarray
     sums: np.ndarray
@@ -219,6 +189,12 @@ class Pass:
     zeros: int
     nans: int
     infs: int
+
+    @classmethod
+    def of(cls, found: np.ndarray) -> Pass:
+        """Of what `moments.measured` found."""
+        *_, low, high, absmin, zeros, nans, infs, shift = found.tolist()
+        return cls(np.zeros(0, np.int64), found[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 
 
 def _one_pass(x: Tensor) -> Pass:
@@ -259,7 +235,7 @@ def _one_pass(x: Tensor) -> Pass:
 def _from_pass(numel: int, found: Pass) -> Summary:
     used = found.counts.nonzero()[0]
     shift = found.shift
-    s1, s2, s3, s4 = (float(v) for v in found.sums / max(int(found.counts.sum()), 1))
+    s1, s2, s3, s4 = (found.sums / max(numel - found.nans - found.infs, 1)).tolist()
     mean = shift + s1
     rms = math.sqrt(max(s2 + 2 * shift * s1 + shift**2, 0.0))
     second, third = max(s2 - s1**2, 0.0), s3 - 3 * s1 * s2 + 2 * s1**3

@@ -60,7 +60,7 @@ from binade.quant.gemm import Observed, Tap
 from binade.quant.metrics import sqnr_later
 from binade.quant.quantizer import DTYPES
 from binade.quant.specs import Spec
-from binade.quant.summary import COSTLY, Summary, summarize_later
+from binade.quant.summary import Summary, summarize_later
 from binade.quant.traces import hot_channels_later, sample_later
 
 if TYPE_CHECKING:  # it imports the command line
@@ -199,7 +199,6 @@ class Recorder:
             cooldown,
             capture_bytes,
         ).check()
-        self._costly = any(trigger.quantity in COSTLY for trigger in self.watching.triggers)
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
         # What is watched is not recorded besides, unless it says how many iterations are.
         self.iterations = 0 if iterations is None and self.watching.follows else iterations
@@ -614,8 +613,9 @@ class Recorder:
         whole = not moment.basic
         traced = whole and Measure.TRACE in self.measures and identity.tensor_name not in MAPS
         trace = _trace_later(seen, shown, identity.tensor_name) if traced else None
-        codes = counted(x) if x.device.type == "cpu" else None
-        summary = cache(summarize_later(x, codes=codes, sketch=whole, costly=self._costly))  # the file has it too
+        codes = counted(x) if whole and x.device.type == "cpu" else None
+        summary = summarize_later(x, codes=codes, sketch=whole)
+        summary = cache(summary) if whole else summary  # the file has it too
         tried = try_formats(seen, scores if whole else (), gemm, whole and Measure.BLOCKS in self.measures, codes)
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
@@ -642,7 +642,7 @@ class Recorder:
                 scores=found,
                 gemm=gemm,
                 result_sqnr_db=result_sqnr() if result_sqnr else None,
-                shard=replace(shard, replica=self.replica),
+                shard=shard if shard.replica == self.replica else replace(shard, replica=self.replica),
                 recomputed=recomputed,
                 trace=trace() if trace else None,
             )

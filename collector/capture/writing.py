@@ -236,7 +236,9 @@ class Writing:
             self._rows += self._reduction(iteration, own) if self._reduction else own
 
     def _made(self, kept: list[Pending]) -> list[TensorRow]:
-        return [replace(each.row(), sha256=self._unnamed[each.path] if each.path else None) for each in kept]
+        rows = [each.row() for each in kept]
+        named = zip(rows, kept, strict=True)
+        return [replace(row, sha256=self._unnamed[each.path]) if each.path else row for row, each in named]
 
     @property
     def _due(self) -> bool:

@@ -28,7 +28,7 @@ constexpr int MAX_TIERS = 8;
 constexpr int64_t STRIP = 256;
 constexpr float FLOAT32_MAX = 3.4028234663852886e38f;
 
-enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, UNCLIPPED, FOUR_OVER_SIX };
+enum Rule { GIVEN, FLOOR, CEIL, EVEN, RCEIL, NVFP4, HIF4, UNCLIPPED, FOUR_OVER_SIX, QUEST };
 constexpr int NEAREST = 0, HALF_AWAY = 1, STOCHASTIC = 2;
 
 }  // namespace
@@ -40,18 +40,40 @@ extern "C" struct Format {
     float zero;                 // what is added to a result: -0 if the element has a negative zero, else 0
     float lowest[MAX_TIERS];    // 2^(lowest exponent) of each tier
     float step[MAX_TIERS];      // 2^-(mantissa bits) of each tier
-    float outer;                // NVFP4: what the largest magnitude of a tensor or an outer block is scaled to
+    float outer;                // NVFP4: what the largest magnitude of a tensor or an outer block is scaled to. QUEST: how
+                                // many values a whole block has
     int32_t squares;            // FOUR_OVER_SIX: whether it compares sums of squares
 };
 
 // x; a NaN with bits in its lower half, as torch makes them, becomes one without, see `store`.
 inline float short_nan(float x) { return x == x ? x : NAN; }
 
-// What the values of a run are multiplied by before rounding, and multiplied by, multiplied by and divided by after it. Run
-// i finds each at from[...][i * step[...]]; a step of 0 is one for all, null is 1.
+// What the values of a run are multiplied by before rounding, and multiplied by, multiplied by and divided by after it. Group
+// i finds each at from[...][i * step[...]]; a step of 0 is one for all, null is 1. A group is a run, or in tiles those of as
+// many lines as a tile has rows: runs follow each other as [outer, per_axis, inner], groups as [lines / rows, per_axis].
 extern "C" struct Factors {
     const float* from[4];
     int64_t step[4];
+    int64_t rows, per_axis, inner;
+
+    // The groups of `count` runs from `run` on.
+    void groups(int64_t run, int64_t count, int64_t* into) const {
+        if (rows == 1) {
+            for (int64_t n = 0; n < count; n++) into[n] = run + n;
+            return;
+        }
+        const int64_t row = run / inner;
+        int64_t line = (row / per_axis) * inner + run % inner, column = row % per_axis;
+        int64_t below = line % rows, first = line / rows * per_axis;
+        for (int64_t n = 0; n < count; n++) {
+            into[n] = first + column;
+            const bool next = inner > 1 || ++column == per_axis;  // the next run is of the next line
+            column = inner == 1 && next ? 0 : column;
+            below += next;
+            first += below == rows ? per_axis : 0;
+            below = below == rows ? 0 : below;
+        }
+    }
 
     float one(int which) const { return from[which] ? short_nan(*from[which]) : 1.0f; }  // that of all runs
 };
@@ -164,11 +186,18 @@ inline float round_to_element(float x, const Format& f, int32_t k = 0) {
     return y + f.zero;
 }
 
+// QUEST: what the scale is the next lower power of two of, from the sums of a block's values and of their squares.
+inline float deviation(double total, double squares, const Format& f) {
+    const double share = 1.0 / f.outer, mean = total * share, variance = squares * share - mean * mean;
+    return static_cast<float>(std::sqrt(variance < 0 ? 0.0 : variance)) * static_cast<float>(2.92247856 / 6.0) + 1e-8f;
+}
+
+// absmax: QUEST: the deviation.
 inline int32_t scale_exponent(float absmax, const Format& f) {
     bool subnormal = absmax < 0x1p-126f;
     int32_t bits = to_bits(subnormal ? absmax * 0x1p24f : absmax);
     if (f.rule == EVEN) bits += 1 << (22 - f.mantissa_bits);
-    int32_t exponent = (bits >> 23) - 127 - (subnormal ? 24 : 0) - f.emax;
+    int32_t exponent = (bits >> 23) - 127 - (subnormal ? 24 : 0) - (f.rule == QUEST ? 0 : f.emax);
     if (f.rule == CEIL || f.rule == RCEIL) {
         float threshold = f.rule == CEIL ? 1.0f : f.max * pow2(-f.emax);
         exponent += from_bits((bits & 0x7FFFFF) | 0x3F800000) > threshold;
@@ -189,11 +218,12 @@ struct Scales {
 
     void take(const Factors& given, int64_t run, int64_t count) {
         float* into[4] = {in, out, last, divisor};
+        int64_t group[Runs];
+        given.groups(run, count, group);
         for (int which = 0; which < 4; which++) {
-            const int64_t step = given.step[which];
-            const float* from = given.from[which] + run * step;
-            if (step)
-                std::transform(from, from + count, into[which], short_nan);
+            const float* from = given.from[which];
+            if (given.step[which])
+                std::transform(group, group + count, into[which], [from](int64_t i) { return short_nan(from[i]); });
             else
                 std::fill(into[which], into[which] + count, given.one(which));
         }
@@ -349,6 +379,25 @@ inline void largest_of_strip(const VALUE* x, float* out, const Grid& grid, const
     for (int64_t j = 0; j < strip.width; j++) out[j] = to_float(most[j]);
 }
 
+struct Moments {  // the sums of x and of x²
+    double *total, *squares;
+
+    template <typename Value>
+    LOOPS void operator()(int64_t run, int64_t count, int64_t length, const Value* from, int64_t stride) const {
+        double first[STRIP], second[STRIP];
+        std::fill(first, first + count, 0.0);
+        std::fill(second, second + count, 0.0);
+        for (int64_t i = 0; i < length; i++)
+            for (int64_t n = 0; n < count; n++) {
+                const double value = load(from + i * stride + n);
+                first[n] += value;
+                second[n] += value * value;
+            }
+        std::copy(first, first + count, total + run);
+        std::copy(second, second + count, squares + run);
+    }
+};
+
 struct Quantizer {
     const Format f;  // a copy: stores through y cannot alias it
     const Factors* given;
@@ -405,15 +454,17 @@ struct Quantizer {
         const int64_t length = std::min(grid.block, grid.axis), together = batch(grid);
         float largest[BATCH];
         Scales<BATCH> found;
-        std::vector<float> columns(f.rule == FOUR_OVER_SIX ? together * length : 0);
+        std::vector<float> columns(f.rule == FOUR_OVER_SIX || f.rule == QUEST ? together * length : 0);
         for (int64_t b = first; b < last; b += together) {
             const int64_t count = std::min(last - b, together);
-            if (!given) largest_of_rows(x, largest, grid, b, b + count);
+            if (!columns.empty()) to_columns(x, columns.data(), grid, b, count);
+            if (f.rule == QUEST)
+                deviations(largest, count, length, columns.data(), count);
+            else if (!given)
+                largest_of_rows(x, largest, grid, b, b + count);
             fill(found, largest, b, count);
-            if (f.rule == FOUR_OVER_SIX) {
-                to_columns(x, columns.data(), grid, b, count);
+            if (f.rule == FOUR_OVER_SIX)
                 choose(found, largest, b, count, length, columns.data(), count);
-            }
             if (scales) std::copy(found.out, found.out + count, scales + b);
             for (int64_t n = 0; n < count; n++) {
                 const int64_t at = grid.at(b + n);
@@ -436,7 +487,10 @@ struct Quantizer {
         for (int64_t s = first; s < last; s++) {
             const Strip strip = grid.strip(s);
             const int64_t width = strip.width;
-            if (!given) largest_of_strip(x, largest, grid, strip);
+            if (f.rule == QUEST)
+                deviations(largest, width, strip.length, x + strip.base, grid.inner);
+            else if (!given)
+                largest_of_strip(x, largest, grid, strip);
             fill(found, largest, strip.scale, width);
             if (f.rule == FOUR_OVER_SIX)
                 choose(found, largest, strip.scale, width, strip.length, x + strip.base, grid.inner);
@@ -472,6 +526,15 @@ struct Quantizer {
             found([&, of_runs = absmax + run](int64_t n) { return Outer::of(of_runs[n], g); });
         else
             found([shared = Outer::of(*absmax, g)](int64_t) { return shared; });
+    }
+
+    // QUEST: what stands for the largest magnitudes of `count` runs.
+    template <typename Value>
+    void deviations(float* into, int64_t count, int64_t length, const Value* from, int64_t stride) const {
+        double total[STRIP], squares[STRIP];
+        Moments{total, squares}(0, count, length, from, stride);
+        const Format g = f;
+        for (int64_t n = 0; n < count; n++) into[n] = deviation(total[n], squares[n], g);
     }
 
     // FOUR_OVER_SIX: `into` has the scales for 6; those for 4 replace them where the sum of errors is smaller.
@@ -571,25 +634,6 @@ struct Errors {  // of each of `tried` factors, the sums of `add_errors`, the ru
     }
 };
 
-struct Moments {  // the sums of x and of x²
-    double *total, *squares;
-
-    template <typename Value>
-    LOOPS void operator()(int64_t run, int64_t count, int64_t length, const Value* from, int64_t stride) const {
-        double first[STRIP], second[STRIP];
-        std::fill(first, first + count, 0.0);
-        std::fill(second, second + count, 0.0);
-        for (int64_t i = 0; i < length; i++)
-            for (int64_t n = 0; n < count; n++) {
-                const double value = load(from + i * stride + n);
-                first[n] += value;
-                second[n] += value * value;
-            }
-        std::copy(first, first + count, total + run);
-        std::copy(second, second + count, squares + run);
-    }
-};
-
 // Of each run of the items, from left to right; many run side by side.
 template <typename Terms>
 void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, int64_t last) {
@@ -611,31 +655,41 @@ void sum(const Terms& terms, const VALUE* x, const Grid& grid, int64_t first, in
 
 // What `measure` adds up, a tile at a time: values are gathered as floats, then summed by loops that may be reordered.
 struct Sums {
-    static constexpr int64_t TILE = 512;
+    static constexpr int64_t TILE = 1024;
     const VALUE *all, *gradient;  // of the whole tensor; without a gradient null
     const double left;
-    float a[TILE], b[TILE], g[TILE];
-    double most[TILE];
+    float a[TILE], b[TILE], g[TILE], limit[TILE];
     int64_t filled = 0;
     double total[9] = {};
 
-    // limit(i): |a| · left beyond it is saturated.
-    template <typename Limit>
-    void add(const VALUE* x, const VALUE* y, int64_t length, Limit limit) {
+    // The largest float x for which x · left is not beyond `most`.
+    float limit_of(double most) const {
+        float x = static_cast<float>(most / left);
+        x = x * left > most ? from_bits(to_bits(x) - 1) : x;
+        const float next = from_bits(to_bits(x) + 1);
+        return next * left <= most ? next : x;
+    }
+
+    // fill(limits, i, n): of the values from i on, the magnitudes beyond which they are saturated.
+    template <typename Fill>
+    void add(const VALUE* x, const VALUE* y, int64_t length, Fill fill) {
         for (int64_t at = 0; at < length;) {
             const int64_t n = std::min(length - at, TILE - filled);
-            for (int64_t i = 0; i < n; i++) {
-                a[filled + i] = load(x + at + i);
-                b[filled + i] = load(y + at + i);
-            }
+            for (int64_t i = 0; i < n; i++) a[filled + i] = load(x + at + i);
+            for (int64_t i = 0; i < n; i++) b[filled + i] = load(y + at + i);
             if (gradient)
                 for (int64_t i = 0; i < n; i++) g[filled + i] = load(gradient + (x - all) + at + i);
             else
-                for (int64_t i = 0; i < n; i++) most[filled + i] = limit(at + i);
+                fill(limit + filled, at, n);
             at += n;
             filled += n;
             if (filled == TILE) finish();
         }
+    }
+
+    // All have the same limit.
+    void add(const VALUE* x, const VALUE* y, int64_t length, double most) {
+        add(x, y, length, [one = limit_of(most)](float* into, int64_t, int64_t n) { std::fill(into, into + n, one); });
     }
 
     void finish() {
@@ -658,27 +712,30 @@ struct Sums {
 
     void add_errors() {
         const int32_t n = static_cast<int32_t>(filled);
-        int32_t finite = 0, nonzero = 0, flushed = 0, saturated = 0;
-#pragma omp simd reduction(+ : finite, nonzero, flushed)
+        int32_t largest = 0, finite = n, nonzero = 0, flushed = 0, saturated = 0;
+        for (int32_t i = 0; i < n; i++) largest = std::max(largest, magnitude_of(a[i]));
+        if (largest >= 0x7F800000)
+            for (int32_t i = 0; i < n; i++) {
+                const bool ok = magnitude_of(a[i]) < 0x7F800000;
+                a[i] = ok ? a[i] : 0.0f;
+                b[i] = ok ? b[i] : 0.0f;
+                finite -= !ok;
+            }
+#pragma omp simd reduction(+ : nonzero, flushed, saturated)
         for (int32_t i = 0; i < n; i++) {
-            const bool ok = magnitude_of(a[i]) < 0x7F800000;
-            a[i] = ok ? a[i] : 0.0f;
-            b[i] = ok ? b[i] : 0.0f;
-            finite += ok;
             nonzero += a[i] != 0;
             flushed += (a[i] != 0) & (b[i] == 0);
+            saturated += to_float(magnitude_of(a[i])) > limit[i];
         }
         double xx = 0, qq = 0, xq = 0, ee = 0, peak = 0;
-#pragma omp simd reduction(+ : xx, qq, xq, ee, saturated) reduction(max : peak)
+#pragma omp simd reduction(+ : xx, qq, xq, ee) reduction(max : peak)
         for (int32_t i = 0; i < n; i++) {
-            const double x = a[i], q = b[i], e = q - x;
-            const double size = e < 0 ? -e : e, magnitude = x < 0 ? -x : x;
+            const double x = a[i], q = b[i], e = q - x, size = std::fabs(e);
             xx += x * x;
             qq += q * q;
             xq += x * q;
             ee += e * e;
             peak = size > peak ? size : peak;
-            saturated += magnitude * left > most[i];
         }
         total[0] += xx;
         total[1] += qq;
@@ -771,28 +828,40 @@ struct Histograms {
     }
 };
 
-// Adds up blocks [first, last) of rows, inner = 1; y holds what x + origin became.
+// Adds up blocks [first, last) of rows, inner = 1, which follow each other; y holds what x + origin became.
 void measure_rows(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, int64_t origin, const float* scales,
                   double right, int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; b++) {
-        const int64_t at = grid.at(b);
-        const double limit = scales[b] > 0 ? scales[b] * right : HUGE_VAL;
-        sums.add(x + at, y + (at - origin), grid.length(b), [=](int64_t) { return limit; });
-    }
+    if (first == last) return;
+    const int64_t at = grid.at(first), end = grid.at(last - 1) + grid.length(last - 1);
+    int64_t b = first - 1, here = 0;  // values that are left of block b
+    float limit = 0;
+    sums.add(x + at, y + (at - origin), end - at, [&](float* into, int64_t, int64_t n) {
+        for (int64_t i = 0; i < n;) {
+            if (!here) {
+                here = grid.length(++b);
+                limit = sums.limit_of(scales[b] > 0 ? scales[b] * right : HUGE_VAL);
+            }
+            const int64_t count = std::min(here, n - i);
+            std::fill(into + i, into + i + count, limit);
+            i += count;
+            here -= count;
+        }
+    });
 }
 
 // Adds up one strip; packed is as in Quantizer.
 void measure_strip(Sums& sums, const Grid& grid, const VALUE* x, const VALUE* y, bool packed, const float* scales,
                    double right, int64_t s) {
     const Strip strip = grid.strip(s);
-    double most[STRIP];
+    float limits[STRIP];
     for (int64_t j = 0; j < strip.width; j++) {
         const float scale = scales[strip.scale + j];
-        most[j] = scale > 0 ? scale * right : HUGE_VAL;
+        limits[j] = sums.limit_of(scale > 0 ? scale * right : HUGE_VAL);
     }
     for (int64_t i = 0; i < strip.length; i++) {
         const int64_t at = strip.base + i * grid.inner;
-        sums.add(x + at, packed ? y + i * STRIP : y + at, strip.width, [&](int64_t j) { return most[j]; });
+        sums.add(x + at, packed ? y + i * STRIP : y + at, strip.width,
+                 [&](float* into, int64_t j, int64_t n) { std::copy(limits + j, limits + j + n, into); });
     }
 }
 
@@ -851,7 +920,7 @@ extern "C" void measure(const VALUE* x, const VALUE* y, const VALUE* gradient, c
     Sums sums{x, gradient, left};
     Histograms blocks{bins, out + 9};
     if (!scales)
-        sums.add(x + first, y + first, last - first, [=](int64_t) { return right; });
+        sums.add(x + first, y + first, last - first, right);
     else if (inner == 1) {
         measure_rows(sums, grid, x, y, 0, scales, right, first, last);
         if (bins) blocks.rows(grid, x, y, 0, scales, first, last);
@@ -881,7 +950,7 @@ extern "C" void score(const Format* format, const Factors* given, const VALUE* x
             const int64_t n = std::min(last - at, VALUES);
             q.y = kept.data() - at;
             q.flat(at, at + n);
-            sums.add(x + at, kept.data(), n, [=](int64_t) { return right; });
+            sums.add(x + at, kept.data(), n, right);
         }
     } else if (inner == 1) {
         const int64_t length = std::min(block, axis);

@@ -40,6 +40,7 @@ RULES: dict[str, int] = {
     ScaleRule.NVFP4_128: 5,
     ScaleRule.UNCLIPPED: 7,
     ScaleRule.FOUR_OVER_SIX: 8,
+    ScaleRule.QUEST: 9,
 }
 VALUES = {torch.float32: "float", torch.bfloat16: "uint16_t"}
 ANY = Spec.of("mxfp8")  # the build for what needs none in particular: the most common one
@@ -72,14 +73,18 @@ class _Bins(ctypes.Structure):
 
 
 class _Factors(ctypes.Structure):
-    _fields_ = [("from", ctypes.c_void_p * 4), ("step", ctypes.c_int64 * 4)]
+    _fields_ = [
+        *(("from", ctypes.c_void_p * 4), ("step", ctypes.c_int64 * 4)),
+        *((name, ctypes.c_int64) for name in ("rows", "per_axis", "inner")),
+    ]
 
     @classmethod
-    def of(cls, factors: Factors) -> _Factors:
-        """Points into the factors, which must live as long."""
+    def of(cls, factors: Factors, rows: int = 1, per_axis: int = 1, inner: int = 1) -> _Factors:
+        """Points into the factors of groups, which must live as long."""
         return cls(
             (ctypes.c_void_p * 4)(*(None if factor is None else factor.data_ptr() for factor in factors)),
             (ctypes.c_int64 * 4)(*(int(factor is not None and factor.dim() > 0) for factor in factors)),
+            *(rows, per_axis, inner),
         )
 
 
@@ -232,11 +237,20 @@ class CpuRuns(Runs):
         runs = self.layout.rows * self.layout.inner
         out = torch.empty(len(tried), runs)
         described = _describe(self.spec.format.element, Overflow.SATURATE, GIVEN)
-        given = (_Factors * len(tried))(*map(_Factors.of, tried))
+        given = (_Factors * len(tried))(*map(self.given, tried))
         pointers = ctypes.addressof(given), len(tried), self.x.data_ptr(), out.data_ptr(), runs
         rest = *self.layout.sizes, square
         self._share_out(lambda *items: self.run.run_errors(ctypes.addressof(described), *pointers, *rest, *items))
         return out
+
+    def _of_runs(self, factors: Factors) -> Factors:
+        # The kernels find a run's group themselves: a copy for each line of a tile would cost as much as rounding.
+        return Factors(*(factor if factor is None else factor.contiguous() for factor in factors))
+
+    def given(self, factors: Factors) -> _Factors:
+        """As the kernels take the factors of groups."""
+        blocks = self.spec.block not in (None, TENSOR)
+        return _Factors.of(factors, *(self._rows, self._shape[self.dim], self.layout.inner) if blocks else ())
 
     def stored(self, scale: Tensor, element: Element) -> Tensor:
         unit = _unit(element, Rounding.NEAREST, torch.float32)
@@ -292,12 +306,13 @@ class _Call:
         if rule is not None:
             absmax = outer_absmax(x, spec, dim) if absmax is None else absmax
             scales = torch.empty(layout.rows * layout.inner) if want_scales else None
-            limit = scaling.limit(spec) if isinstance(scaling, NVFP4) else 0.0
+            columns = spec.block.columns if spec.block else None
+            limit = scaling.limit(spec) if isinstance(scaling, NVFP4) else float(columns or 0)
             described = _describe(element, overflow, rule, limit, spec.error == "mse")
             return cls(layout, described, None, None, scales, absmax, seed)
         factors, scales = runs.factors(absmax, want_scales)
         described = _describe(element, overflow, GIVEN)
-        return cls(layout, described, _Factors.of(factors), factors, scales, None, seed)
+        return cls(layout, described, runs.given(factors), factors, scales, None, seed)
 
     @property
     def head(self) -> tuple[int, int | None]:

@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 
 from binade.quant import Summary, summarize
-from binade.quant.summary import BINS, bin_edges
+from binade.quant.backends import moments, native
+from binade.quant.summary import BINS, bin_edges, summarize_later
 from tests.quant.helpers import awkward, bf16_patterns, devices
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -107,6 +108,33 @@ def test_a_first_chunk_without_a_finite_value(monkeypatch):
     monkeypatch.setattr("binade.quant.summary.CHUNK", 64)
     x = torch.cat([torch.full((64,), math.nan), torch.randn(200, generator=torch.Generator().manual_seed(1)) + 1e4])
     check_moments(summarize(x), x, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+def test_without_the_sketch(compiled, dtype, monkeypatch):
+    """Every moment, whatever the strides, in several parts on two threads, and with values that are not finite."""
+    torch.set_num_threads(2)
+    monkeypatch.setattr(moments, "PART", 1 << 16)
+    unit = moments.UNITS.get(DTYPES[dtype])
+    if compiled and unit and native.compiler():
+        assert native.built(unit) is not None
+    else:
+        monkeypatch.setattr(native, "_loaded", dict.fromkeys(moments.UNITS.values()))
+    whole = samples()["normal"].to(DTYPES[dtype])
+    broken = whole.clone()
+    broken[::7, ::3], broken[5], broken[6] = math.nan, math.inf, -math.inf
+    late = torch.cat((torch.full((300, 700), math.nan).to(whole.dtype), whole + 100))
+    strided = whole.reshape(30, 10, 700).transpose(0, 2), whole[:, 5:650:3]
+    for x in (whole, broken, late, *strided, *(sample.to(whole.dtype) for sample in samples().values())):
+        found = summarize_later(x, sketch=False)()
+        check_moments(found, x.contiguous(), rel=1e-9 if x is not late else 1e-6)
+        v = x.double().numpy()
+        assert (found.zeros, found.nans, found.infs) == ((v == 0).sum(), np.isnan(v).sum(), np.isinf(v).sum())
+        assert (found.numel, found.bins.size, found.counts.size) == (v.size, 0, 0)
+    for x in (torch.zeros(70), torch.full((5,), math.nan), torch.zeros(0)):
+        found, want = summarize_later(x.to(whole.dtype), sketch=False)(), summarize(x.to(whole.dtype))
+        assert repr(found) == repr(want.__class__(**vars(want) | {"bins": found.bins, "counts": found.counts}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
