@@ -56,5 +56,7 @@ def console(
         return
     from tqdm import tqdm
 
-    with tqdm(desc=desc, total=total, unit=unit, smoothing=0) as shown:  # time left from the average, not the last steps
+    with tqdm(
+        desc=desc, total=total, unit=unit, smoothing=0
+    ) as shown:  # time left from the average, not the last steps
         yield Console(shown)

@@ -174,7 +174,8 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
                 shown.print(
                     f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} "
                     f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
-                    + f"; about {left:.0f} s left" * (number < len(runs))
+                    + f"; about {left:.0f} s left"
+                    * (number < len(runs))
                 )
 
 
