@@ -109,7 +109,7 @@ class Recorder:
         ranks: The ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
             torch.distributed and megatron.core, if they are initialized.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all.
-        micro_batches: The number of micro-batches to record in each, likewise.
+        micro_batches: The number of micro-batches to record in each; None for all.
         evaluation: Whether to also record forward passes in eval mode or without gradients. They have their own
             micro-batch numbers and the operation "evaluation" instead of "forward".
         sink: Where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see

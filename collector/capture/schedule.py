@@ -42,7 +42,7 @@ class Switch:
 
 
 def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: str | None = None) -> Switch:
-    """Leave quantization in a run that trains: a change to be given to `instrument(schedule=[...])`.
+    """Turn quantization off during a run: a change for `instrument(schedule=[...])`.
 
         binade.schedule(at=1000)                                            # everything, from iteration 1000 on
         binade.schedule(layers="last 2", gemm="dgrad", when="sqnr_db < 12 for 3")

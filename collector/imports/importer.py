@@ -414,7 +414,7 @@ class _Import:
         for name, entries in self.ledger.items():
             stale = [e for e in entries if now.get(e.file, (e.size, e.mtime_ns)) != (e.size, e.mtime_ns)]
             if stale:
-                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported anew")
+                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported again")
                 kept = [entry for entry in entries if entry not in stale]
                 drop_rows(self.segments, name, {i for entry in stale for i in entry.tensors}, _lines(kept))
                 self.ledger[name] = kept
@@ -528,5 +528,5 @@ def _entries(segment: Path) -> list[Entry]:
         return [parse_json(Entry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise RunError(
-            f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import anew"
+            f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import again"
         ) from error

@@ -308,7 +308,7 @@ def test_differences_are_told(tmp_path: Path):
 def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     (tmp_path / "run.json").write_text("{}")
     one = session.new("n", VIEW, runs=(RunReference(name, "0" * 64),))
-    assert ["is not here" in problem for problem in missing_runs(tmp_path, one)] == [True]
+    assert ["is missing" in problem for problem in missing_runs(tmp_path, one)] == [True]
 
 
 HALF = 25_000

@@ -332,7 +332,9 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.RESULTS)
     table = results_compute.results(catalog, Filter())
     worst = results_compute.results(catalog, Filter(), ("gemm",)).sort_values("result_db").iloc[0]
-    assert visitor.answer.startswith(f"{worst['gemm']} loses most: its results have {worst['result_db']:.1f} dB")
+    assert visitor.answer.startswith(
+        f"{worst['gemm']} has the most error: its results have {worst['result_db']:.1f} dB"
+    )
     assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
     known = table["operands_db"].notna().sum()
     assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
@@ -368,7 +370,7 @@ def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
 
 def test_what_happens_inside_attention(visitor: Visitor):
     visitor.ask(registry.ATTENTION)
-    assert re.match(r"In mxfp4, head \d loses most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
+    assert re.match(r"In mxfp4, head \d loses the most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
     assert "Range of the scores" in visitor.title("scores") and "How much of P flushes" in visitor.title("flushed")
     heads = visitor.chart("entropy").locator("path[aria-label*='mean entropy']")
     assert heads.count() >= 8

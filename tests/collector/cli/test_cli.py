@@ -354,7 +354,7 @@ def test_help_tells_old_spellings_and_precedence(command, capsys):
         assert command(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
         assert "--quant-type" in text and "Old spelling of --quantization" in text
-        assert "--save-tensors Old spelling of what is the default" in text
+        assert "--save-tensors Old spelling of the default" in text
         assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
 
 
