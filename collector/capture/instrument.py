@@ -245,8 +245,8 @@ def coverage(
         print(binade.coverage(model, "nvidia_nvfp4"))
 
     The modules that it would refuse are among those left out, with the reason. What is "not intercepted" is refused in
-    the first forward pass if a product is computed with its weight, and so is attention that no module shows, if the recipe
-    quantizes attention.
+    the first forward pass if a product is computed with its weight, and so is attention that no module shows, if the
+    recipe quantizes attention.
     """
     recipe = _recipe(recipe)
     found = survey(model, exclude, head, cores, _quantizes_attention(recipe))
