@@ -40,18 +40,19 @@ from tests.conftest import PROJECT, run_collector
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MOST_CLICKS = 5
+FEWER_ITERATIONS = ("--warmup-iterations", "12", "--train-iters", "2", "--capture-every", "1")
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 
 
 @pytest.fixture(scope="session")
 def first_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root as `make run` fills it, read off make itself, but for a quarter of the tokens, and quantized by torch."""
+    """A root as `make run` fills it, read off make itself, but with fewer iterations."""
     root = tmp_path_factory.mktemp("first")
     made = subprocess.run(["make", "-n", "run"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     commands = re.findall(r"/binade ((?:batch|run) [^;&}]*)", made)
     assert len(commands) == 2
     for command in commands:
-        done = run_collector(*shlex.split(command), "--training-config", "fast", "--backend", "torch", root=root)
+        done = run_collector(*shlex.split(command), *FEWER_ITERATIONS, root=root)
         assert done.returncode == 0, done.stderr
     return root
 

@@ -346,7 +346,7 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "no version": (listed(binade_bundle="1"), "version is not a whole number"),
     "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "index.duckdb is not allowed"),
     "no runs": (listed(runs={}), "runs is not a list"),
-    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id is not of the form"),
+    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id does not have"),
     "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "runs are not those"),
     "outside path": (repath("../../../etc/passwd"), "that is not in the bundle"),
     "absolute path": (repath("/etc/passwd"), "that is not in the bundle"),
@@ -412,7 +412,7 @@ def live() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_name_twice(packed: Path, tmp_path: Path):
     refused(Archive(packed).write(tmp_path / "twice.zip", twice="session.json"), tmp_path, "twice")
-    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "no name")
+    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "not a name")
 
 
 def refused(path: Path, tmp_path: Path, words: str = "") -> None:
