@@ -21,7 +21,7 @@ from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
 TOUR_RUNS = 8  # what `make run` collects: with more runs, the tour is not offered
-TOUR = (
+TOUR: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "worst",
         "1. Rank the tensors",

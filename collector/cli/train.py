@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,10 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
     lengths = [config.warmup_iterations + config.iterations for config in runs]
     start = time.monotonic()
     with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(runs) > 1) as shown:
+
+        def advance(before: int, done: int, of: int) -> None:
+            shown.progress(before + done, sum(lengths))
+
         for number, config in enumerate(runs, 1):
             before = sum(lengths[: number - 1])
             title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
@@ -165,7 +170,7 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
                 config,
                 root,
                 say=shown.say,
-                progress=lambda done, of, before=before: shown.progress(before + done, sum(lengths)),
+                progress=partial(advance, before),
                 command=line_of(argv),
                 resume=resume,
             )
