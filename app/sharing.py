@@ -71,7 +71,7 @@ def sharing_of(
         raise SharingError(f"--host {host}: expected an IP address, such as {LOOPBACK} or 0.0.0.0") from None
     if (header is None) != (proxy is None):
         raise SharingError(
-            "--trust-proxy-header NAME and --proxy ADDRESS belong together: the header is believed from there only"
+            "--trust-proxy-header NAME and --proxy ADDRESS belong together: only the header of that proxy is trusted"
         )
     if proxy is not None:
         try:
@@ -82,15 +82,15 @@ def sharing_of(
         raise SharingError("--login and --trust-proxy-header: choose one, so that each user has one name")
     if not (address.is_loopback or login or header):
         raise SharingError(
-            f"--host {host} would let in everybody who reaches this machine. Serve on {LOOPBACK} and forward the port: "
-            f"ssh -L {port}:{LOOPBACK}:{port} MACHINE. Or authenticate users: --login or --trust-proxy-header "
+            f"--host {host} would give access to everybody who can reach this machine. Serve on {LOOPBACK} and forward "
+            f"the port: ssh -L {port}:{LOOPBACK}:{port} MACHINE. Or authenticate: --login or --trust-proxy-header "
             "(docs/serving.md)"
         )
     own = () if address.is_unspecified or address.is_loopback else (f"[{host}]" if ":" in host else host,)
     hosts = (*loopback(port), *(name if port == 80 else f"{name}:{port}" for name in own), *allow_host)
     names = None if operators is None else _names(operators)
     if names is not None and not (login or header):
-        raise SharingError("--operators needs users with names: give --login or --trust-proxy-header as well")
+        raise SharingError("--operators needs named users: give --login or --trust-proxy-header as well")
     return Sharing(tuple(name.lower() for name in hosts), header or "", proxy or "", login, names)
 
 
@@ -109,5 +109,5 @@ def _names(given: str) -> frozenset[str]:
             raise SharingError(f"--operators {given}: expected a text file in UTF-8") from None
     names = frozenset(line.strip() for line in lines if line.strip())
     if not names:
-        raise SharingError(f"--operators {given}: it names nobody; --read-only lets nobody change anything")
+        raise SharingError(f"--operators {given}: it names nobody; use --read-only if nobody may change anything")
     return names

@@ -234,11 +234,21 @@ def _tell(opened: Catalog) -> None:
 def explain_empty(opened: Catalog) -> None:
     """The page of a root without runs."""
     st.info(f"No runs yet in `{opened.root}`.", icon=":material/inbox:")
-    if not read_only() and "collect" in st.session_state.get("pages", {}):
-        st.page_link(st.session_state["pages"]["collect"], label="Collect some here", icon=":material/play_circle:")
-        st.markdown("or in a terminal, the smallest useful run:")
-    else:
-        st.markdown("Collect the smallest useful run, then reload this page:")
-    st.code("binade quick mxfp8", language="shell")
-    st.markdown("or one run of each format, to compare them:")
-    st.code("binade batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell")
+    pages = st.session_state.get("pages", {})
+    collect, bring, demo = (cell.container(border=True, height="stretch") for cell in st.columns(3))
+    with collect:
+        st.markdown("**Collect**")
+        st.markdown("Train a small model in several formats. It takes about a minute.")
+        if not read_only() and "collect" in pages:
+            st.page_link(pages["collect"], label="Open Collect", icon=":material/play_circle:")
+        st.code("binade batch --quantization bf16,hifp8,mxfp8,mxfp4", language="shell", wrap_lines=True)
+    with bring:
+        st.markdown("**Import**")
+        st.markdown("Index tensors that another tool has logged, or add a colleague’s bundle.")
+        if not read_only() and "sessions" in pages:
+            st.page_link(pages["sessions"], label="Upload a bundle", icon=":material/upload:")
+        st.code("binade import LOGS", language="shell", wrap_lines=True)
+    with demo:
+        st.markdown("**Demo**")
+        st.markdown("Fine-tune SmolLM2-135M, a trained model, in five formats. This downloads 93 MB.")
+        st.code("make demo", language="shell", wrap_lines=True)

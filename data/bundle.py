@@ -320,7 +320,7 @@ def _opened(source: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(source)
     except DAMAGED:
-        _refuse("it is no ZIP archive, or a damaged one")
+        _refuse("it is not a ZIP archive, or is damaged")
 
 
 def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
@@ -334,14 +334,14 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     for info in infos:
         name = info.filename
         if info.orig_filename != name or not (name == LIST or _EXTRA.fullmatch(name) or _RUN_FILE.fullmatch(name)):
-            _refuse(f"{name[:80]!a} is no name that a bundle may hold")
+            _refuse(f"{name[:80]!a} is not a name that a bundle may hold")
         if name.casefold() in folded:
             _refuse(f"{name[:80]!a} is in it twice")
         kind = stat.S_IFMT(info.external_attr >> 16)
         if kind not in (0, stat.S_IFREG):
-            _refuse(f"{name[:80]!a} is a link or no plain file")
+            _refuse(f"{name[:80]!a} is a link or not a plain file")
         if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            _refuse(f"{name[:80]!a} is encrypted or packed in a way that is not known")
+            _refuse(f"{name[:80]!a} is encrypted or packed in an unknown way")
         limit = LONGEST_LIST if name == LIST else LARGEST if name.endswith((".pt", ".parquet")) else LONGEST_TEXT
         total += info.file_size
         if info.file_size > limit or total > LARGEST:
@@ -379,7 +379,7 @@ def _read_list(
 ) -> tuple[dict[str, str], dict[str, _File]]:
     """bundle.json: (the runs' fingerprints, every file's size and hash)."""
     if LIST not in entries:
-        _refuse(f"it has no {LIST}: it is some other archive")
+        _refuse(f"it has no {LIST}: it is another kind of archive")
     content = b"".join(_blocks(archive, entries[LIST], entries[LIST].file_size))
     try:
         listed = untrusted.parse(_List, content, MARKER, VERSION, MOST_VALUES)
@@ -467,14 +467,14 @@ def _check_rows(directory: Path) -> None:
                 if not found.get(field.name, pa.null()).equals(field.type):
                     _refuse(f"{segment.name}/{name}.parquet has no column {field.name} of type {field.type}")
             if len(schema) > len(found) or found.keys() - set(TABLES[name].names):
-                _refuse(f"{segment.name}/{name}.parquet has columns that are not known, or one twice")
+                _refuse(f"{segment.name}/{name}.parquet has unknown columns, or one twice")
             if _in_memory(path) > LARGEST_TABLE:
                 _refuse(f"{segment.name}/{name}.parquet takes more than {LARGEST_TABLE >> 30} GiB of memory")
         with pq.ParquetFile(segment / "tensor.parquet", read_dictionary=["path"]) as file:
             for batch in file.iter_batches(columns=["path"]):
                 for raw in batch["path"].unique().to_pylist():
                     if raw is not None and not (_is_raw(raw) and (directory / raw).is_file()):
-                        _refuse(f"a row of {segment.name} names a tensor file that did not come along")
+                        _refuse(f"a row of {segment.name} names a tensor file that is not in the bundle")
 
 
 def _in_memory(path: Path) -> int:
@@ -503,7 +503,7 @@ def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]
         except RunError:
             same = False
         if not same:
-            _refuse(f"the run {run_id} is here already, with other content: move or delete it first")
+            _refuse(f"the run {run_id} exists already with different content: move or delete it first")
         kept.append(run_id)
     return added, kept
 

@@ -126,9 +126,9 @@ def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concaten
 class Catalog:
     """The index over one root. Safe to use from several threads: each call has a cursor of its own.
 
-    version   changes when tensors or runs come or go, and with the name or colour of a run
-    progress  changes when anything does: also when a run goes on or ends
-    cache     if there is one, answers are taken from it while the version stays the same
+    version   changes when tensors or runs are added or removed, and with the name or color of a run
+    progress  changes when anything changes: also when a run proceeds or ends
+    cache     if there is one, results come from it while the version stays the same
     """
 
     def __init__(self, root: Path, index: Index) -> None:

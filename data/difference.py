@@ -172,7 +172,7 @@ class _Whole:
         if len(parts) == 1:
             return {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
         if self.kind == "partial":
-            raise IncompleteError("it is a sum over ranks, which takes values to compare")
+            raise IncompleteError("it is a sum over ranks, which needs values to compare")
         counts = [part["numel"] - part["nans"] - part["infs"] for part in parts]
         finite = [(part, count) for part, count in zip(parts, counts, strict=True) if count]
         total = sum(counts)
@@ -344,4 +344,4 @@ def _notes(a: RunInfo, b: RunInfo) -> Iterator[str]:
         read = [{r["iteration"]: r.get("data_sha256") for r in sound_losses(run.directory)} for run in (a, b)]
         differing = [step for step in sorted(read[0].keys() & read[1].keys()) if read[0][step] != read[1][step]]
         if differing:
-            yield f"The runs read other data from iteration {differing[0]} on."
+            yield f"The runs read different data from iteration {differing[0]} on."

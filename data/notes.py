@@ -14,7 +14,7 @@ from binade.data.segment import Identity
 STAGES = {"before": "before it was quantized", "after": "after it was quantized"}
 RECOMPUTED = (
     "Recomputed: its layer's forward pass ran a second time during the backward pass (activation recomputation). It is "
-    "recorded once: what the forward pass reads and gives from the first time, gradients from the backward pass."
+    "recorded once: its inputs and results come from the first pass, its gradients from the backward pass."
 )
 NAMED = {"layer_index": "layer", "quant_type": "quant type", "micro_batch": "micro-batch", "tensor_name": "name"}
 # Of an Identity, what a log never tells, and what only some tensors have.
@@ -43,7 +43,7 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
         recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
-    known = "Its file's name says little."
+    known = "The name of its file does not describe it."
     if _there(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
         known = f"The name of its file is that of version {version}." if numbered else f"Its file is {version}'s."

@@ -243,7 +243,7 @@ def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     try:
         root = named.expanduser().absolute()
     except RuntimeError:
-        raise RunError(f"{named} is the home of nobody here: choose a directory with --tensor-save-dir") from None
+        raise RunError(f"{named} is not a user's home: choose a directory with --tensor-save-dir") from None
     if not is_unicode(str(root)):
         shown = str(root).encode(errors="backslashreplace").decode()
         raise RunError(f"the root {shown} is not valid Unicode: choose a directory with --tensor-save-dir")
@@ -483,7 +483,7 @@ def read_run(directory: Path) -> RunInfo:
             status,
             state=CRASHED,
             finished=status.heartbeat,
-            reason="the collector's process ended without saying so: killed, out of memory, or the machine restarted",
+            reason="the collector's process ended unexpectedly: killed, out of memory, or the machine restarted",
         )
     return RunInfo(directory.name, directory, config, status)
 

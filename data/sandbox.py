@@ -155,5 +155,5 @@ class _Process:
         if status < 0:  # DuckDB may also abort where it cannot allocate
             raise QueryError(statement.TOO_MUCH)
         if kind != statement.ROWS or status:
-            raise QueryError("its process ended without an answer: write the statement in another way")
+            raise QueryError("its process ended without a result: rewrite the statement")
         return pa.ipc.open_stream(content).read_all()

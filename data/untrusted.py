@@ -22,8 +22,8 @@ REASONS = {
     "dataclass_type": "is not an object",
     "string_too_long": "is longer than {max_length} characters",
     "string_too_short": "is empty",
-    "unexpected_keyword_argument": "has a name that is not known",
-    "string_unicode": "holds half a letter",  # a lone surrogate
+    "unexpected_keyword_argument": "has an unknown name",
+    "string_unicode": "holds half a surrogate pair",  # a lone surrogate
     "value_error": "{error}",
 }
 
@@ -81,7 +81,7 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
     whatever the content is."""
     given = _read_json(content)
     if not isinstance(given, dict) or marker not in given:
-        raise RefusedError(f'it has no "{marker}": it is some other file')
+        raise RefusedError(f'it has no "{marker}": it is another kind of file')
     found = given.pop(marker)
     if type(found) is not int:
         raise RefusedError("its version is not a whole number")
@@ -146,5 +146,5 @@ def _reason(error: ValidationError) -> str:
     elif first["type"] == "unexpected_keyword_argument":
         del place[-1:]
     where = ascii(".".join(str(part)[:40] for part in place))[1:-1] or "it"
-    reason = REASONS.get(first["type"], "is not of the form that is expected")
+    reason = REASONS.get(first["type"], "does not have the expected form")
     return f"{where} {reason.format(**first.get('ctx', {}))}"

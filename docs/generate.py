@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from inspect import cleandoc
+from pathlib import Path
 
 import click
 
@@ -14,12 +16,28 @@ from binade.cli import build
 from binade.collector.cli.options import training_params
 from binade.collector.recipes.files import PUBLISHED
 from binade.collector.recipes.parse import parse_recipe
+from binade.data import catalog
 from binade.data.tensor_kinds import TENSOR_KINDS
 from binade.data.text import markdown_table
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 from binade.terminal import Option
 
+FILES = [
+    (
+        "`run.json`",
+        "JSON",
+        "configuration, versions, device, command line; its last field is a CRC-32",
+    ),
+    ("`status.json`", "JSON", "state, process, iteration, counts of tensors and bytes, last loss, heartbeat"),
+    ("`notes.json`", "JSON", "name, color and note that users gave the run"),
+    ("`loss.jsonl`", "JSON lines", "iteration, loss in nats per token, seconds, SHA-256 of the data so far, CRC-32"),
+    ("`events.jsonl`", "JSON lines", "what happened while the run was watched: triggers, captures, the first NaN"),
+    ("`tensors/**/*.pt`", "torch", "`{tensor, tensor_info, metadata}`; loads with `weights_only=True` and `mmap=True`"),
+    ("`segments/**/*.parquet`", "Parquet", "rows of the tables tensor, sketch, score, block and trace"),
+    ("`segments/**/manifest.json`", "JSON", "size and SHA-256 of each file of the segment"),
+    ("`checkpoints/`", "torch", "weights, optimizer and position, for `--resume`"),
+]
 INTRODUCTION = "# Reference\n\nPrinted by `python docs/generate.py` from what the program declares."
 
 
@@ -92,6 +110,26 @@ def recipes() -> list[str]:
     return found
 
 
+def tables() -> list[str]:
+    """The tables of the index that the SQL page and `binade export --to tables` show, from data/schema.sql."""
+    found = []
+    schema = (Path(catalog.__file__).parent / "schema.sql").read_text()
+    for about, name, body in re.findall(r"((?:^--.*\n)*)^CREATE TABLE (\w+) \(\n((?:^ .*\n)*)^\);", schema, re.M):
+        if name not in catalog.PUBLIC_TABLES:
+            continue
+        columns = re.findall(r"^    (\w+) +([A-Z]\w*(?:\[\])?)[^\n]*?(?:-- (.*))?$", body, re.M)
+        rows = [
+            (f"`{column}`", kind, meaning) for column, kind, meaning in columns if column not in ("CHECK", "PRIMARY")
+        ]
+        sentences = "" if name == "run" else " ".join(line.removeprefix("--").strip() for line in about.splitlines())
+        found += [
+            f"### {name}",
+            *([sentences] if sentences else []),
+            markdown_table(("Column", "Type", "Meaning"), rows),
+        ]
+    return found
+
+
 def page() -> str:
     tensors = [(f"`{k.name}`", k.product, k.operation, k.phase, k.label) for k in TENSOR_KINDS]
     formats = [
@@ -117,6 +155,16 @@ def page() -> str:
             ("Metric", "Unit", "Definition"),
             [(m.label, m.unit, m.definition.replace("|", "\\|")) for m in MEASURES.values()],
         ),
+        "## Index schema",
+        "`<root>/index.duckdb` is derived from the runs: it can be deleted at any time and is rebuilt when next "
+        "opened. Units: counts are elements, `nbytes` and `bytes` are bytes, times are UTC, `sqnr_db` is decibels, "
+        "fractions are 0 to 1. "
+        "[SQL](reports.md#exports-to-other-dashboards) can also run on an export: `binade export --to tables`.",
+        *tables(),
+        "## File formats",
+        markdown_table(("File of a run", "Format", "Holds"), FILES),
+        "[Architecture](architecture.md#a-run-on-disk-the-source-of-truth) has the guarantees and the names of "
+        "tensor files.",
         "## Glossary",
         markdown_table(("Term", "Meaning"), list(TERMS.items())),
     ]

@@ -1,11 +1,14 @@
 """Takes the tutorial's pictures from the app on the runs of `make run`: python docs/tutorial.py [URL]
 
-Each is taken in both themes, as docs/tutorial/<name>-light.png and -dark.png.
+Each is taken in both themes, as docs/tutorial/<name>-light.png and -dark.png. sources.json keeps a hash of
+the code that draws each, by which the tests know a picture that is older than its page.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -14,14 +17,27 @@ from playwright.sync_api import sync_playwright
 
 from tests.browser.driver import launch, new_page, settle
 
+TENSOR = "format=hifp8&layer_index=2&module=proj&tensor_name=grad_output"
+# Each picture's address, and the folder or files that draw what it shows.
 PICTURES = {
-    "overview": "/",
-    "worst": "/worst?format=mxfp4",
-    "why": "/tensor?view=why&quant_type=mxfp4&format=mxfp4&tensor_name=grad_output&layer_index=1&module=fc1",
-    "what-if": "/tensor?view=whatif&quant_type=mxfp4&tensor_name=grad_output&layer_index=1&module=fc1",
-    "recipes": "/recipes",
+    "overview": ("/", "app/pages/overview*.py"),
+    "worst": ("/worst?format=hifp8", "app/questions/ranking"),
+    "why": (f"/tensor?view=why&{TENSOR}", "app/questions/why"),
+    "what-if": (f"/tensor?view=whatif&{TENSOR}", "app/questions/what_if"),
+    "recipes": ("/recipes?view=gradients", "app/questions/recipes"),
 }
 FOLDER = Path(__file__).parent / "tutorial"
+MANIFEST = FOLDER / "sources.json"
+
+
+def sources() -> dict[str, str]:
+    """A hash of what draws each picture. A picture is older than its page if the manifest has another."""
+    project = Path(__file__).parents[1]
+    found = {}
+    for name, (_, pattern) in PICTURES.items():
+        files = sorted(project.glob(pattern if pattern.endswith(".py") else f"{pattern}/*.py"))
+        found[name] = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return found
 
 
 def main(url: str) -> None:
@@ -31,12 +47,13 @@ def main(url: str) -> None:
         for scheme in ("light", "dark"):
             context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme, base_url=url)
             page = new_page(context)
-            for name, address in PICTURES.items():
+            for name, (address, _) in PICTURES.items():
                 page.goto(address)
                 settle(page)
                 picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB").quantize(128)
                 picture.save(FOLDER / f"{name}-{scheme}.png", optimize=True)
         browser.close()
+    MANIFEST.write_text(json.dumps(sources(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

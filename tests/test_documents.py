@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+from collections.abc import Iterator
 
+import click
+import duckdb
 import pytest
 import yaml
 
+from binade.cli import build
 from binade.collector.cli.options import read
+from binade.data.catalog import PUBLIC_TABLES
 from tests.conftest import PROJECT
 
 PAGES = [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted((PROJECT / "docs").glob("*.md"))]
@@ -18,6 +24,15 @@ def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as GitHub and Python-Markdown make them."""
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Command]]:
+    for name in group.list_commands(context := click.Context(group)):
+        command = group.get_command(context, name)
+        assert command
+        yield f"{path} {name}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path} {name}")
 
 
 def test_the_reference_is_printed_by_its_program():
@@ -41,6 +56,43 @@ def test_a_page_with_pictures_has_one_for_each_theme():
     assert (
         light == dark == [f"tutorial/{name}" for name in runpy.run_path(str(PROJECT / "docs/tutorial.py"))["PICTURES"]]
     )
+
+
+def test_no_picture_is_older_than_its_page():
+    """If this fails, the page looks different: take the pictures again with docs/tutorial.py."""
+    tutorial = runpy.run_path(str(PROJECT / "docs/tutorial.py"))
+    assert json.loads(tutorial["MANIFEST"].read_text()) == tutorial["sources"]()
+
+
+def test_every_page_is_in_the_navigation():
+    site = yaml.load((PROJECT / "mkdocs.yml").read_text(), yaml.SafeLoader)
+    listed = re.findall(r"'(\w+)\.md'", str(site["nav"]))
+    assert sorted(listed) == [page.stem for page in PAGES[2:]]
+
+
+def test_every_command_and_option_is_documented():
+    """In the reference, where those of `binade run` stand for its relatives and one command's filter for all."""
+    reference = (PROJECT / "docs" / "reference.md").read_text()
+    missing = [
+        (words, param.opts)
+        for words, command in commands(build(), "binade")
+        for param in command.params
+        if isinstance(param, click.Option) and not re.search(rf"`{param.opts[0]}[` ]", reference)
+    ]
+    assert not missing
+    for words, _ in commands(build(), "binade"):
+        assert f"### {words}\n" in reference
+
+
+def test_the_index_schema_is_documented():
+    """Every column that DuckDB makes of the schema."""
+    reference = (PROJECT / "docs" / "reference.md").read_text()
+    opened = duckdb.connect()
+    opened.execute((PROJECT / "data" / "schema.sql").read_text())
+    for table in PUBLIC_TABLES:
+        section = reference.partition(f"### {table}\n")[2].partition("\n#")[0]
+        columns = [row[0] for row in opened.execute(f"DESCRIBE {table}").fetchall()]
+        assert re.findall(r"^\| `(\w+)` \|", section, re.M) == columns
 
 
 def test_the_readme_is_short_and_names_every_page():

@@ -25,7 +25,7 @@ from binade.quant.formats import FORMATS
 PREFIX = "collect_"
 LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
 MOST_SEEDS = 20
-SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are chance"
+SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
 COMMAND = 38  # characters of a line of the command
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors

@@ -20,12 +20,32 @@ from binade.data.cache import Done
 from binade.data.catalog import Catalog, Totals
 from binade.data.filter import Filter
 
+TOUR_RUNS = 8  # what `make run` collects: with more runs, the tour is not offered
+TOUR: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    (
+        "worst",
+        "1. Rank the tensors",
+        "Choose a format. The first tensor loses the most precision in it.",
+        {},
+    ),
+    (
+        "tensor",
+        "2. See why",
+        "Its values over those of the format: which underflow or saturate.",
+        {"view": "why"},
+    ),
+    ("tensor", "3. Try other formats", "The same tensor in other formats, scales and block sizes.", {"view": "whatif"}),
+    ("recipes", "4. Compare the runs", "What each format did to the loss and the gradients.", {}),
+)
+
 
 @view_page("overview", "Overview", overview.params)
 def page(opened: Catalog, where: Filter, params: Params) -> None:
     write(where, params)
     formats = first_formats(opened)
     totals = opened.totals(where)
+    if totals.tensors and totals.runs <= TOUR_RUNS:
+        _tour(where)
     _totals(opened, totals, where)
     _questions(where)
     if not totals.tensors:
@@ -34,6 +54,22 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     _panels(opened, where)
     if formats:
         _worst(opened, where, formats)
+
+
+def _tour(where: Filter) -> None:
+    """Four steps through the app, until they are hidden in this tab."""
+    if st.session_state.get("tour_hidden"):
+        return
+    with st.container(border=True, key="tour"):
+        head, hide = st.columns([10, 1], vertical_alignment="center")
+        head.markdown("**New to Binade?** Four steps lead from these runs to a finding.")
+        if hide.button("Hide", key="tour_hide", type="tertiary", help="Hide these steps in this tab"):
+            st.session_state["tour_hidden"] = True
+            st.rerun()
+        for cell, (name, title, text, address) in zip(st.columns(4, gap="medium"), TOUR, strict=True):
+            with cell:
+                link(name, title, where, **address)
+                st.caption(text)
 
 
 def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
@@ -76,7 +112,7 @@ def _less(config: dict[str, Any], name: str, than: str) -> bool:
 
 def _questions(where: Filter) -> None:
     st.markdown("**What do you want to know?**")
-    columns = st.columns(3, gap="medium")
+    columns = st.columns(3, gap="xsmall")
     listed = [question for question in QUESTIONS if question.on_overview]
     for index, question in enumerate(listed):
         with columns[index * 3 // len(listed)]:

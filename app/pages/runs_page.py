@@ -88,7 +88,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         "reason": text("Reason", width=220, help="Why it did not end normally; double-click to read all of it"),
         "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
         "name": text("Name", width=220),
-        "recipe": text("Recipe", width=125, help="Or what was rounded, if the recipe alone does not say it"),
+        "recipe": text("Recipe", width=125, help="What was rounded, if the name of the recipe does not say so"),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
         "dataset": text("Dataset", width=95),
@@ -113,7 +113,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
 
 
 def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
-    """A form for what users say of a run: its name and colour are used on all pages."""
+    """A form for what users say of a run: its name and color are used on all pages."""
     if runs.empty or read_only():
         return
     with st.expander("Name a run"):
@@ -127,8 +127,8 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
             name = name_cell.text_input(
                 "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
             )
-            own = own_cell.checkbox("Own colour", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
-            color = color_cell.color_picker("Colour", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
+            own = own_cell.checkbox("Own color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
+            color = color_cell.color_picker("Color", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
             note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
             saved = st.form_submit_button("Save")
     if saved:
@@ -136,7 +136,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
             write_notes(opened.root / run_id, name=name or "", color=color if own else "", note=note or "")
             opened.sync()
         except (RunError, ReadOnlyError, OSError) as error:
-            st.error(plain(f"The name is not saved: {one_line(error)}."), icon=":material/error:")
+            st.error(plain(f"The name was not saved: {one_line(error)}."), icon=":material/error:")
         else:
             st.rerun()
 

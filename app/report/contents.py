@@ -27,7 +27,7 @@ SECTIONS = (
     Section(
         "overview",
         "Overview",
-        text="How the magnitudes of all selected values lie, and of each group by itself.",
+        text="Magnitudes of all selected values, and of each group.",
         if_empty="Nothing to draw: no nonzero value is finite.",
     ),
     Section(
@@ -39,7 +39,7 @@ SECTIONS = (
     Section(
         "heatmaps",
         "Heatmaps",
-        text="Every tensor by layer, bright where it is bad; and the worst tensor of each format, token by channel.",
+        text="Every tensor by layer, bright where the error is large; the worst tensor of each format by channel.",
         if_empty="Nothing to draw: no selected tensor belongs to a layer.",
     ),
     Section(

@@ -37,7 +37,7 @@ def section(opened: Catalog, runs: pd.DataFrame) -> Section:
     texts = []
     for row in runs.head(MAX_CONFIGS).itertuples():
         config = json.loads(str(row.config))
-        texts.append((f"{row.run_id}: made again by", again(config)))
+        texts.append((f"{row.run_id}: reproduced by", again(config)))
         texts.append((f"{row.run_id}: configuration", json.dumps(config, indent=1, ensure_ascii=False)))
     problems = []
     if len(runs) > MAX_CONFIGS:

@@ -117,7 +117,7 @@ def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
-        raise UsageError(f"{request.output} is no folder for a report: give --output one of its own")
+        raise UsageError(f"{request.output} cannot hold a report: give --output a folder of its own")
     if request.output.exists() and not request.output.is_dir():
         raise UsageError(f"{request.output} is a file: give --output a folder, new or of an earlier report")
     if request.archive is not None and request.archive.is_dir():
@@ -131,9 +131,9 @@ def _check_archive(archive: Path, output: Path) -> None:
     report's files."""
     within = archive.relative_to(output).parts if archive.is_relative_to(output) else ()
     if within and within[0] in (*ALWAYS, *FOLDERS, *SESSION_FOLDERS):
-        raise UsageError(f"{archive} is a place of the report's own files: give --zip another name")
+        raise UsageError(f"{archive} is where the report writes its own files: give --zip another name")
     if not within and not archive.parent.is_dir():
-        raise UsageError(f"{archive.parent} is no folder: make it first, or give --zip a place that is there")
+        raise UsageError(f"{archive.parent} is not a folder: create it first, or give --zip another path")
 
 
 def _written_before(output: Path) -> set[str]:
@@ -145,7 +145,7 @@ def _written_before(output: Path) -> set[str]:
         files = json.loads(manifest.read_bytes())["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{manifest} is no report's: give --output another folder, or move that file away") from None
+        raise UsageError(f"{manifest} is not a report's: give --output another folder, or move that file") from None
     inside = (PurePosixPath(name) for name in names)
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
 
@@ -159,7 +159,7 @@ def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folder
     foreign |= {name for name in wanted if _is_there(output / name) and not (output / name).is_dir()}
     if foreign:
         raise UsageError(
-            f"{output / min(foreign)} is there and no report wrote it: give --output another folder, or move it"
+            f"{output / min(foreign)} exists and was not written by a report: give --output another folder, or move it"
         )
 
 

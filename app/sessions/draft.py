@@ -221,7 +221,9 @@ def panel() -> None:
 
 def _save(draft: Draft | None, view: View) -> None:
     with st.popover("Save", icon=":material/save:", width="stretch"):
-        name = st.text_input("Name", draft.session.name if draft else "", max_chars=120, placeholder="what was found")
+        name = st.text_input(
+            "Name", draft.session.name if draft else "", max_chars=120, placeholder="What did you find?"
+        )
         st.caption("Keeps this page with its filter and settings, the pins and the notes.")
         unnamed = not name.strip()
 

@@ -42,7 +42,7 @@ def page(opened: Catalog) -> None:
     )
     write(chosen_filter(), params)
     if why := reason():
-        st.caption(plain(f"Sessions can be opened, and nothing saved or deleted: {why}."))
+        st.caption(plain(f"Sessions can be opened, but not saved or deleted: {why}."))
     {"saved": _saved, "open": _open, "compare": _compare, "import": _import}[part or "saved"](opened)
 
 

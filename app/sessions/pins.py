@@ -115,7 +115,7 @@ def _view(catalog: Catalog, pin: Pin, runs: Sequence[str] | None) -> tuple[Drawn
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Not drawn, because it is not here: {gone}.")), False
+        return Drawn(problems=(*problems, f"Not drawn, because it is missing: {gone}.")), False
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)
@@ -126,10 +126,10 @@ def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalo
     """(the catalog of a session's runs and of those that the pin names; a sentence about those that are absent)."""
     here = catalog.runs()["run_id"].tolist()
     if not runs:
-        return catalog, ("Its session lists no run: this is drawn from all that are here.",)
+        return catalog, ("Its session lists no runs: this is drawn from all runs of this root.",)
     wanted = {*runs, *_named(catalog, pin)}
     absent = [run for run in runs if run not in here]
-    lost = f"{len(absent)} of its session's {len(runs)} runs {'is' if len(absent) == 1 else 'are'} not here."
+    lost = f"{len(absent)} of its session's {len(runs)} runs {'is' if len(absent) == 1 else 'are'} missing."
     problems = (lost,) * bool(absent and not pin.params.get("run_id"))
     if wanted.issuperset(here):
         return catalog, problems
@@ -189,7 +189,7 @@ def missing_runs(root: Path, session: Session) -> list[str]:
     problems = []
     for run in session.runs:
         if not _is_here(root, run.run_id):
-            problems.append(f"Run {run.run_id[:80]} is not here: what the session shows of it is left out.")
+            problems.append(f"Run {run.run_id[:80]} is missing: what the session shows of it is left out.")
             continue
         try:
             same = fingerprint(root / run.run_id) == run.hash
@@ -198,8 +198,8 @@ def missing_runs(root: Path, session: Session) -> list[str]:
             continue
         if not same:
             problems.append(
-                f"Run {run.run_id[:80]} is not as it was when the session was saved: it was recorded further, or is "
-                "another run of the same name."
+                f"Run {run.run_id[:80]} has changed since the session was saved: more was recorded, or "
+                "another run has the same name."
             )
     return problems
 

@@ -68,7 +68,7 @@ def save(root: Path, session: Session) -> Version:
     finally:
         with suppress(OSError):
             temporary.unlink()
-    raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the most: save it as a new one.")
+    raise SessionError(f"The session has {MOST_VERSIONS} versions, which is the limit: save it as a new one.")
 
 
 def import_session(root: Path, session: Session) -> Version:
@@ -83,7 +83,7 @@ def load(root: Path, session_id: str, number: int | None = None) -> Version:
     """A saved session: the newest version, or the one of that number. Raises SessionError if it is not there or cannot
     be read."""
     if not isinstance(session_id, str) or not re.fullmatch(ID, session_id):
-        raise SessionError(f"{str(session_id)[:40]!a} is no session's id.")
+        raise SessionError(f"{str(session_id)[:40]!a} is not a session ID.")
     directory = folder(root) / session_id
     numbers = _numbers(directory)
     if not numbers:
@@ -121,7 +121,7 @@ def delete(root: Path, session_id: str) -> int:
     """Delete a session with its history; how many versions went. Raises SessionError, ReadOnlyError."""
     check_writable("Deleting a session")
     if not re.fullmatch(ID, session_id):
-        raise SessionError(f"{session_id[:40]!a} is no session's id.")
+        raise SessionError(f"{session_id[:40]!a} is not a session ID.")
     directory = folder(root) / session_id
     count = len(_numbers(directory))
     try:
@@ -147,7 +147,7 @@ def _read(directory: Path, number: int) -> Version:
     except (OSError, SessionError) as error:
         raise SessionError(f"Version {number} of {directory.name} cannot be read: {error}") from None
     if session.id != directory.name:
-        raise SessionError(f"Version {number} of {directory.name} says that it is {session.id}.")
+        raise SessionError(f"Version {number} of {directory.name} has the ID {session.id}.")
     return Version(session, number)
 
 

@@ -127,7 +127,7 @@ class Advice:
         found = []
         if self.costs.micro_batches == 1:
             found.append(
-                "One micro-batch was recorded: first-order terms cannot be told from its noise and are left out. "
+                "One micro-batch was recorded: first-order terms cannot be separated from its noise and are left out. "
                 "Record several."
             )
         elif not self.costs.reliability >= RELIABLE:
@@ -213,7 +213,7 @@ def advise(costs: Costs, request: Request) -> Advice:
 
 def _specs(costs: Costs, request: Request) -> list[str]:
     if (request.bits is None) == (request.change is None):
-        raise AdviceError("give a budget of bits or of loss, one of the two")
+        raise AdviceError("give a budget of bits or of loss, not both")
     if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
         raise AdviceError(f"--by {request.by} chooses for all layers at once, and --most-bf16 counts layers: give one")
     wanted = [str(Spec.of(spec)) for spec in request.specs] or costs.specs

@@ -65,9 +65,9 @@ def instrument(
         recipe: A Recipe, the name of a recipe or a format, or the path of a .toml file. The default is
             CUSTOM_QUANT_TYPE, or "bf16" (not quantized).
         backend: "triton", "torch" or "auto": see `fake_quantize`.
-        skip: Layers to leave unquantized besides those that the recipe keeps, as a Selection or its text, such as
-            "first,last".
-        capture: Layers to record, likewise. The default is all.
+        skip: Layers to leave unquantized, in addition to those that the recipe keeps: a Selection or its text, such
+            as "first,last".
+        capture: Layers to record, in the same form. The default is all.
         exclude: Paths of modules to neither quantize nor record; * stands for any part of a path.
         cores: Paths of modules whose forward computes attention as two products, QKᵀ and PV, of three axes or more.
         head: Whether to treat the LM head as one more linear layer, `layer0.head`.
@@ -240,13 +240,13 @@ def coverage(
     cores: Sequence[str] = (),
     head: bool = False,
 ) -> Coverage:
-    """What `instrument`, with these arguments, would quantize and record of a model, and what it would leave.
+    """What `instrument`, with these arguments, would quantize and record of a model, and what it would leave out.
 
         print(binade.coverage(model, "nvidia_nvfp4"))
 
-    The modules that it would refuse are among those left, with the reason. What is "not intercepted" is refused in the
-    first forward pass if a product is computed with its weight, and so is attention that no module shows, if the recipe
-    quantizes attention.
+    The modules that it would refuse are among those left out, with the reason. What is "not intercepted" is refused in
+    the first forward pass if a product is computed with its weight, and so is attention that no module shows, if the
+    recipe quantizes attention.
     """
     recipe = _recipe(recipe)
     found = survey(model, exclude, head, cores, _quantizes_attention(recipe))

@@ -141,4 +141,4 @@ class Monitor:
                 alert(event)
             except Exception as error:
                 self._alerts.remove(alert)
-                warnings.warn(f"an alert gets no more of the run, which goes on: {describe(error)}", stacklevel=2)
+                warnings.warn(f"an alert failed and is not called again: {describe(error)}", stacklevel=2)

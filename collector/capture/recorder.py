@@ -109,7 +109,7 @@ class Recorder:
         ranks: The ranks of the run; each has a Recorder, and rank 0 makes the directory. The default is those of
             torch.distributed and megatron.core, if they are initialized.
         iterations: The number of iterations to record, from the first on, unless `at` says otherwise; None for all.
-        micro_batches: The number of micro-batches to record in each, likewise.
+        micro_batches: The number of micro-batches to record in each; None for all.
         evaluation: Whether to also record forward passes in eval mode or without gradients. They have their own
             micro-batch numbers and the operation "evaluation" instead of "forward".
         sink: Where else to send the rows once they are on the disk: TensorBoard, Weights & Biases or a file, see
@@ -855,7 +855,7 @@ def _check_record(
 ) -> int:
     """The axis to compute scores along, from the end. Raises ConfigError."""
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name)):
-        raise ConfigError(f"name={name!r} is no tensor name: at most 64 letters, digits, _ . and - were expected")
+        raise ConfigError(f"name={name!r} is not a tensor name: at most 64 letters, digits, _ . and - were expected")
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} is a {type(tensor).__name__}: a torch.Tensor was expected")
     if tensor.dtype not in DTYPES:
@@ -864,13 +864,13 @@ def _check_record(
         raise ConfigError(f"{name} is a scalar: a tensor of at least one axis was expected, as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
-            raise ConfigError(f"{option}={value!r} of {name} is no index: a whole number from 0 was expected")
+            raise ConfigError(f"{option}={value!r} of {name} is not an index: a whole number from 0 was expected")
     if not (isinstance(module, str) and module):
-        raise ConfigError(f"module={module!r} of {name} is no module: a word was expected, as module='norm'")
+        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
         if word not in known:
             raise ConfigError(f"{option}={word!r} of {name} is unknown: {', '.join(known)}")
     axis = -1 if dim is None else dim
     if not -tensor.dim() <= axis < tensor.dim():
-        raise ConfigError(f"dim={dim} of {name} is no axis of its shape {tuple(tensor.shape)}")
+        raise ConfigError(f"dim={dim} of {name} is not an axis of its shape {tuple(tensor.shape)}")
     return axis if axis < 0 else axis - tensor.dim()

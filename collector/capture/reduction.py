@@ -58,7 +58,7 @@ class Reduction:
             dist.gather_object((iteration, rows), gathered, dst=self._first, group=self._group)
         except (RuntimeError, ValueError) as error:  # a ValueError if the process groups were destroyed
             self._works = False
-            warnings.warn(f"watched steps are not reduced over ranks any more: {describe(error)}", stacklevel=2)
+            warnings.warn(f"watched steps are no longer reduced over ranks: {describe(error)}", stacklevel=2)
             return rows
         together = [row for _, each in gathered or () for row in each]
         return reduced(together) if len({number for number, _ in gathered or ()}) == 1 else together

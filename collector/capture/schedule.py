@@ -42,7 +42,7 @@ class Switch:
 
 
 def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: str | None = None) -> Switch:
-    """Leave quantization in a run that trains: a change to be given to `instrument(schedule=[...])`.
+    """Turn quantization off during a run: a change for `instrument(schedule=[...])`.
 
         binade.schedule(at=1000)                                            # everything, from iteration 1000 on
         binade.schedule(layers="last 2", gemm="dgrad", when="sqnr_db < 12 for 3")
@@ -60,7 +60,7 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
     if gemm and gemm not in tuple(Gemm):
         raise ConfigError(f"gemm={gemm!r} is unknown: {', '.join(Gemm)}")
     if at is not None and at < 0:
-        raise ConfigError(f"at={at} is no iteration: 0 or more was expected")
+        raise ConfigError(f"at={at} is not an iteration: 0 or more was expected")
     return Switch(layers, gemm, at, None if when is None else Trigger.parse(when).text)
 
 

@@ -35,7 +35,7 @@ class WatchOptions:
     # fmt: off
     watch: str | None = option(None, group=WATCH, metavar="WHEN", pattern=EVERY,
         expected="write 'every 100 steps' or 'every step'",
-        help="Watch steps beside those that are recorded: 'every 100 steps'", default_help="none")
+        help="Watch steps in addition to those that are recorded: 'every 100 steps'", default_help="none")
     stats: Stats = option(Stats.BASIC, group=WATCH, metavar="NAME",
         help="What a watched step records: basic: moments, counts and the error of the format in force; full: all")
     trigger: tuple[str, ...] = option((), group=WATCH, metavar="TRIGGER,...", default_help="none",

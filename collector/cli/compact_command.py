@@ -38,7 +38,7 @@ compact = Command(
             metavar="MB",
             help="Merge segments smaller than this, into ones of at least this size",
         ),
-        Option(["--dry-run"], is_flag=True, help="Only say what would be merged"),
+        Option(["--dry-run"], is_flag=True, help="Print what would be merged, and merge nothing"),
     ],
     callback=_compact,
     help=_compact.__doc__,

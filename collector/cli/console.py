@@ -19,10 +19,19 @@ class Console:
     """A progress bar on a terminal, plain lines elsewhere."""
 
     bar: tqdm[NoReturn] | None = None
+    brief: bool = False  # leave single iterations out of the lines
+
+    def title(self, text: str) -> None:
+        """Say what comes next: on the bar, or on a line of its own."""
+        if self.bar is None:
+            print_text(text)
+        else:
+            self.bar.set_description(text)
 
     def say(self, line: str) -> None:
         if self.bar is None:
-            print_text(line)
+            if not (self.brief and line.startswith("iteration")):
+                print_text(line)
         elif line.startswith("iteration"):
             self.bar.set_postfix_str(line.rpartition(": ")[2], refresh=False)
 
@@ -38,12 +47,16 @@ class Console:
 
 
 @contextmanager
-def console(desc: str, unit: str, total: int | None = None, *, bar: bool = True) -> Iterator[Console]:
+def console(
+    desc: str, unit: str, total: int | None = None, *, bar: bool = True, brief: bool = False
+) -> Iterator[Console]:
     """A Console with a bar if stderr is a terminal and `bar` is true."""
     if not (bar and sys.stderr.isatty()):
-        yield Console()
+        yield Console(brief=brief)
         return
     from tqdm import tqdm
 
-    with tqdm(desc=desc, total=total, unit=unit) as shown:
+    with tqdm(
+        desc=desc, total=total, unit=unit, smoothing=0
+    ) as shown:  # time left from the average, not the last steps
         yield Console(shown)

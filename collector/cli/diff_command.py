@@ -114,7 +114,7 @@ diff = Command(
             ["--tolerance"],
             type=click.FloatRange(min=0),
             metavar="X",
-            help="Largest relative difference ‖a − b‖ / ‖a‖ that is taken for equal  [default: 0.03125, four units in "
+            help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
             "the last place of bfloat16: what sums in another order may change]",
         ),
         Option(["--bitwise"], is_flag=True, help="Find the first tensor with any bit that differs"),

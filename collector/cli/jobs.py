@@ -11,7 +11,7 @@ import click
 
 from binade.collector.errors import ConfigError
 from binade.data.store import no_link
-from binade.terminal import CANCELLED, FAILED, Command, resolve_root, root_option
+from binade.terminal import CANCELLED, FAILED, Command, Option, resolve_root, root_option
 
 if TYPE_CHECKING:
     from binade.collector.jobs import JobView
@@ -61,7 +61,7 @@ numbers_argument = click.argument("numbers", type=int, nargs=-1, required=True, 
 
 
 @jobs.command("list")
-@click.option("--all", "everything", is_flag=True, help="List every ended job, not only the latest")
+@click.option("--all", "everything", cls=Option, is_flag=True, help="List every ended job, not only the latest")
 def _list(root: Path, everything: bool) -> None:
     """List the jobs and their states."""
     _print_jobs(root, everything)
@@ -134,7 +134,7 @@ def _retry(root: Path, number: int) -> None:
 
 @jobs.command("delete")
 @numbers_argument
-@click.option("--with-run", is_flag=True, help="Also delete their runs with all tensors")
+@click.option("--with-run", cls=Option, is_flag=True, help="Also delete their runs with all tensors")
 def _delete(root: Path, numbers: tuple[int, ...], with_run: bool) -> None:
     """Delete ended jobs from the list. Their runs stay."""
     from binade.collector.jobs import delete, find

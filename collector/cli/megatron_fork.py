@@ -34,7 +34,7 @@ def resolve(argv: Sequence[str]) -> list[str]:
         return ["list", *rest]
     if first in ("--check", "--restore"):
         raise click.UsageError(
-            f"{first} has no use here, where no source is changed: binade run --dry-run prints what is quantized"
+            f"{first} is not needed here, since no source is changed: binade run --dry-run prints what is quantized"
         )
     if first in ("single", "collect", *TWO_COMMANDS):
         if rest and not rest[0].startswith("-"):

@@ -123,7 +123,7 @@ def training_params(command: str) -> list[click.Parameter]:
                 "--save-tensors",
                 "record_tensors",
                 is_flag=True,
-                help="Old spelling of what is the default: record",
+                help="Old spelling of the default: record",
             )
         ],
     }

@@ -212,7 +212,7 @@ def notes(section: Section) -> list[str]:
     """What a reader should know of this section before believing it."""
     found = []
     if section.reference is None:
-        found.append("No bf16 run of these settings finished an iteration: there is no gap to tell.")
+        found.append("No bf16 run of these settings finished an iteration: there is no gap.")
     elif section.unreferenced:
         missing = ", ".join(map(str, section.unreferenced))
         found.append(f"No bf16 run of seed {missing} finished an iteration: runs of it have no gap.")

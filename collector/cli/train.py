@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +154,34 @@ def collect(runs: list[RunConfig], root: Path, argv: Sequence[str], resume: str 
         launch(argv, root, ranks)
         return
     first_rank = os.environ.get("RANK", "0") == "0"
-    for number, config in enumerate(runs, 1):
-        title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
-        iterations = config.warmup_iterations + config.iterations
-        with console(title, "it", iterations, bar=not started_as_rank()) as shown:
-            if shown.bar is None and first_rank:
-                print_text(title)
-            result = train(config, root, say=shown.say, progress=shown.progress, command=line_of(argv), resume=resume)
-        if first_rank:
-            print_text(
-                f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} tensors, "
-                f"{result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+    lengths = [config.warmup_iterations + config.iterations for config in runs]
+    start = time.monotonic()
+    with console("", "it", sum(lengths), bar=not started_as_rank(), brief=len(runs) > 1) as shown:
+
+        def advance(before: int, done: int, of: int) -> None:
+            shown.progress(before + done, sum(lengths))
+
+        for number, config in enumerate(runs, 1):
+            before = sum(lengths[: number - 1])
+            title = f"[{number}/{len(runs)}] {config.recipe}" if len(runs) > 1 else config.recipe
+            if first_rank:
+                shown.title(title)
+            result = train(
+                config,
+                root,
+                say=shown.say,
+                progress=partial(advance, before),
+                command=line_of(argv),
+                resume=resume,
             )
+            if first_rank:
+                left = (time.monotonic() - start) / (before + lengths[number - 1]) * sum(lengths[number:])
+                shown.print(
+                    f"{result.run_id}: loss {result.loss_first:.4f} to {result.loss_last:.4f}, {result.tensors} "
+                    f"tensors, {result.bytes / 1e6:.1f} MB in {result.seconds:.1f} s"
+                    + f"; about {left:.0f} s left"
+                    * (number < len(runs))
+                )
 
 
 run, batch, quick = map(_command, HELP)

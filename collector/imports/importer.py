@@ -65,7 +65,7 @@ SECONDS_A_SEGMENT = 5.0
 SCORE_BYTES = 28  # that scoring takes, for each element, at its peak
 SMALL = 1 << 25  # a smaller file is read without asking whether there is memory for it
 SHARE = 0.8  # of the free memory may be used
-PICKLE = "a pickle can run any code when it is opened: it never is"
+PICKLE = "a pickle can run code when it is opened, so it is not opened"
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
             return "a symbolic link that leads nowhere, or to itself"
         if not target.is_relative_to(source):
             return "a symbolic link out of the directory: links are not followed"
-        return "a symbolic link: what it leads to is found by itself"
+        return "a symbolic link: its target is found separately"
     if not stat.S_ISREG(status.st_mode):
         return "it is no regular file"
     suffix = os.path.splitext(path)[1]
@@ -347,7 +347,7 @@ def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
             held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
             raise RunError(
-                f"{config['source']} is being imported into {directory.name} by another process: wait for its end"
+                f"{config['source']} is being imported into {directory.name} by another process: wait until it ends"
             ) from None
         except OSError as error:
             raise RunError(
@@ -414,7 +414,7 @@ class _Import:
         for name, entries in self.ledger.items():
             stale = [e for e in entries if now.get(e.file, (e.size, e.mtime_ns)) != (e.size, e.mtime_ns)]
             if stale:
-                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported anew")
+                self.report(f"{len(stale)} files of segment {name} have changed since: they are imported again")
                 kept = [entry for entry in entries if entry not in stale]
                 drop_rows(self.segments, name, {i for entry in stale for i in entry.tensors}, _lines(kept))
                 self.ledger[name] = kept
@@ -528,5 +528,5 @@ def _entries(segment: Path) -> list[Entry]:
         return [parse_json(Entry, line) for line in (segment / "files.jsonl").read_bytes().splitlines()]
     except (OSError, ValueError) as error:
         raise RunError(
-            f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import anew"
+            f"{segment}/files.jsonl cannot be read ({error}): delete {segment.parents[1].name} to import again"
         ) from error

@@ -203,7 +203,7 @@ def _compare(named: Mapping[str, Any], described: Mapping[str, Any], notes: list
         same = other == value or (name == "quant_type" and _quant_type(other, []) == _quant_type(value, []))
         if name != "captured" and not same:
             notes.append(
-                f"The file's name says {name} {value}, the metadata inside says {other}: the metadata is believed."
+                f"The file's name says {name} {value}, the metadata inside says {other}: the metadata is used."
             )
 
 
@@ -217,7 +217,7 @@ def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | N
     if base in FORMATS:
         name = FORMATS[base].name
         return name, AFTER if after else None if name == "bf16" else BEFORE
-    why = "names no element format" if base in AMBIGUOUS else "is no format that Binade has"
+    why = "names no element format" if base in AMBIGUOUS else "is not a format of Binade"
     notes.append(f"The log's quant type {text} {why}: the quant type is left blank.")
     return None, AFTER if after else BEFORE if base in AMBIGUOUS else None
 

@@ -140,7 +140,7 @@ def submit(text: str, path: Path) -> str:
     path.write_text(text)
     done = _slurm("sbatch", "--parsable", str(path))
     if done.returncode:
-        raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it did not say why'}")
+        raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it gave no reason'}")
     number = done.stdout.strip().partition(";")[0]  # "id;cluster"
     if not number.isdecimal():
         raise SubmissionError(f"sbatch named no job: its output is {done.stdout.strip()!r}")

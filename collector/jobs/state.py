@@ -38,18 +38,18 @@ from binade.data.runs import RunError, RunInfo, read_run, read_status, run_direc
 from binade.data.store import no_link
 
 ADVICE = {
-    State.FAILED: "Read the reason and the last lines below; change what it names, or retry.",
-    State.CRASHED: "Retry. If it happens again, the last lines below say how far it came.",
+    State.FAILED: "Read the reason and the last lines below, correct the cause, and retry.",
+    State.CRASHED: "Retry. If it happens again, the last lines below show how far it got.",
     State.KILLED: (
-        "Somebody or something ended its process. Retry. If it happens again, find out what watches this machine."
+        "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
     ),
     State.NO_MEMORY: (
         "Take fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once."
     ),
     State.NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
     State.RESTARTED: "The machine went down while it ran. Retry.",
-    State.TIME_LIMIT: "What was recorded is kept. Ask for more with --time, or for fewer iterations.",
-    State.NODE_LOST: "Retry: the cluster takes another node.",
+    State.TIME_LIMIT: "What was recorded is kept. Request more with --time, or train fewer iterations.",
+    State.NODE_LOST: "Retry: the cluster will use another node.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)
 _NO_MEMORY = re.compile(
@@ -227,10 +227,10 @@ def how_it_ended(
     if state == runs.FAILED or (cluster and message) or (exit_status is not None and exit_status > 0):
         return State.FAILED, message or f"the collector ended with exit status {exit_status}"
     if cluster:
-        return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log does not say why"
+        return State.CRASHED, f"the job has ended ({cluster.state.lower()}) and its log gives no reason"
     if exit_status is not None and exit_status < 0:
         return State.CRASHED, f"the collector was ended by {_signal_name(-exit_status)}"
-    return State.CRASHED, "the collector's process is gone and did not say why"
+    return State.CRASHED, "the collector's process ended without giving a reason"
 
 
 def _first_cause(log: Sequence[str], message: str) -> str:

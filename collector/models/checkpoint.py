@@ -221,7 +221,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
             sizes = {name: tuple(found.get_shape()) for name, found in slices.items()}
             dtypes = {name: found.get_dtype() for name, found in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"checkpoint {path} is no readable safetensors file: {describe(error)}") from error
+        raise ConfigError(f"checkpoint {path} is not a readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
         if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
             raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: unquantize it")

@@ -76,7 +76,7 @@ class Term:
             inside = 1 <= low <= high <= last
             found = {site for site in sites if inside and low <= site.layer_index <= high}
         if not found:
-            raise SelectionError(f"{self.text!r} is no layer of the model, which has {_existing(sites)}")
+            raise SelectionError(f"{self.text!r} is not a layer of the model, which has {_existing(sites)}")
         if not self.negated:
             return found
         if found == set(sites):

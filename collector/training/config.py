@@ -149,7 +149,7 @@ class RunConfig(WatchOptions):
     ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
         help="Record only what these ranks hold")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
-        help="Formats to try on every recorded operand. Takes time, but hardly any space", placeholder="no format")
+        help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
         help="Also measure the error of each GEMM's result, what rounding does to the loss, single blocks, and what "
         "follows channels and weights over iterations",
@@ -167,7 +167,7 @@ class RunConfig(WatchOptions):
     device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
     backend: Backend = option(Backend.TRITON, group=WHERE, metavar="NAME", label="Quantized by",
-        help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits, sooner")
+        help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits faster")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
         label="Tensor-parallel ranks", form_help="", form_maximum=64)
     dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,

@@ -83,7 +83,7 @@ def prepare(config: RunConfig) -> None:
         raise ConfigError("backend 'triton' needs the package triton: install it, or use --backend torch")
     if config.device == Device.CUDA:
         if not torch.cuda.is_available():
-            raise ConfigError("device 'cuda' is asked for, but torch sees no GPU here: use --device cpu")
+            raise ConfigError("device 'cuda' was requested, but torch sees no GPU here: use --device cpu")
         check_memory(config, torch.cuda.mem_get_info()[0])
     else:
         if not started_as_rank():
@@ -245,7 +245,7 @@ def _train(
     checkpoints = Checkpoints(config, directory, ranks.rank, recorder.position, recorder.save_state)
     report(f"recipe {recipe.name}: {recipe.describe()}")
     if kept := config.kept_layers:
-        report(f"in bf16 whatever the recipe: {kept}")
+        report(f"kept in bf16: {kept}")
     total = warm_up + config.iterations
     recorder.recording = False
     for done in range(start, warm_up):

@@ -270,7 +270,7 @@ class TestNoRuns:
             root.mkdir()
         at = visit(root, page)
         assert f"No runs yet in {root}" in words(at).replace("`", "")
-        assert "binade quick mxfp8" in words(at)
+        assert [code.value for code in at.code][1:] == ["binade import LOGS", "make demo"]
         assert root.exists() == there
 
     def test_root_is_a_file(self, visit: Visit, tmp_path: Path, page: str):
@@ -278,6 +278,15 @@ class TestNoRuns:
         root.write_text("")
         at = visit(root, page)
         assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
+
+
+def test_the_tour_can_be_hidden(visit: Visit, collected: Path):
+    at = visit(collected, "overview")
+    assert "New to Binade?" in words(at)
+    at.button(key="tour_hide").click()
+    rerun(at)
+    assert "New to Binade?" not in words(at)
+    assert not at.exception and at.metric[0].value == str(len(RECIPES))
 
 
 def test_chips_show_names_as_they_are_and_not_too_many(visit: Visit, tmp_path: Path):

@@ -134,7 +134,7 @@ def test_a_view_drawn_again_is_what_the_page_shows(
 def test_chosen_tensors_are_drawn_from_their_values(catalog: Catalog, collected: Path):
     tensor_id = first(collected, tensor_name=["weight"])
     drawn = pins.draw(catalog, Pin("explore", {"tensor": [tensor_id, "gone/r00-000001"]}, "histogram"))
-    assert "exact" in drawn.figures[0].caption and "'gone/r00-000001' is not here" in drawn.problems[0]
+    assert "exact" in drawn.figures[0].caption and "'gone/r00-000001' is missing" in drawn.problems[0]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_sessions_pin_shows_what_its_keeper_saw(catalog: Catalog, smaller: Cat
 def test_runs_of_a_session_that_are_gone_are_said(catalog: Catalog, smaller: Catalog):
     runs = smaller.runs()["run_id"].tolist()
     half = pins.draw(catalog, Pin("explore", {}, "histogram"), [runs[0], "gone"])
-    assert half.figures and half.problems == ("1 of its session's 2 runs is not here.",)
+    assert half.figures and half.problems == ("1 of its session's 2 runs is missing.",)
     assert not pins.draw(catalog, Pin("explore", {}, "histogram"), ["gone"]).figures
     named = pins.draw(catalog, Pin("explore", {"run_id": [runs[1]]}, "histogram"), runs[:1])
     assert named.figures and not named.problems and runs[1] in named.figures[0].caption

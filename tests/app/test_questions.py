@@ -597,7 +597,7 @@ class TestRecipes:
 
     def test_verdicts(self):
         x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-        assert "rounding alone" in drift_compute.three_way(x, x, "mxfp4").verdict
+        assert "Rounding alone" in drift_compute.three_way(x, x, "mxfp4").verdict
         assert "Mostly drift" in drift_compute.three_way(x, x + torch.randn_like(x), "mxfp8").verdict
         assert "has drifted" in drift_compute.three_way(x, x * 1.5, "bf16").verdict
         assert "Undetermined" in drift_compute.three_way(torch.zeros(4, 4), torch.zeros(4, 4), "mxfp4").verdict

@@ -388,10 +388,10 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
         (["--tensor-save-dir", "{tmp}"], 1, "holds no recorded tensor"),
         (["--tensor-save-dir", "{file}"], 1, "is a file"),
         (["--output", "{file}"], 2, "is a file: give --output a folder"),
-        (["--output", "/"], 2, "/ is no folder for a report"),
+        (["--output", "/"], 2, "/ cannot hold a report"),
         (["--zip", "{tmp}"], 2, "is a folder: give --zip"),
-        (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is a place of the report's own files"),
-        (["--zip", "{tmp}/absent/x.zip"], 2, "absent is no folder"),
+        (["--zip", "{tmp}/draw/heatmaps/x.zip"], 2, "is where the report writes its own files"),
+        (["--zip", "{tmp}/absent/x.zip"], 2, "absent is not a folder"),
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is not a number"),
         (["--quant-type", ","], 2, "names are expected"),
@@ -400,7 +400,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
         (["--query", "http://[::1"], 2, "'http://[::1' is not a query"),
         (["--jobs", "0"], 2, "'--jobs'"),
         (["--session", "absent"], 1, "There is no session 'absent'"),
-        (["--session", "../x"], 1, "is no session's id"),
+        (["--session", "../x"], 1, "is not a session ID"),
         (["--session", "absent", "--rank", "0"], 2, "a session has its own filter"),
         (["--colour", "red"], 2, "'--colour'"),
     ],
@@ -464,7 +464,7 @@ def test_a_strangers_file_by_a_folders_name_is_told_before_the_work(command, roo
     (output / "heatmaps").write_text("mine")
     assert command("report", "--tensor-save-dir", str(root), "--output", str(output)) == 2
     said = capsys.readouterr()
-    assert "heatmaps is there and no report wrote it" in said.err and "charts" not in said.err
+    assert "heatmaps exists and was not written by a report" in said.err and "charts" not in said.err
     assert everything(output) == {"heatmaps"} and (output / "heatmaps").read_text() == "mine"
 
 

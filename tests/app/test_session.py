@@ -149,7 +149,7 @@ def test_no_id_leads_out_of_the_folder(tmp_path_factory: pytest.TempPathFactory,
         (b'{"binade_session": ' + b"9" * 5000 + b"}", "not JSON"),
         (b'{"binade_session": true}', "whole number"),
         (b'{"binade_session": 2}', "version is 2"),
-        (b'{"binade_bundle": 1}', "some other file"),
+        (b'{"binade_bundle": 1}', "another kind of file"),
         (b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x02os", "not UTF-8"),  # a pickle
     ],
     ids=["lists", "objects", "empty", "bytes", "long", "twice", "nan", "digits", "bool", "version", "other", "pickle"],
@@ -164,19 +164,19 @@ def test_hostile_files(raw: bytes, words: str):
         ({"name": " "}, "name"),
         ({"name": "a\nb"}, "name holds a control character"),
         ({"name": "x" * 121}, "name is longer than 120"),
-        ({"id": "../up"}, "id is not of the form"),
-        ({"id": "ab\n"}, "id is not of the form"),
+        ({"id": "../up"}, "id does not have the expected form"),
+        ({"id": "ab\n"}, "id does not have the expected form"),
         ({"notes": 3}, "notes is not a text"),
-        ({"notes": "\ud800"}, "half a letter"),
+        ({"notes": "\ud800"}, "half a surrogate pair"),
         ({"notes": "x" * 50_001}, "notes is longer than 50000"),
         ({"pins": [{"page": "worst"}]}, "pins.0 lacks params, chart, caption"),
         ({"pins": [{}] * 201}, "pins has more than 200"),
         ({"view": {"page": "admin", "params": {}}}, "view.page is none of"),
         ({"view": {"page": "sql", "params": {"q": ["x" * 4001]}}}, "view.params.q.0 is longer than 4000"),
-        ({"view": {"page": "sql", "params": {"__proto__ ": []}}}, "not of the form"),
-        ({"extra": 1}, "not known"),
-        ({"saved": "yesterday"}, "saved is not of the form"),
-        ({"runs": [{"run_id": "r", "hash": "z" * 64}]}, "runs.0.hash is not of the form"),
+        ({"view": {"page": "sql", "params": {"__proto__ ": []}}}, "not have the expected form"),
+        ({"extra": 1}, "unknown name"),
+        ({"saved": "yesterday"}, "saved does not have the expected form"),
+        ({"runs": [{"run_id": "r", "hash": "z" * 64}]}, "runs.0.hash does not have the expected form"),
     ],
 )
 def test_refusals_say_what_and_where(changes: dict[str, Any], words: str):
@@ -308,7 +308,7 @@ def test_differences_are_told(tmp_path: Path):
 def test_runs_that_are_not_here_are_named(tmp_path: Path, name: str):
     (tmp_path / "run.json").write_text("{}")
     one = session.new("n", VIEW, runs=(RunReference(name, "0" * 64),))
-    assert ["is not here" in problem for problem in missing_runs(tmp_path, one)] == [True]
+    assert ["is missing" in problem for problem in missing_runs(tmp_path, one)] == [True]
 
 
 HALF = 25_000

@@ -79,7 +79,7 @@ def test_a_link_shows_the_view_and_says_what_differs(visit: Visit, root: Path):
     config = next(path for path in root.glob("*mxfp4*/run.json"))
     roots.replace(config, config.read_bytes() + b"\n")
     text = words(visit(root, "overview", session=one.id))
-    assert "Run elsewhere is not here" in text and "is not as it was when the session was saved" in text
+    assert "Run elsewhere is missing" in text and "has changed since the session was saved" in text
     beside = visit(root, "explore", session=one.id, quant_type="mxfp8")  # the address's own view stays
     assert beside.title[0].value == "Explore" and beside.session_state["filter_quant_type"] == ["mxfp8"]
     assert "A finding" in words(beside)

@@ -40,18 +40,19 @@ from tests.conftest import PROJECT, run_collector
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 MOST_CLICKS = 5
+FEWER_ITERATIONS = ("--warmup-iterations", "12", "--train-iters", "2", "--capture-every", "1")
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 
 
 @pytest.fixture(scope="session")
 def first_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A root as `make run` fills it, read off make itself, but for a quarter of the tokens, and quantized by torch."""
+    """A root as `make run` fills it, read off make itself, but with fewer iterations."""
     root = tmp_path_factory.mktemp("first")
     made = subprocess.run(["make", "-n", "run"], cwd=PROJECT, capture_output=True, text=True, check=True).stdout
     commands = re.findall(r"/binade ((?:batch|run) [^;&}]*)", made)
     assert len(commands) == 2
     for command in commands:
-        done = run_collector(*shlex.split(command), "--training-config", "fast", "--backend", "torch", root=root)
+        done = run_collector(*shlex.split(command), *FEWER_ITERATIONS, root=root)
         assert done.returncode == 0, done.stderr
     return root
 
@@ -332,7 +333,9 @@ def test_which_gemm_loses_it(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.RESULTS)
     table = results_compute.results(catalog, Filter())
     worst = results_compute.results(catalog, Filter(), ("gemm",)).sort_values("result_db").iloc[0]
-    assert visitor.answer.startswith(f"{worst['gemm']} loses most: its results have {worst['result_db']:.1f} dB")
+    assert visitor.answer.startswith(
+        f"{worst['gemm']} has the most error: its results have {worst['result_db']:.1f} dB"
+    )
     assert len([mark for mark in visitor.marks("results") if "layer" in mark]) == len(table)
     known = table["operands_db"].notna().sum()
     assert len([mark for mark in visitor.marks("results_against_operands") if "GEMM" in mark]) == known
@@ -368,7 +371,7 @@ def test_are_steps_more_than_noise(visitor: Visitor, catalog: Catalog):
 
 def test_what_happens_inside_attention(visitor: Visitor):
     visitor.ask(registry.ATTENTION)
-    assert re.match(r"In mxfp4, head \d loses most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
+    assert re.match(r"In mxfp4, head \d loses the most: [\d.]+% of its nonzero probabilities flush", visitor.answer)
     assert "Range of the scores" in visitor.title("scores") and "How much of P flushes" in visitor.title("flushed")
     heads = visitor.chart("entropy").locator("path[aria-label*='mean entropy']")
     assert heads.count() >= 8

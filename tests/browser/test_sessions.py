@@ -112,7 +112,7 @@ def test_a_link_to_what_is_absent_shows_the_rest(visit: Visit, served: str, own_
     page = visit(f"/?session={one.id}", base=served)
     assert page.locator("h1").inner_text() == "Worst tensors" and drawn(page, "ranking")
     text = page.locator("[data-testid=stApp]").inner_text()
-    assert "Run gone is not here" in text and "run 'gone', which is not here" in text
+    assert "Run gone is missing" in text and "run 'gone', which is not in this root" in text
     page = visit("/?session=never-was", base=served)
     assert page.locator("h1").inner_text() == "Overview" and drawn(page, "panel_all")
     assert "There is no session 'never-was'" in page.locator("[data-testid=stApp]").inner_text()

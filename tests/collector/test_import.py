@@ -269,7 +269,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         **dict.fromkeys(("pipe.pt", "socket.pt"), "no regular file"),
         "loop.pt": "leads nowhere, or to itself",
         **dict.fromkeys(("out.pt", "away"), "out of the directory"),
-        **dict.fromkeys(("inside.pt", "around"), "found by itself"),
+        **dict.fromkeys(("inside.pt", "around"), "found separately"),
     }
 
 

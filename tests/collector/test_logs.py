@@ -183,7 +183,7 @@ def test_metadata_is_believed_before_the_name():
     )
     assert (log.layer_index, log.quant_type, log.tensor_name, log.iteration) == (7, "mxfp4", "grad_input", 3)
     assert (log.rank, log.micro_batch, log.captured) == (2, 5, datetime(2025, 1, 2, 3, 4, 5))
-    assert sum("the metadata is believed" in sentence for sentence in log.corrections) == 10
+    assert sum("the metadata is used" in sentence for sentence in log.corrections) == 10
     assert not interpret(PurePath(NAMES["V2"]), {"layer_idx": 1, "quant_type": "hifp8", "rank": None}).corrections
 
 

@@ -602,8 +602,8 @@ DAMAGE = {
     "a tensor of another shape": (
         lambda d: edit_weights(d, **{"model.norm.weight": torch.ones(3)}), "model.norm.weight is 3, 256 was expected"
     ),
-    "cut short": (lambda d: truncate(d / "model.safetensors"), "is no readable safetensors file"),
-    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is no readable safetensors file"),
+    "cut short": (lambda d: truncate(d / "model.safetensors"), "is not a readable safetensors file"),
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is not a readable safetensors file"),
     "index without files": (lambda d: index_of(d, a="lost.safetensors"), "lacks lost.safetensors"),
     "index that leads outside": (lambda d: index_of(d, a="../x.safetensors"), "outside its directory"),
 }  # fmt: skip

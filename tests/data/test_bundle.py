@@ -139,7 +139,7 @@ def test_a_run_that_is_here_is_kept_or_refused(source: Path, packed: Path, tmp_p
     changed.write_text(changed.read_text().replace("mxfp4", "mxfp9"))
     shutil.rmtree(root / run_ids(source)[0])
     before = everything(root)
-    with pytest.raises(BundleError, match="is here already, with other content"):
+    with pytest.raises(BundleError, match="exists already with different content"):
         bundle.import_runs(root, packed)
     assert everything(root) == before  # the run that is absent was not added either
 
@@ -323,17 +323,17 @@ def rewrite(archive: Archive, table: pa.Table) -> None:
 
 LOSS = b'{"iteration": 0, "loss": 5.0, "seconds": 0.5, "recorded": true}\n'
 HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
-    "absolute": (put("/etc/cron.d/x"), "no name that a bundle may hold"),
-    "parent": (put("runs/../../x.json"), "no name that a bundle may hold"),
-    "parent in a run": (put("runs/a/tensors/../../../x.pt"), "no name that a bundle may hold"),
-    "backslash": (put("runs\\a\\run.json"), "no name that a bundle may hold"),
-    "drive": (put("C:/x.json"), "no name that a bundle may hold"),
-    "nul": (put("aa\0.json"), "no name that a bundle may hold"),
-    "hidden run": (put("runs/.sessions/run.json"), "no name that a bundle may hold"),
-    "hidden file": (put("runs/a/tensors/.x.pt"), "no name that a bundle may hold"),
-    "stranger": (put("runs/a/setup.py"), "no name that a bundle may hold"),
-    "directory": (put("runs/a/", b""), "no name that a bundle may hold"),
-    "the index": (put("index.duckdb"), "no name that a bundle may hold"),
+    "absolute": (put("/etc/cron.d/x"), "not a name that a bundle may hold"),
+    "parent": (put("runs/../../x.json"), "not a name that a bundle may hold"),
+    "parent in a run": (put("runs/a/tensors/../../../x.pt"), "not a name that a bundle may hold"),
+    "backslash": (put("runs\\a\\run.json"), "not a name that a bundle may hold"),
+    "drive": (put("C:/x.json"), "not a name that a bundle may hold"),
+    "nul": (put("aa\0.json"), "not a name that a bundle may hold"),
+    "hidden run": (put("runs/.sessions/run.json"), "not a name that a bundle may hold"),
+    "hidden file": (put("runs/a/tensors/.x.pt"), "not a name that a bundle may hold"),
+    "stranger": (put("runs/a/setup.py"), "not a name that a bundle may hold"),
+    "directory": (put("runs/a/", b""), "not a name that a bundle may hold"),
+    "the index": (put("index.duckdb"), "not a name that a bundle may hold"),
     "two cases": (put("runs/A/run.json"), "runs are not those"),
     "link": (link, "link"),
     "bomb": (bomb, "unpacks to more than 100 times"),
@@ -346,18 +346,18 @@ HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
     "no version": (listed(binade_bundle="1"), "version is not a whole number"),
     "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "index.duckdb is not allowed"),
     "no runs": (listed(runs={}), "runs is not a list"),
-    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id is not of the form"),
+    "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id does not have"),
     "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "runs are not those"),
-    "outside path": (repath("../../../etc/passwd"), "did not come along"),
-    "absolute path": (repath("/etc/passwd"), "did not come along"),
-    "path of no file": (repath("tensors/9999.pt"), "did not come along"),
-    "path of no tensor": (repath("run.json"), "did not come along"),
+    "outside path": (repath("../../../etc/passwd"), "that is not in the bundle"),
+    "absolute path": (repath("/etc/passwd"), "that is not in the bundle"),
+    "path of no file": (repath("tensors/9999.pt"), "that is not in the bundle"),
+    "path of no tensor": (repath("run.json"), "that is not in the bundle"),
     "no rows": (drop("tensor.parquet"), "cannot be read"),
     "no run.json": (drop("run.json"), "cannot be read"),
     "no parquet": (lambda archive: archive.put(segment(archive, "sketch"), b"PAR1"), "cannot be read"),
     "swapped tables": (lambda a: a.put(segment(a, "sketch"), a.files[segment(a, "score")]), "no column"),
     "long texts": (long_texts, "takes more than 2 GiB of memory"),
-    "another column": (another_column, "columns that are not known"),
+    "another column": (another_column, "has unknown columns"),
     "running": (status(state="running", host="", pid=1), "is"),
     "odd status": (status(iteration="many"), 'iteration is "many"'),
     "odd state": (status(state="<b>"), "cannot be read"),
@@ -412,7 +412,7 @@ def live() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_name_twice(packed: Path, tmp_path: Path):
     refused(Archive(packed).write(tmp_path / "twice.zip", twice="session.json"), tmp_path, "twice")
-    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "no name")
+    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "not a name")
 
 
 def refused(path: Path, tmp_path: Path, words: str = "") -> None:

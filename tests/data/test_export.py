@@ -196,7 +196,7 @@ def test_a_sink_gets_what_is_recorded_and_serves_the_next_run(tmp_path):
 
 def test_a_sink_that_fails_does_not_lose_the_run(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="sink gets no more.*not a directory.*binade export") as warned:
+    with pytest.warns(UserWarning, match="sink failed.*not a directory.*binade export") as warned:
         run = record(tmp_path / "runs", Sink("csv", tmp_path / "file"))
     assert len(warned) == 1
     status = read_run(run).status

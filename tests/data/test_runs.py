@@ -336,5 +336,5 @@ def test_the_root_is_the_given_one_then_the_environment_then_the_default(tmp_pat
     assert resolve_root("~/x") == Path.home() / "x"
     with pytest.raises(RunError, match=r"a\\udcff is not valid Unicode"):
         resolve_root(os.fsdecode(b"a\xff"))
-    with pytest.raises(RunError, match="~nobody-of-that-name is the home of nobody"):
+    with pytest.raises(RunError, match="~nobody-of-that-name is not a user's home"):
         resolve_root("~nobody-of-that-name")

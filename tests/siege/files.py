@@ -264,7 +264,7 @@ def damaged_runs(attempt: Attempt) -> None:
 SEGMENT_FILES = ["tensor.parquet", "sketch.parquet", "score.parquet"]
 
 
-@attack("Segments and tensor files that are no files: pages open and name them", tries=40)
+@attack("Segments and tensor files that are not files: pages open and name them", tries=40)
 def odd_segments(attempt: Attempt) -> None:
     how = attempt.choose([*KINDS, *CONTENTS])
     root = roots.copy(attempt.root, attempt.place / "runs")

@@ -70,7 +70,7 @@ def make_logs(place: Path) -> None:
         torch.save(torch.randn(16, 64), place / f"x{index:02d}.pt")
 
 
-@attack("The same import again has every tensor once, and leaves nothing aside", tries=16)
+@attack("The same import again has every tensor once, and leaves no temporary files", tries=16)
 def killed_imports(attempt: Attempt) -> None:
     root, logs = attempt.place / "runs", attempt.once("logs", make_logs)
     line = ("import", str(logs), "--scores", "mxfp8", "--workers", "1", "--tensor-save-dir", str(root))
@@ -87,7 +87,7 @@ def _names(root: Path) -> list[str]:
         return list(catalog.tensors()["tensor_name"]) if catalog.totals().tensors else []
 
 
-@attack("The same command again writes all of it, and leaves nothing aside", tries=16, seconds=240)
+@attack("The same command again writes all of it, and leaves no temporary files", tries=16, seconds=240)
 def killed_writers(attempt: Attempt) -> None:
     """An export, a bundle and its import."""
     out = attempt.place / "out"
@@ -121,7 +121,7 @@ def killed_writers(attempt: Attempt) -> None:
     assert leftovers(attempt.place) == []
 
 
-@attack("The same report again is whole, and leaves nothing aside", tries=4, seconds=400)
+@attack("The same report again is whole, and leaves no temporary files", tries=4, seconds=400)
 def killed_reports(attempt: Attempt) -> None:
     out = attempt.place / "out"
     few = ("--recipe", "mxfp4", "--layer-index", "1", "--tensor-name", "weight", "--jobs", "1")

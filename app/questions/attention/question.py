@@ -120,13 +120,13 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         worst = flushed.iloc[int(flushed["flush_to_zero"].fillna(-1).argmax())]
         focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
-            f"In {selected.spec}, head {worst['head']:.0f} loses most: {worst['flush_to_zero']:.2%} of its "
+            f"In {selected.spec}, head {worst['head']:.0f} loses the most: {worst['flush_to_zero']:.2%} of its "
             f"nonzero probabilities flush, holding {worst['mass']:.2%} of the probability. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
         first = maps.source("attention_probs")
         caption = f"{first}\nEntropy: −Σp·log₂ p over the keys, mean over queries."
-        note = "Dashed: attention that looks at every earlier key alike. Thin lines: the range over queries."
+        note = "Dashed: attention that weights every earlier key equally. Thin lines: the range over queries."
         chart = charts.entropy(entropy, maps.words)
         figures.append(
             Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
@@ -136,7 +136,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
         table = compute.ranges(scores)
-        caption = f"{maps.source('attention_scores')}\nScores: what softmax is taken of."
+        caption = f"{maps.source('attention_scores')}\nScores: the input of softmax."
         chart = charts.score_ranges(table, maps.words)
         figures.append(Figure("scores", chart, table, caption, height=330, group="maps"))
     return Drawn(tuple(figures), verdict)

@@ -22,7 +22,7 @@ NOTHING = (
     "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” among what is "
     "also measured, and tensors that have channels, which attention maps do not."
 )
-ONE = "Hot channels were recorded in one iteration, {}: record at least two to see whether they stay the same."
+ONE = "Hot channels were recorded in one iteration, {}: record at least two to see whether they persist."
 HOT = Control(
     name="hot_in",
     label="Hot channels of",
@@ -71,7 +71,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         depth_charts.depth(places, measure, f"{title} by layer and tensor", f"mean over {iterations:,} iterations"),
         places,
         caption,
-        note=f"{measure.label}: {measure.definition}. Bright: the same channels again and again.",
+        note=f"{measure.label}: {measure.definition}. Bright: the same channels stay hot.",
         hint="Click a cell to open its hottest tensor.",
         height=depth_charts.depth_height(places),
         choose="tensor_id",

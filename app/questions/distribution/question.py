@@ -102,7 +102,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     chosen = opened.rows_of(tensors[:MAX_SELECTED])
     ids = chosen["tensor_id"].tolist() or None
     groups = groups_of(opened, where, chosen, by)
-    gone = [f"Tensor {name[:80]!r} is not here." for name in tensors if name not in set(chosen["tensor_id"])]
+    gone = [f"Tensor {name[:80]!r} is missing." for name in tensors if name not in set(chosen["tensor_id"])]
     lie = values_lie(opened, where, ids, groups, values["axis"], values["law"])
     columns = {"group": Column("Tensor" if ids else TITLES[by]), **COLUMNS}
     title = "**Statistics** · over the finite values"

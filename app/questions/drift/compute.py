@@ -34,7 +34,7 @@ class ThreeWay:
         if not (math.isfinite(rounding) and math.isfinite(drift)):
             return "Undetermined: one of the three has no finite size."
         if drift == 0:
-            return "The format's rounding alone: the run has not drifted, its tensor is bit for bit that of bf16."
+            return "Rounding alone: the run has not drifted; its tensor is identical to that of bf16."
         if rounding == 0:
             return f"The run has drifted (relative error {drift:.3g}); the format's rounding loses nothing here."
         ratio = drift / rounding

@@ -22,7 +22,7 @@ from binade.data.store import TensorFileError
 from binade.quant.metrics import METRICS
 
 NOTHING = (
-    "There is nothing to compare: this takes a bf16 run and a quantized run of the same data, both with this "
+    "There is nothing to compare: this needs a bf16 run and a quantized run of the same data, both with this "
     "tensor. Collect them with the same options."
 )
 

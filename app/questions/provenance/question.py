@@ -113,7 +113,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 PROVENANCE = Question(
-    text="Where does a NaN or Inf come from?",
+    text="Where does a NaN come from?",
     title="Provenance",
     icon=":material/account_tree:",
     help="The operation that made the first one, its path to the loss, and the statistics of the steps before",

@@ -140,7 +140,7 @@ def no_reference(table: pd.DataFrame) -> str:
     if table.empty:
         return "The filter selects no run."
     if not table["quantized"].any():
-        return "No run here was quantized as it trained: collect one to compare, `binade quick mxfp4`."
+        return "No run here was quantized in training: collect one to compare, `binade quick mxfp4`."
     return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
 
 
@@ -198,7 +198,7 @@ def _noise(costs: pd.DataFrame) -> str:
     iterations = int(costs["iterations"].max())
     return (
         f"Over {iterations} iteration{'s' * (iterations != 1)}: gaps of a few thousandths of a nat come and go with "
-        "the rounding of a single run. More iterations tell more (`--control-iter`)."
+        "the rounding of a single run. Train more iterations (`--train-iters`)."
     )
 
 
@@ -227,7 +227,7 @@ def gradients(
     runs = runs_compared(table)
     together, unread = _pairs(runs, "label", name, at, compared, done)
     if together.empty:
-        return Drawn(problems=("No gradient of these runs has a twin with values in its bf16 run.",))
+        return Drawn(problems=("No gradient of these runs has a counterpart with values in its bf16 run.",))
     together["place"] = [
         f"L{int(layer)} {module}" for layer, module in zip(together["layer_index"], together["module"], strict=True)
     ]
@@ -257,9 +257,9 @@ def gradients(
         notes.append(f"{unread} pairs could not be read and are left out.")
     comparable = len(comparable_runs(table))
     if comparable > style.MAX_GROUPS:
-        notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; the filter takes others.")
+        notes.append(f"The {style.MAX_GROUPS} newest of {comparable} runs; use the filter to choose others.")
     if at > min(iterations):
-        notes.append("Later iterations hold the drift of the weights as well.")
+        notes.append("In later iterations the weights have drifted apart as well.")
     return Drawn((*figures, *map(Text, notes)), verdict)
 
 
@@ -348,7 +348,7 @@ def _gradient_errors(
     at = at if at in iterations else iterations[0]
     together, unread = _pairs(runs[runs["reference"].notna()], "recipe", name, at, compared, done)
     if together.empty:
-        return nothing, [f"No {label_of(name)} has a twin with values in its bf16 run: there is no gradient error."]
+        return nothing, [f"No {label_of(name)} has a counterpart with values in bf16: there is no gradient error."]
     notes = [f"Gradients: {len(together):,} pairs of {name} tensors of iteration {at}, all seeds together."]
     if unread:
         notes.append(f"{unread} pairs could not be read and are left out.")

@@ -72,7 +72,7 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
     if len(found) == 1:
         return f"Only results of {found.index[0]} were measured: {found.iloc[0]:.1f} dB."
     others = ", ".join(f"{name} {value:.1f}" for name, value in zip(found.index[1:], found.iloc[1:], strict=True))
-    text = f"{found.index[0]} loses most: its results have {found.iloc[0]:.1f} dB, {others}."
+    text = f"{found.index[0]} has the most error: its results have {found.iloc[0]:.1f} dB, {others}."
     gains = table.dropna(subset=["gain_db"]).groupby("gemm")["gain_db"].median()
     near = [str(name) for name, gain in gains.items() if abs(gain) < 1]
     far = [

@@ -55,7 +55,7 @@ class Board(Selection):
             else:
                 pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
             return f"{measure.label} in {self.format}: {measure.definition}; several tensors together: {pooled}."
-        return f"{measure.label}: {measure.definition}; the largest of the tensors that are taken together."
+        return f"{measure.label}: {measure.definition}; the largest of the tensors that are combined."
 
     def caption(self, what: str) -> str:
         return f"{source(self.where, what)}\n{self.definition}"

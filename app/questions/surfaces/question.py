@@ -156,7 +156,7 @@ def _compared(table: pd.DataFrame, measure: Measure, against: str) -> str:
 
 
 SURFACES = Question(
-    text="Where and when does it go wrong?",
+    text="Where does it go wrong?",
     title="Surfaces",
     icon=":material/landscape:",
     help="Any statistic of one kind of tensor by layer and iteration, of one run or the difference between two",

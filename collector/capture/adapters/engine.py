@@ -62,7 +62,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
             core = f"{name}." if name else "."
             yield _core(modules, name)
         elif any(base.__module__.startswith(megatron.ENGINE) for base in type(module).__mro__) and _weights(module):
-            yield Refused(name, "Transformer Engine computes it out of sight: use its Linear, or the local spec")
+            yield Refused(name, "Transformer Engine computes it internally: use its Linear, or the local spec")
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:

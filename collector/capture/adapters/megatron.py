@@ -77,7 +77,7 @@ def _class(module: str, name: str) -> Any:
 def _refusal(module: Any, is_linear: bool) -> str | None:
     kind = type(module)
     if kind.__name__ == "GroupedMLP" and kind.__module__.startswith("megatron.core"):
-        return "its grouped GEMM is out of sight: build the experts without moe_grouped_gemm"
+        return "its grouped GEMM cannot be intercepted: build the experts without moe_grouped_gemm"
     if is_linear and module.gradient_accumulation_fusion:
         return "its weight's gradient is fused into the accumulation: use --no-gradient-accumulation-fusion"
     if is_linear and not callable(getattr(module, "_forward_impl", None)):

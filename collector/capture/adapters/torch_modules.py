@@ -40,9 +40,9 @@ NOT_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 HEADS = ("lm_head", "embed_out", "unembed", "output_head")
 HIDDEN = (
     (nn.MultiheadAttention, "it computes its products itself: use F.scaled_dot_product_attention and nn.Linear"),
-    (nn.RNNBase, "a recurrent network's products are out of sight"),
-    (nn.RNNCellBase, "a recurrent network's products are out of sight"),
-    (nn.Bilinear, "its product is no linear layer's"),
+    (nn.RNNBase, "a recurrent network's products cannot be intercepted"),
+    (nn.RNNCellBase, "a recurrent network's products cannot be intercepted"),
+    (nn.Bilinear, "its product is not that of a linear layer"),
     (nn.DataParallel, "it copies the model: use torch.nn.parallel.DistributedDataParallel"),
     (torch.jit.ScriptModule, "it is compiled: instrument the Python module"),
 )

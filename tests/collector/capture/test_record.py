@@ -115,7 +115,7 @@ def test_recorded_within_an_instrumented_model(tmp_path: Path, recompute: bool) 
         ({"module": ""}, "module=''"),
         ({"operation": "fwd"}, "operation='fwd' of norm_output is unknown: forward, backward, optimizer"),
         ({"phase": "after"}, "phase='after' of norm_output is unknown: pre, post"),
-        ({"dim": 2}, "dim=2 of norm_output is no axis of its shape (4, 8)"),
+        ({"dim": 2}, "dim=2 of norm_output is not an axis of its shape (4, 8)"),
         ({"scores": "mxfp8"}, "scores='mxfp8'"),
     ],
     ids=str,

@@ -697,7 +697,7 @@ def test_coverage_lists_what_is_recorded_and_what_is_left(tmp_path: Path):
         "body.blocks.*.norm": "not a product",
         "body.blocks.*.down_proj": "excluded",
         "conv": "convolution",
-        "rnn": "a recurrent network's products are out of sight",
+        "rnn": "a recurrent network's products cannot be intercepted",
     }
     core = [row for row in found if row.recorded == "layer*.core"]
     assert [(row.count, row.format, row.reason) for row in core] == [(1, "bf16", "skip"), (1, "mxfp8, bf16", "")]

@@ -354,7 +354,7 @@ def test_help_tells_old_spellings_and_precedence(command, capsys):
         assert command(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
         assert "--quant-type" in text and "Old spelling of --quantization" in text
-        assert "--save-tensors Old spelling of what is the default" in text
+        assert "--save-tensors Old spelling of the default" in text
         assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
 
 
@@ -386,7 +386,9 @@ def test_output_that_is_no_terminal_is_plain_lines(command, capsys, tmp_path):
     assert [run.config["recipe"] for run in runs] == ["bf16", "FA_mxfp4"]
     for run in runs:
         log = (run.directory / "log.txt").read_text().splitlines()
-        assert all(line[9:] in lines for line in log) and len(log) >= 5
+        told = [line[9:] for line in log if not line[9:].startswith("iteration")]
+        assert set(told) <= set(lines) and len(told) >= 4
+    assert not any(line.startswith("iteration") for line in lines)  # of one run they are shown, of several not
 
 
 @pytest.mark.slow

@@ -151,4 +151,4 @@ def test_settings_and_data_that_differ(layouts: list[RunInfo], tmp_path: Path, c
     assert command("diff", str(one.directory), str(copy)) == 0
     printed = capsys.readouterr().out
     assert "note: Settings that differ: seed (1234, 5)." in printed
-    assert "note: The runs read other data from iteration 0 on." in printed
+    assert "note: The runs read different data from iteration 0 on." in printed
