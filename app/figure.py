@@ -73,7 +73,7 @@ def _deep_copy(value: Any, by_ref: set[str]) -> Any:
 
 
 _NESTED = (list, dict, alt.SchemaBase)
-_altairs_copy, schemapi._deep_copy = schemapi._deep_copy, _deep_copy
+_altairs_copy, schemapi._deep_copy = schemapi._deep_copy, _deep_copy  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
