@@ -42,18 +42,38 @@ LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, o
 
 
 class _FromDict(schemapi._FromDict):
-    """Altair's, which hashes the schemas of its 570 classes for every channel given as text: here once."""
+    """Altair's, which walks its 570 classes and hashes their schemas for every channel given as text: here once."""
 
-    def __init__(self, wrapper_classes: Iterable[type[alt.SchemaBase]], /) -> None:
-        self.class_dict = _by_schema(tuple(wrapper_classes))
+    def __init__(self, _: Iterable[type[alt.SchemaBase]], /) -> None:
+        self.class_dict = _by_schema()
 
 
 @cache
-def _by_schema(classes: tuple[type[alt.SchemaBase], ...]) -> dict[int, list[type[alt.SchemaBase]]]:
-    return _altairs(classes).class_dict
+def _by_schema() -> dict[int, list[type[alt.SchemaBase]]]:
+    return _altairs(alt.VegaLiteSchema._default_wrapper_classes()).class_dict
 
 
 _altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[misc]
+
+
+def _deep_copy(value: Any, by_ref: set[str]) -> Any:
+    """Altair's, which calls itself for each of the thirty keywords of a channel, of which few are set: here only for
+    those that hold something to copy. Charts are copied whenever they are changed or layered."""
+    if isinstance(value, alt.SchemaBase) and not hasattr(value, "__deepcopy__"):
+        with schemapi.debug_mode(False):
+            return value.__class__(*_deep_copy(list(value._args), by_ref), **_deep_copy(value._kwds, by_ref))
+    if isinstance(value, list):
+        return [_deep_copy(each, by_ref) if isinstance(each, _NESTED) else each for each in value]
+    if isinstance(value, dict):
+        return {
+            name: _deep_copy(each, by_ref) if isinstance(each, _NESTED) and name not in by_ref else each
+            for name, each in value.items()
+        }
+    return _altairs_copy(value, by_ref)
+
+
+_NESTED = (list, dict, alt.SchemaBase)
+_altairs_copy, schemapi._deep_copy = schemapi._deep_copy, _deep_copy  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,29 @@
-"""Keeps what a page's run has drawn when an automatic rerun overtakes its end.
+"""What Streamlit's sessions do otherwise here: keep what a page's run has drawn when an automatic rerun overtakes its
+end, and go when nobody can come back to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent and the event loop not yet handled. On a busy server these are the page's last elements and
 the message that it is complete: the page then stays half drawn until something else draws it.
+
+The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it when the
+next one is stored: the last users' sessions, and all that their pages have drawn, stay until somebody comes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from streamlit.runtime.app_session import AppSession, AppSessionState
+from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.scriptrunner_utils.script_requests import RerunData
+from streamlit.runtime.session_manager import SessionInfo
 
 AGAIN = 0.01  # seconds
 
 
-def install() -> None:
-    """Let sessions wait until the last run's messages are handled before they run a fragment."""
+def install(gone: Callable[[], object]) -> None:
+    """Let sessions wait until the last run's messages are handled before they run a fragment, and remove stored ones
+    in time. gone: called when one was removed, on the event loop."""
     create = AppSession._create_scriptrunner
 
     def create_after_the_last(self: AppSession, initial_rerun_data: RerunData) -> None:
@@ -27,3 +36,15 @@ def install() -> None:
             self._event_loop.call_later(AGAIN, create_after_the_last, self, initial_rerun_data)
 
     AppSession._create_scriptrunner = create_after_the_last  # type: ignore[method-assign]
+
+    store = MemorySessionStorage.save
+
+    def store_for_a_time(self: MemorySessionStorage, session_info: SessionInfo) -> None:
+        def expire() -> None:
+            if self._cache.expire():  # type: ignore[attr-defined]
+                gone()
+
+        store(self, session_info)
+        session_info.session._event_loop.call_later(self._cache.ttl + 1, expire)  # type: ignore[attr-defined]
+
+    MemorySessionStorage.save = store_for_a_time  # type: ignore[method-assign]

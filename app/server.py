@@ -10,7 +10,8 @@ from streamlit.starlette import App
 from binade.app import reruns, sharing, users
 from binade.app.guard import Guard
 from binade.data import access
+from binade.data.cache import give_memory_back
 
 access.restrict(users.reason)
-reruns.install()
+reruns.install(give_memory_back)
 app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, sharing=sharing.current)])

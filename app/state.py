@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import threading
 import time
@@ -18,7 +17,7 @@ from binade.app.address import follow, plain
 from binade.app.filters import sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
-from binade.data.cache import Cache, Done
+from binade.data.cache import Cache, Done, give_memory_back
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import RunError, resolve_root
@@ -75,14 +74,7 @@ class Watched:
     def _give_back(self) -> None:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
-            _give_memory_back()
-
-
-def _give_memory_back() -> None:
-    """Free what refers to itself, and return to the system what malloc keeps for later."""
-    gc.collect()
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
-        trim(0)
+            give_memory_back()
 
 
 @st.cache_resource(show_spinner="Reading the runs …")

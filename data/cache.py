@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -134,6 +135,13 @@ class Cache:
                     del self._tasks[key]
                     any_old = True
         return any_old
+
+
+def give_memory_back() -> None:
+    """Free what refers to itself, and return to the system what malloc keeps for later."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
 
 
 def size_of(value: object, outside: tuple[type, ...] = ()) -> int:

@@ -194,7 +194,7 @@ def _title(root: Path, view: JobView) -> None:
         st.subheader(plain(job.title), anchor=False, width="content")
         st.markdown(summary.badge(view.state), width="content")
     created = datetime.fromisoformat(job.created).strftime("%Y-%m-%d %H:%M:%S UTC")
-    again = f" · repeats job {job.retry_of}" if job.retry_of else ""
+    again = f" · {'continues' if job.resumes else 'repeats'} job {job.retry_of}" if job.retry_of else ""
     took = "" if view.active or (took := summary.seconds_run(view)) is None else f" · took {duration_text(took)}"
     slurm = f" · Slurm job {plain(view.cluster.id)}" if view.cluster else ""
     st.caption(f"Job {job.id} · created {created}{took}{again}{slurm} {_tags(job)}")
@@ -226,6 +226,10 @@ def _actions(root: Path, view: JobView) -> None:
         if not view.active:
             act = (partial(_retry, root, job.id), "Queued again")
             st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_do, args=act)
+        if jobs.resumable(view):
+            act = (partial(_resume, root, job.id), "Queued to go on")
+            text = "Continue its run from the last checkpoint"
+            st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
             st.session_state.pop("collect_from", None)
             st.switch_page(st.session_state["pages"]["collect"], query_params={"from": str(job.id)})
@@ -244,6 +248,10 @@ def _choose(number: int) -> None:
 
 def _retry(root: Path, number: int) -> None:
     _choose(jobs.retry(root, number).id)
+
+
+def _resume(root: Path, number: int) -> None:
+    _choose(jobs.resume(root, number).id)
 
 
 def _change(root: Path, number: int) -> None:

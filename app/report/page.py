@@ -8,9 +8,8 @@ escaped; where it stands in JSON, so that no tag can end there.
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ SHOWN_ROWS = 100  # of a chart's numbers; of a table all
 CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
 
 
-def page(sections: tuple[Section, ...], bundle: str, archived: bool, **top: Any) -> str:
-    """The HTML. bundle: vega, vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is
-    made as well; top: title, subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
+def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str, archived: bool, **top: Any) -> str:
+    """The HTML. embedded: what it holds of each figure (`Picture.embedded`), by section and name; bundle: vega,
+    vega-lite and vega-embed as one script (`Renderers.bundle`); archived: whether a ZIP is made as well; top: title,
+    subtitle, facts as (name, value), notes as HTML that was made safe, "" for none."""
     own = (HERE.parent / "picture.js").read_text() + (HERE / "page.js").read_text()
     themes = {"font": FONT} | {theme.name: asdict(theme) | {"config": theme.config()} for theme in THEMES.values()}
     environment = Environment(loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -66,14 +66,12 @@ def fits(figure: Figure) -> bool:
     return figure.table.size <= CSV_CELLS
 
 
-def embedded(figure: Figure) -> str:
-    """What page.js draws and saves: JSON, compressed, as Base64."""
-    spec = figure.spec | {
+def of_page(figure: Figure) -> dict[str, Any]:
+    """The figure's CSV and what its specification differs in on the page, for `Renderers.render`."""
+    spec = {
         "width": "container", "height": figure.height or HEIGHT, "autosize": {"type": "fit", "contains": "padding"},
     }  # fmt: skip
-    content = {"spec": spec, "caption": figure.caption_svg, "csv": figure.csv() if fits(figure) else None}
-    text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return {"spec": spec, "csv": figure.csv() if fits(figure) else None}
 
 
 def note(figure: Figure) -> str:

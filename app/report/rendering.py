@@ -1,4 +1,5 @@
-"""Charts to PNG and SVG, by as many processes as there are cores to use: vl-convert draws one chart at a time.
+"""Charts to PNG and SVG and to what a page holds of them, by as many processes as there are cores to use: vl-convert
+draws one chart at a time.
 
 The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
 memory that the index and the analysis need, and they end when their input does, however their parent has ended.
@@ -7,6 +8,7 @@ memory that the index and the analysis need, and they end when their input does,
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import os
 import re
@@ -35,10 +37,11 @@ class RenderError(RuntimeError):
 
 
 class Picture(NamedTuple):
-    """A drawn chart with its caption."""
+    """A drawn chart with its caption. embedded: what page.js draws and saves: JSON, compressed, as Base64."""
 
     svg: bytes
     png: bytes | None
+    embedded: str
 
 
 class Renderers:
@@ -62,11 +65,18 @@ class Renderers:
             process.communicate()
 
     def render(
-        self, spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool = True
+        self,
+        spec: dict[str, Any],
+        caption: dict[str, Any],
+        colors: dict[str, str],
+        png: bool = True,
+        embedded: dict[str, Any] | None = None,
     ) -> Future[Picture]:
-        """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font. The
-        future raises RenderError."""
-        return self._pool.submit(self._picture, {"spec": spec, "caption": caption, "colors": colors, "png": png})
+        """Draw a Vega-Lite specification with its caption (`Figure.caption_svg`) in the theme's colours and font.
+        embedded: the CSV that goes into a page with both, as "csv", and what the specification differs in there, as
+        "spec". The future raises RenderError."""
+        request = {"spec": spec, "caption": caption, "colors": colors, "png": png, "embedded": embedded or {}}
+        return self._pool.submit(self._picture, request)
 
     def bundle(self) -> Future[str]:
         """Vega, Vega-Lite and vega-embed as one script."""
@@ -81,7 +91,8 @@ class Renderers:
 
     def _picture(self, request: dict[str, Any]) -> Picture:
         answer = self._request(request)
-        return Picture(answer["svg"].encode(), base64.b64decode(answer["png"]) if "png" in answer else None)
+        png = base64.b64decode(answer["png"]) if "png" in answer else None
+        return Picture(answer["svg"].encode(), png, answer["embedded"])
 
     def _request(self, request: dict[str, Any]) -> dict[str, str]:
         process = self._own.process
@@ -99,13 +110,19 @@ class Renderers:
         return answer
 
 
-def render(spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool) -> dict[str, str]:
+def render(
+    spec: dict[str, Any], caption: dict[str, Any], colors: dict[str, str], png: bool, embedded: dict[str, Any]
+) -> dict[str, str]:
     import vl_convert
 
     svg = supported(captioned(vl_convert.vegalite_to_svg(spec), caption, colors))
-    if not png:
-        return {"svg": svg}
-    return {"svg": svg, "png": base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode()}
+    shown = {name: value for name, value in (spec | embedded.get("spec", {})).items() if name != "config"}
+    content = {"spec": shown, "caption": caption, "csv": embedded.get("csv")}
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    answer = {"svg": svg, "embedded": base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()}
+    if png:
+        answer["png"] = base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode()
+    return answer
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import pandas as pd
 
-from binade.app.figure import Figure
+from binade.app.figure import Drawn, Figure
 from binade.app.params import read_filter
 from binade.app.report import runs as run_tables
 from binade.app.report.section import Section, Table
@@ -15,6 +17,8 @@ from binade.app.sessions.pins import draw, missing_runs
 from binade.app.sessions.session import Pin, Session
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
+
+DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, numpy and DuckDB, which run side by side
 
 
 def filter_of(opened: Catalog, session: Session) -> Filter:
@@ -32,9 +36,8 @@ def contributions(opened: Catalog, session: Session, command: str) -> Iterator[S
 
 
 def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
-    """A section for each pin, so that one is drawn while pictures are made of those before."""
-    for number, pin in enumerate(session.pins, 1):
-        drawn = draw(opened, pin, session.run_ids)
+    """A section for each pin, so that some are drawn while pictures are made of those before."""
+    for number, (pin, drawn) in enumerate(_drawn(opened, session), 1):
         figures: list[Figure] = []
         for figure in drawn.figures:
             lines = [" ".join(pin.caption.split()), drawn.verdict, figure.caption]
@@ -42,6 +45,22 @@ def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
             figures.append(replace(figure, name=f"{number:02d}_{figure.name}", caption=caption))
         problems = [f"Pin {number}: {problem}" for problem in drawn.problems]
         yield Section("pins", "Pinned charts", figures, problems=problems)
+
+
+def _drawn(opened: Catalog, session: Session) -> Iterator[tuple[Pin, Drawn]]:
+    """Each pin as it is drawn, in their order."""
+    ahead: deque[tuple[Pin, Future[Drawn]]] = deque()
+    with ThreadPoolExecutor(DRAWERS, "pins") as pool:
+        try:
+            for pin in session.pins:
+                ahead.append((pin, pool.submit(draw, opened, pin, session.run_ids)))
+                if len(ahead) > 2 * DRAWERS:
+                    first, drawn = ahead.popleft()
+                    yield first, drawn.result()
+            for last, drawn in ahead:
+                yield last, drawn.result()
+        finally:  # whoever stops waits for those that are being drawn only
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _view(opened: Catalog, session: Session) -> Section:

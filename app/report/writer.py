@@ -37,7 +37,7 @@ from altair.utils.schemapi import disable_debug_mode
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
 from binade.app.report import contents, sessions, stats
-from binade.app.report.page import page
+from binade.app.report.page import of_page, page
 from binade.app.report.rendering import Picture, RenderError, Renderers
 from binade.app.report.section import Section, Table, merged
 from binade.app.sessions import notes, storage
@@ -237,6 +237,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
     )
     found: list[Section] = []
     waiting: deque[tuple[str, Figure, Future[Picture]]] = deque()
+    embedded: dict[str, str] = {}
     done = total = 0
     expected = len(session.pins) if session else 0
     with Renderers(request.jobs) as renderers:
@@ -245,7 +246,9 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
             nonlocal done
             while len(waiting) > most:
                 path, figure, picture = waiting.popleft()
-                files.add_figure(path, figure, picture.result())
+                drawn = picture.result()
+                files.add_figure(path, figure, drawn)
+                embedded[path] = drawn.embedded
                 done += 1
                 progress(done, max(total, expected), path)
 
@@ -258,11 +261,12 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
             total += len(figures)
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
-                waiting.append((path, figure, renderers.render(spec, figure.caption_svg, colors, not session)))
+                picture = renderers.render(spec, figure.caption_svg, colors, not session, of_page(figure))
+                waiting.append((path, figure, picture))
                 collect(4 * renderers.jobs)
         collect(0)
         sections = merged(found)
-        html = page(sections, bundle.result(), files.archive is not None, **_top(opened, where, session))
+        html = page(sections, embedded, bundle.result(), files.archive is not None, **_top(opened, where, session))
     numbers = stats.tensor_stats(opened, where)
     texts = {
         "tensor_stats.json": stats.strict_json(numbers),

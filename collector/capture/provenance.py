@@ -5,14 +5,16 @@ module, in the order of execution, whose operands are finite and whose result is
 before those that contain it. What a module computes between its parts is its own.
 
 On a GPU the notes stay there until the step ends, and travel in one copy that nothing waits for; so the operands of the
-first such operation are gone when it is known. They are kept on a CPU, and on a GPU if it happens again in the steps
-after that.
+first such operation are gone when it is known. Their largest values are kept: the GPU itself notes those of the first
+forward pass whose operands are finite and whose result is not. Whole operands are kept on a CPU, and on a GPU if it
+happens again in the steps after that.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,8 @@ from binade.quant.quantizer import DTYPES
 FORWARD, BACKWARD = "forward", "backward"
 MOST_CALLS = 1 << 16  # of modules, that a step may have
 MOST_REACHED = 256  # operations that an event lists
+WORST = 1024  # values of an operand that a GPU keeps
+CHUNK = 256  # values of which the largest is looked for first
 
 
 @dataclass
@@ -47,6 +51,13 @@ class _Note:
 
     def decide(self, low: float, high: float) -> None:
         self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
+
+    @property
+    def decided_later(self) -> Tensor:
+        """`decide` on the tensor's device: of one value."""
+        low, high = self.extremes
+        bad = ~(high < math.inf)  # so is NaN
+        return bad if self.mask else bad | (low == -math.inf)
 
 
 @dataclass
@@ -82,8 +93,78 @@ class _Call:
             yield at, name, f"{name}, {BACKWARD}: the gradient of its result is finite, the one that it computes is not"
 
 
+def stays(x: Tensor) -> bool:
+    """Whether nothing waits for what is known of a tensor."""
+    return x.is_cuda
+
+
 def _first(notes: Sequence[tuple[int, _Note]]) -> int | None:
     return min((at for at, note in notes if note.bad), default=None)
+
+
+def largest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(the WORST values of largest magnitude, NaN first, and then zeros; where they are in x, flat). In one pass and
+    without waiting: they are among those of the WORST chunks whose largest values are the largest."""
+    flat = x.detach().reshape(-1)
+    whole = len(flat) // CHUNK * CHUNK
+    found = torch.arange(whole, len(flat), device=x.device)
+    if whole:
+        low, high = flat[:whole].view(-1, CHUNK).aminmax(dim=1)
+        chunks = torch.maximum(-low, high).topk(min(WORST, len(low))).indices
+        found = torch.cat([(chunks[:, None] * CHUNK + torch.arange(CHUNK, device=x.device)).flatten(), found])
+    values = flat[found].float()
+    best = values.abs().topk(min(WORST, len(found))).indices
+    lacks = (0, WORST - len(best))
+    return nn.functional.pad(values[best], lacks), nn.functional.pad(found[best], lacks)
+
+
+class _Largest:
+    """Those of the operands of the first call of a step that made something not finite, decided and kept on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.made = torch.zeros((), dtype=torch.bool, device=device)
+        self.order = torch.zeros((), dtype=torch.int64, device=device)
+        self.kept: list[tuple[Tensor, Tensor]] = []  # of each operand: values, places
+        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # by note
+        self.operands: dict[int, list[torch.Size]] = {}  # of each call, by its order
+
+    def follow(self, call: _Call, order: int, operands: Sequence[tuple[Tensor, _Note]]) -> None:
+        before = [note.decided_later for note in (*call.operands, *call.parameters)]
+        after = [note.decided_later for _, note in call.results]
+        if not operands or not after:
+            return
+        first = torch.stack(after).any() & ~torch.stack(before).any() & ~self.made
+        self.made |= first
+        self.order = torch.where(first, order, self.order)
+        self.operands[order] = [x.shape for x, _ in operands]
+        for number, (x, note) in enumerate(operands):
+            found = self.known.get(id(note)) or largest(x)
+            self.known[id(note)] = found
+            if number == len(self.kept):
+                self.kept.append(found)
+            self.kept[number] = (torch.where(first, found[0], self.kept[number][0]),
+                                 torch.where(first, found[1], self.kept[number][1]))  # fmt: skip
+
+    def copied(self) -> Callable[[int], list[tuple[Tensor, Tensor]]]:
+        """A function for the writer's thread: the values and coordinates of each operand of the call with this order,
+        none if another was the first."""
+        tensors = (self.order, torch.stack([v for v, _ in self.kept]), torch.stack([i for _, i in self.kept]))
+        copies = [copy_later(x) for x in tensors]
+
+        def of(order: int) -> list[tuple[Tensor, Tensor]]:
+            for _, arrive in copies:
+                arrive()
+            first, values, places = (x for x, _ in copies)
+            if not bool(first == order):
+                return []
+            found = []
+            for shape, value, flat in zip(self.operands[order], values, places, strict=False):
+                count = min(WORST, shape.numel())
+                coordinates = torch.stack(torch.unravel_index(flat[:count], shape), dim=1)
+                found.append((value[:count].clone(), coordinates.float()))
+            return found
+
+        return of
 
 
 class Provenance:
@@ -97,8 +178,11 @@ class Provenance:
         self.last: dict[nn.Module, _Call] = {}
         self.waiting: list[_Note] = []  # notes on a GPU
         self.known: dict[int, tuple[weakref.ref[Tensor], int, _Note]] = {}
+        self.largest: _Largest | None = None  # of this step, on a GPU
+        self.later = False  # whether any step had one
         self.kept = False
-        self.found = False  # only the writer's thread writes it
+        self.found = False  # only the writer's thread writes it, and this:
+        self.to_keep = deque[tuple[int, str, Tensor, Site]]()  # iteration, name, values
 
     def __deepcopy__(self, _: object) -> Provenance:
         return self  # a copy of the model has its hooks, which do nothing there
@@ -121,7 +205,7 @@ class Provenance:
             return known[2]
         low, high = torch.aminmax(x.detach())
         note = _Note((low, high), not x.requires_grad)
-        if x.is_cuda and (self.kept or not self.found):
+        if stays(x) and (self.kept or not self.found):
             self.waiting.append(note)
         else:
             note.decide(float(low), float(high))
@@ -179,6 +263,12 @@ class Provenance:
             if y.requires_grad and not is_dtensor(y):
                 y.register_hook(partial(self._gradient, call.arriving))  # type: ignore[no-untyped-call]
         self.ended.append(call)
+        if self.waiting and not self.kept and self.recorder.entered:
+            device = self.waiting[0].extremes[0].device
+            self.largest = self.largest or _Largest(device)
+            own = module.parameters(recurse=False)
+            shown = [(x.detach(), self._note(x)) for x in (*tensors_in((args, kwargs)), *own) if x.device == device]
+            self.largest.follow(call, at, [(x, note) for x, note in shown if note])
         made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
         if made and not self.kept and self.recorder.entered:
             self.kept = True
@@ -200,8 +290,10 @@ class Provenance:
 
     def end(self, iteration: int) -> None:
         """A step has ended: have the writer's thread look at it."""
+        self.keep_largest()
         ended, self.ended = self.ended, []
         waiting, self.waiting = self.waiting, []
+        values, self.largest = self.largest, None
         self.known.clear()
         self.last = {module: call for module, call in self.last.items() if call in self.open}
         if not self.recorder.entered or not (waiting or any(True for call in ended for _ in call.origins())):
@@ -211,7 +303,15 @@ class Provenance:
             device = waiting[0].extremes[0].device
             flat = [x.to(device, non_blocking=True) for note in waiting for x in note.extremes]
             arrived = copy_later(torch.stack([x.float() for x in flat]))
-        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived))
+        worst = values.copied() if values and values.kept else None
+        self.later = self.later or worst is not None
+        self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived, worst))
+
+    def keep_largest(self) -> None:
+        """Record what the writer's thread has found to keep."""
+        while self.to_keep:
+            iteration, name, x, site = self.to_keep.popleft()
+            self.recorder.keep(name, x, site, iteration)
 
     def _judge(
         self,
@@ -219,6 +319,7 @@ class Provenance:
         calls: list[_Call],
         waiting: list[_Note],
         arrived: tuple[Tensor, Callable[[], None]] | None,
+        worst: Callable[[int], list[tuple[Tensor, Tensor]]] | None,
     ) -> None:
         """On the writer's thread."""
         if arrived:
@@ -229,6 +330,9 @@ class Provenance:
             self.found = True
             order, where, text = origins[0]
             site = self._site(where) if where in self.modules else None
+            for number, (values, coordinates) in enumerate(worst(order) if worst else (), 1):
+                name, at = f"non_finite_operand{number}_largest", self._site(where)
+                self.to_keep.extend([(iteration, name, values, at), (iteration, f"{name}_at", coordinates, at)])
             self.recorder.found_non_finite(
                 iteration,
                 text,
@@ -287,3 +391,6 @@ def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> 
             yield
         finally:  # also of a step that raises
             traced.end(recorder.iteration)
+            if traced.later:
+                recorder.settle()
+                traced.keep_largest()

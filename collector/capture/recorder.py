@@ -428,9 +428,10 @@ class Recorder:
         """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
         self._monitor.found_non_finite(iteration, text, place, **where)
 
-    def keep(self, name: str, x: Tensor, site: Site) -> None:
-        """Record a tensor of the pass that runs, whether or not it is recorded otherwise."""
-        moment = Moment(self.iteration, self.micro_batch, True)
+    def keep(self, name: str, x: Tensor, site: Site, iteration: int | None = None) -> None:
+        """Record a tensor of the pass that runs, or of the first of an earlier iteration, whether or not it is recorded
+        otherwise."""
+        moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
         identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
         self._record(Observed(name, x.detach()), identity, moment, (), None, None, Shard())

@@ -11,12 +11,12 @@ ended. A job's state is read from its run directory and its processes (collector
 one table (collector.jobs.transitions).
 """
 
-from binade.collector.jobs.actions import cancel, delete, retry
+from binade.collector.jobs.actions import cancel, delete, resume, retry
 from binade.collector.jobs.command_line import arguments_of, command_line, modules_of, parse_runs, recipes
 from binade.collector.jobs.estimate import Estimate, estimate
 from binade.collector.jobs.runner import start_runner
 from binade.collector.jobs.slurm import ClusterJob, SubmissionError
-from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, view_of
+from binade.collector.jobs.state import JobView, Progress, has_runner, listing, log_tail, progress, resumable, view_of
 from binade.collector.jobs.store import (
     MOST_AT_ONCE,
     Job,
@@ -62,6 +62,8 @@ __all__ = [
     "problems",
     "progress",
     "recipes",
+    "resumable",
+    "resume",
     "retry",
     "set_at_once",
     "start_runner",

@@ -1,4 +1,4 @@
-"""What can be done to a queued job: cancel, retry, delete."""
+"""What can be done to a queued job: cancel, retry, resume, delete."""
 
 from __future__ import annotations
 
@@ -46,6 +46,18 @@ def retry(root: Path, number: int) -> Job:
     """Queue the same again. Raises as `find` and `add`."""
     job = find(root, number)
     (again,) = add(root, job.arguments, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
+    start_runner(root)
+    return again
+
+
+def resume(root: Path, number: int) -> Job:
+    """Queue that the run of a job that has ended early goes on. Raises as `find` and `add`."""
+    job = find(root, number)
+    run = view_of(root, job).run
+    if run is None:
+        raise JobError(f"job {number} has no run to resume: retry it")
+    line = ("run", "--resume", run.run_id)
+    (again,) = add(root, line, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
     start_runner(root)
     return again
 

@@ -29,7 +29,7 @@ def parse_runs(line: Sequence[str]) -> list[RunConfig]:
 def parse(line: Sequence[str]) -> Request:
     """The runs, and the root that is named there.
 
-    Raises ConfigError for what cannot be run or queued: another command, --dry-run, --resume.
+    Raises ConfigError for what cannot be run or queued: another command, --dry-run.
     """
     if not line or line[0] not in COMMANDS:
         raise ConfigError(f"a job is a command line of {', '.join(COMMANDS)}, such as: run --quantization mxfp8")
@@ -39,8 +39,6 @@ def parse(line: Sequence[str]) -> Request:
         raise ConfigError(usage_message(error)) from None
     if request.start.dry_run:
         raise ConfigError("--dry-run runs nothing: leave it out, or call binade with it directly")
-    if request.resume:
-        raise ConfigError("a job cannot resume a run: call binade run --resume RUN directly")
     return request
 
 
@@ -49,7 +47,8 @@ def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
     a job's file that names another command or root, or --dry-run."""
     options = declared(RunConfig) | declared(SlurmOptions)
     del options["dry_run"]
-    takes_value = {"--quantization": True} | {each.flag: each.kind is not bool for each in options.values()}
+    takes_value = dict.fromkeys(("--quantization", "--resume"), True)
+    takes_value |= {each.flag: each.kind is not bool for each in options.values()}
     words = iter(arguments)
     if next(words, None) != "run":
         raise ValueError("a job is a line of run")

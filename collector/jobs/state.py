@@ -32,6 +32,7 @@ from binade.collector.jobs.store import (
     read_runner,
 )
 from binade.collector.jobs.transitions import ACTIVE, Event, State, after
+from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.data import runs
 from binade.data.runs import RunError, RunInfo, read_run, read_status, run_directories, sound_losses
@@ -99,19 +100,21 @@ class Progress:
         return min(self.done / self.total, 1.0) if self.total else 0.0
 
 
-_owners: dict[tuple[Path, int], tuple[int, float, str]] = {}  # a run directory's owner never changes
+Owner = tuple[int, float, str]
+_owners: dict[Path, tuple[tuple[int, int], Owner]] = {}  # by run directory: which status was read, and who wrote it
 
 
 def owners(root: Path) -> dict[tuple[int, float, str], Path]:
-    """The run directory of each process that has made one: by pid, its start, its host."""
+    """The run directory of each process that has made or resumed one last: by pid, its start, its host."""
     found = {}
     for entry in reversed(run_directories(root)):  # of copies, the first by name
         with suppress(OSError, ValueError):  # no run, damaged, or just deleted
-            key = (entry, entry.stat().st_ino)
-            if key not in _owners:
+            written = (entry / "status.json").stat()
+            mark = written.st_ino, written.st_mtime_ns
+            if entry not in _owners or _owners[entry][0] != mark:
                 status = read_status(entry)
-                _owners[key] = (status.pid, status.pid_started, status.host)
-            found[_owners[key]] = entry
+                _owners[entry] = mark, (status.pid, status.pid_started, status.host)
+            found[_owners[entry][1]] = entry
     return found
 
 
@@ -133,7 +136,7 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     run = run_of(root, execution, known)
     if run is None and not lives:
         run = run_of(root, execution)
-    started = (run.config.get("started") if run else None) or execution.at
+    started = (run.config.get("started") if run and not job.resumes else None) or execution.at
     if lives and (cluster or execution.host == host() or run is None or run.status.state == runs.RUNNING):
         return JobView(job, state_of(run, cancelled, cluster), None, run, started, cluster=cluster)
     end = execution.end
@@ -148,6 +151,15 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     # The status of a crashed run has only the last sign of life.
     ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
     return JobView(job, state, reason, run, started, ended, cluster)
+
+
+def resumable(view: JobView) -> bool:
+    """Whether the job's run can be continued from a checkpoint, on this machine."""
+    if view.active or view.run is None or view.job.on_cluster:
+        return False
+    with suppress(RunError):
+        return bool(last(view.run))
+    return False
 
 
 def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | None = None) -> State:

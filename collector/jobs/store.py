@@ -30,17 +30,20 @@ from filelock import FileLock
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
+from binade.collector.cli.options import Request
+from binade.collector.errors import ConfigError
 from binade.collector.jobs.command_line import arguments_of, check_arguments, parse, parse_runs
 from binade.collector.jobs.processes import Process, boot, host
 from binade.collector.jobs.slurm import ClusterJob, check_submits, script, submit
 from binade.collector.jobs.transitions import State
 from binade.collector.recipes.files import label
+from binade.collector.training.checkpoints import last
 from binade.collector.training.config import RunConfig
 from binade.collector.training.slurm_options import SlurmOptions
 from binade.collector.training.targets import Target
 from binade.data.access import check_writable
 from binade.data.json_files import STRICT, Count, Text, Time, read_json, write_json
-from binade.data.runs import RunError, is_a_file, now
+from binade.data.runs import RunError, is_a_file, now, read_run
 from binade.data.store import locked as held
 from binade.data.store import remove_directory, staged_directory
 from binade.data.text import describe
@@ -61,7 +64,7 @@ class JobError(ValueError):
 @dataclass(frozen=True, config=STRICT)
 class Job:
     """job.json. token marks the job's processes; directory is the working directory of the command; created is ISO 8601
-    in UTC; retry_of is the number of the job that this one repeats."""
+    in UTC; retry_of is the number of the job that this one repeats or continues."""
 
     id: Count
     token: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -76,6 +79,11 @@ class Job:
     def config(self) -> RunConfig:
         """Raises ConfigError or its like if the arguments are no longer understood."""
         return parse_runs(self.arguments)[0]
+
+    @property
+    def resumes(self) -> bool:
+        """Whether it continues a run."""
+        return "--resume" in self.arguments
 
     @property
     def on_cluster(self) -> bool:
@@ -294,8 +302,23 @@ def add(
     Raises ConfigError or its like for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     request = parse(line)
-    titles = [title] * len(request.runs)
-    return add_runs(root, request.runs, request.start, titles, tags=tags, directory=directory, retry_of=retry_of)
+    runs = [_resumed(root, request)] if request.resume else request.runs
+    titles = [title] * len(runs)
+    return add_runs(
+        root, runs, request.start, titles, tags=tags, directory=directory, retry_of=retry_of, resume=request.resume
+    )
+
+
+def _resumed(root: Path, request: Request) -> RunConfig:
+    """What the run to continue was started with. Raises RunError, and ConfigError for other options."""
+    name = Path(request.resume or "").name
+    _, positions = last(read_run(root / name))
+    (config,) = parse_runs(positions[0].arguments)
+    if request.runs not in ([config], parse_runs(["run"])):
+        raise ConfigError(f"{name} was started with other options: leave out all options but --resume")
+    if request.start.for_run(config):
+        raise ConfigError("--resume continues a run on this machine: leave out --target and --launcher")
+    return config
 
 
 def add_runs(
@@ -307,9 +330,11 @@ def add_runs(
     tags: Sequence[str] = (),
     directory: Path | None = None,
     retry_of: int | None = None,
+    resume: str | None = None,
 ) -> list[Job]:
     """Queue these runs, one job for each. On a cluster they are submitted as one array before this returns, so that a
-    refusal is known at once. Raises as `add`, and SubmissionError."""
+    refusal is known at once. resume: the run that the only one of them continues. Raises as `add`, and
+    SubmissionError."""
     check_writable("starting a run")
     target = start.for_run(runs[0])
     if target:
@@ -322,7 +347,7 @@ def add_runs(
             Job(
                 first + index,
                 secrets.token_hex(8),
-                (*arguments_of(config), *start.arguments()),
+                (*arguments_of(config), *(["--resume", resume] if resume else []), *start.arguments()),
                 str(working),
                 now(),
                 _title(title) or default_title(config),

@@ -23,53 +23,26 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import torch
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 from torch import nn
 
 from binade.collector.errors import ConfigError
 from binade.collector.jobs.command_line import arguments_of, parse_runs
+from binade.collector.training.checkpoints import Position, check_resumable, last
 from binade.collector.training.config import Device, RunConfig
 from binade.data.events import events_file
-from binade.data.json_files import STRICT, Count, read_json, write_json
+from binade.data.json_files import write_json
 from binade.data.runs import (
     CHECKPOINTS,
-    COUNTS,
-    DONE,
-    RUNNING,
     SEGMENT,
     RunError,
     RunInfo,
     RunWriter,
-    Whole,
     read_run,
 )
 from binade.data.store import remove_directory, staged_file
 from binade.data.text import describe
 
 KEPT = 2  # a rank may write the next one while another has not written this one
-
-
-@pydantic_dataclass(frozen=True, config=STRICT)
-class Position:
-    """How far a rank's part of a run was. losses and events are the sizes of these files in bytes; recorded counts the
-    tensors in the order of their ids; the rest is as in status.json."""
-
-    arguments: tuple[str, ...]
-    done: Count
-    segments: Count
-    recorded: Count
-    losses: Count
-    events: Count
-    tensors: Count
-    tensors_without_raw: Count
-    bytes: Count
-    iteration: Whole
-    loss_first: float | None
-    loss_last: float | None
-
-    @property
-    def counts(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in COUNTS}
 
 
 @dataclass(frozen=True)
@@ -156,27 +129,10 @@ class Resumed:
             yield self.run.directory / "loss.jsonl", self.positions[rank].losses
 
 
-def check_resumable(run: RunInfo) -> None:
-    """Raise RunError for a run that is done, or still runs."""
-    if run.status.state == DONE:
-        raise RunError(f"{run.run_id} is done: there is nothing to resume")
-    if run.status.state == RUNNING:
-        raise RunError(f"{run.run_id} is still running: cancel it first")
-
-
 def find(root: Path, name: str) -> Resumed:
     """The run of this name, at its last checkpoint that all ranks have written. Raises RunError if there is none."""
     run = read_run(root / Path(name).name)
-    check_resumable(run)
-    ranks = int(run.config.get("tp") or 1) * int(run.config.get("dp") or 1)
-    for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
-        files = [folder / f"rank{rank:02d}.json" for rank in range(ranks)]
-        if all(file.exists() for file in files):
-            try:
-                return Resumed(run, folder, tuple(read_json(Position, file) for file in files))
-            except (OSError, ValueError) as error:
-                raise RunError(f"{folder} cannot be read: {describe(error)}") from None
-    raise RunError(f"{run.run_id} has no checkpoint to resume from: it takes --checkpoint-every when a run is started")
+    return Resumed(run, *last(run))
 
 
 def open_resumed(root: Path, config: RunConfig, name: str | None) -> Resumed | None:

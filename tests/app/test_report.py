@@ -196,7 +196,7 @@ def test_shown_columns_have_names_and_units(sections):
 def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
     rows = page.CSV_CELLS // 100 + 1
     section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, 100))), "c")])
-    with_zip, without = (page.page((section,), "", archived) for archived in (True, False))
+    with_zip, without = (page.page((section,), {"x/y": ""}, "", archived) for archived in (True, False))
     assert "see the ZIP" in with_zip
     assert "see the ZIP" not in without and "made with --zip" in without
 

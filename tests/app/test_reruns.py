@@ -1,10 +1,12 @@
-"""A page is completed whatever reruns itself meanwhile: against Streamlit's own runtime."""
+"""A page is completed whatever reruns itself meanwhile, and closed sessions go: against Streamlit's own runtime."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +16,7 @@ from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 from streamlit.runtime import Runtime, RuntimeConfig
 from streamlit.runtime.app_session import AppSession
 from streamlit.runtime.memory_media_file_storage import MemoryMediaFileStorage
+from streamlit.runtime.memory_session_storage import MemorySessionStorage
 from streamlit.runtime.memory_uploaded_file_manager import MemoryUploadedFileManager
 
 from binade.app import reruns
@@ -63,11 +66,16 @@ def script_threads() -> list[threading.Thread]:
 @pytest.fixture
 def runtime(tmp_path, monkeypatch):
     monkeypatch.setattr(AppSession, "_create_scriptrunner", AppSession._create_scriptrunner)  # put back afterwards
+    monkeypatch.setattr(MemorySessionStorage, "save", MemorySessionStorage.save)
     monkeypatch.setattr(Runtime, "_instance", None)
     (tmp_path / "page.py").write_text(PAGE)
     files = MemoryMediaFileStorage("/media"), MemoryUploadedFileManager("/upload")
-    reruns.install()
-    return Runtime(RuntimeConfig(str(tmp_path / "page.py"), *files))
+    removed = asyncio.Event()
+    reruns.install(removed.set)
+    storage = MemorySessionStorage(ttl_seconds=0)
+    made = Runtime(RuntimeConfig(str(tmp_path / "page.py"), *files, session_storage=storage))
+    made.removed = removed
+    return made
 
 
 def test_an_automatic_rerun_does_not_take_the_end_of_a_page(runtime):
@@ -96,3 +104,23 @@ def test_an_automatic_rerun_does_not_take_the_end_of_a_page(runtime):
     # In a thread of its own: Playwright keeps an event loop in this one.
     found = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
     assert found == ["first", "last", "FINISHED_SUCCESSFULLY", "FINISHED_FRAGMENT_RUN_SUCCESSFULLY"]
+
+
+def test_the_session_of_a_closed_tab_goes_when_nobody_can_come_back_to_it(runtime):
+    async def visit() -> weakref.ref[AppSession]:
+        await runtime.start()
+        tab = Tab()
+        number = runtime.connect_session(tab, user_info={})
+        runtime.handle_backmsg(number, rerun())
+        await tab.until(ForwardMsg.FINISHED_SUCCESSFULLY)
+        session = weakref.ref(runtime._session_mgr.get_session_info(number).session)
+        runtime.disconnect_session(number)
+        await runtime.removed.wait()
+        wait_for(lambda: not script_threads())
+        runtime.stop()
+        await runtime.stopped
+        return session
+
+    session = ThreadPoolExecutor(1).submit(lambda: asyncio.run(asyncio.wait_for(visit(), 60))).result()
+    gc.collect()
+    assert session() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def test_two_browsers_on_a_job_that_another_process_started(visit: Visit, app: s
     until(lambda: not jobs.view_of(root, job).active, "the job to end")
     assert jobs.view_of(root, job).run.status.state == "cancelled" and processes.marked(job.token) == set()
     assert one.complaints == [] and two.complaints == []
+
+
+def test_a_killed_job_is_resumed(visit: Visit, app: str, root: Path):
+    job = launch(root, (*CALM, "--checkpoint-every", "5"))
+    until(lambda: [*root.glob("*/checkpoints/*/rank00.json")], "a checkpoint")
+    run = jobs.view_of(root, job).run
+    page = enter(visit, app, "Jobs")
+    for process in processes.marked(job.token):
+        process.send(signal.SIGKILL)
+    expect(badge(page, "killed")).to_be_visible(timeout=PATIENCE)
+    page.get_by_role("button", name="Resume").click()
+    expect(page.get_by_text(f"continues job {job.id}")).to_be_visible()
+    expect(badge(page, "running")).to_be_visible(timeout=PATIENCE)
+    again = jobs.find(root, job.id + 1)
+    until(lambda: any("resumed after" in line for line in jobs.log_tail(root, again)), "the run to go on")
+    assert jobs.view_of(root, again).run.run_id == run.run_id
+    assert jobs.view_of(root, job).run is None  # it is the other's now
+    assert page.complaints == []
 
 
 def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):

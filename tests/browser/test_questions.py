@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pandas as pd
 import pytest
@@ -390,6 +391,19 @@ def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, boa
         f"{used.codes_used} of 256 codes are used; their entropy is {used.code_entropy_bits:.2f} of 8 bits."
     )
     assert "denormal" in visitor.title("tiers") and "3 mantissa bits" in visitor.title("tiers")
+
+
+def test_a_cell_of_a_surface_opens_its_tensor_at_that_step(visitor: Visitor, catalog: Catalog):
+    visitor.ask(registry.SURFACES)
+    cell = visitor.chart("surface").locator("path[aria-label*='from iteration']").last
+    words = dict(part.split(": ", 1) for part in cell.get_attribute("aria-label").split("; "))
+    visitor.click(cell)
+    visitor.page.wait_for_url(re.compile("/tensor"))
+    visitor.until("In .*: SQNR")
+    (tensor,) = parse_qs(urlsplit(visitor.page.url).query)["tensor"]
+    row = catalog.rows_of([tensor]).iloc[0]
+    assert [row["layer_index"], row["iteration"]] == [int(words["layer"]), number(words["from iteration"])]
+    assert row["iteration"] > 0
 
 
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: Path):

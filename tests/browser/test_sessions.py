@@ -126,6 +126,17 @@ HOSTILE = (
 )
 
 
+VEGA = (
+    '{"$schema": "https://203.0.113.1/v5.json", "data": {"url": "http://203.0.113.1/d.csv"}, "mark": {"type": "image", '
+    '"url": "http://203.0.113.1/e.png"}, "params": [{"name": "p", "expr": "window.taken = 1"}], "usermeta": '
+    '{"embedOptions": {"patch": "http://203.0.113.1/p.json"}}}'
+)
+PINS = (
+    sessions.Pin("explore", {}, "histogram", f"{VEGA} {HOSTILE}"),
+    sessions.Pin("worst", {name: [VEGA, HOSTILE] for name in ("metric", "format", "module")}, "ranking", VEGA),
+)
+
+
 def test_a_name_that_is_a_picture_loads_nothing(visit: Visit, served: str, own_root: Path):
     """Pinned to, saved and deleted: each is told in passing, with the name."""
     name = "![p](http://203.0.113.7/n.png)"
@@ -160,7 +171,9 @@ def test_notes_that_would_stop_the_browser_are_shown_as_text(visit: Visit, serve
 def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: str, own_root: Path, tmp_path: Path):
     page = visit("/sessions", base=served)
     press(page, "Import")
-    whole = json.loads(sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("explore"), notes=HOSTILE)))
+    whole = json.loads(
+        sessions.to_json(sessions.new("<b>theirs</b>", sessions.View("explore"), notes=HOSTILE, pins=PINS))
+    )
     (tmp_path / "bad.json").write_text(json.dumps(whole | {"binade_session": 9}))
     (tmp_path / "good.json").write_text(json.dumps(whole))
     for name, words in (("bad.json", "version is 9"), ("good.json", "is here as version 1")):
@@ -177,7 +190,10 @@ def test_someone_elses_session_is_shown_and_loads_nothing(visit: Visit, served: 
     press(page, "Open session")
     page.locator("strong", has_text="bold").first.wait_for()
     settle(page)
+    assert drawn(page, "pin0_histogram")
     assert page.locator("[data-testid=stMarkdown] img").count() == 0 and page.title() != "taken"
+    assert page.evaluate("window.taken") is None
+    assert all(url.startswith((served, "data:", "blob:", "ws")) for url in page.requests)
     assert not [url for url in page.requests if "203.0.113.1" in url]
     links = page.locator("[data-testid=stMarkdown] a").evaluate_all("all => all.map(a => [a.href, a.text, a.rel])")
     assert ["https://203.0.113.1/d", "https://203.0.113.1/d", "noopener noreferrer"] in links

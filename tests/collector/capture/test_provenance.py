@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from binade.collector import Recorder, instrument
+from binade.collector.capture import provenance
 from binade.collector.capture.adapters.products import tensors_in
 from binade.collector.models.model import GPTModel
 from binade.collector.training.config import MODELS
@@ -21,6 +22,7 @@ from binade.data.events import read_events
 from tests.collector.small_model import batch, build, end_step
 
 pytestmark = pytest.mark.slow
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 class Planted(torch.autograd.Function):
@@ -167,6 +169,31 @@ def test_overflow_of_a_format(tmp_path, recipe, dtype):
         assert (rows["infs"] + rows["nans"] > 0).tolist() == [False] * 3 + [True]
         kept = catalog.load(rows.loc["non_finite_operand2", "tensor_id"])
         assert torch.equal(kept, model.second.weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+def test_the_largest_values_of_the_operands_are_kept_where_nothing_waits(tmp_path, monkeypatch, device):
+    """Of the step in which it happened, against torch.topk on the operands as a hook saw them."""
+    monkeypatch.setattr(provenance, "stays", lambda x: True)
+    model = nn.Sequential(nn.LayerNorm(300), nn.Linear(300, 8)).to(device, torch.float16)
+    x = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(device, torch.float16)
+    seen = {}
+    model[1].register_forward_hook(lambda module, args, result: seen.update(x=args[0], weight=module.weight.clone()))
+
+    def run(factor=1.0):
+        model[1].weight.data.mul_(factor)
+        model(x).float().square().sum().backward()
+
+    assert culprits(tmp_path, model, [run, partial(run, 1e6)]) == ["1"]
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors().set_index("tensor_name")
+        assert set(rows["iteration"]) == {1} and len(rows) == 6  # the bias is an operand, too
+        for number, operand in enumerate((seen["x"], seen["weight"]), 1):
+            name = f"non_finite_operand{number}_largest"
+            values, at = (catalog.load(rows.loc[each, "tensor_id"]) for each in (name, f"{name}_at"))
+            operand = operand.detach().float().cpu()
+            assert torch.equal(operand[tuple(at.long().T)], values)
+            assert torch.equal(values.abs(), operand.abs().flatten().topk(1024).values)
 
 
 def test_a_copy_of_the_model_is_not_traced(tmp_path):

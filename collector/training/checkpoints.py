@@ -1,0 +1,57 @@
+"""How far a run was at its checkpoints, which `collector.training.resume` writes and continues from. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic.dataclasses import dataclass
+
+from binade.data.json_files import STRICT, Count, read_json
+from binade.data.runs import CHECKPOINTS, COUNTS, DONE, RUNNING, RunError, RunInfo, Whole
+from binade.data.text import describe
+
+
+@dataclass(frozen=True, config=STRICT)
+class Position:
+    """How far a rank's part of a run was. losses and events are the sizes of these files in bytes; recorded counts the
+    tensors in the order of their ids; the rest is as in status.json."""
+
+    arguments: tuple[str, ...]
+    done: Count
+    segments: Count
+    recorded: Count
+    losses: Count
+    events: Count
+    tensors: Count
+    tensors_without_raw: Count
+    bytes: Count
+    iteration: Whole
+    loss_first: float | None
+    loss_last: float | None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in COUNTS}
+
+
+def check_resumable(run: RunInfo) -> None:
+    """Raise RunError for a run that is done, or still runs."""
+    if run.status.state == DONE:
+        raise RunError(f"{run.run_id} is done: there is nothing to resume")
+    if run.status.state == RUNNING:
+        raise RunError(f"{run.run_id} is still running: cancel it first")
+
+
+def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
+    """The last checkpoint that all ranks have written: its folder, and the positions of the ranks. Raises RunError if
+    there is none, or the run is not to be resumed."""
+    check_resumable(run)
+    ranks = int(run.config.get("tp") or 1) * int(run.config.get("dp") or 1)
+    for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
+        files = [folder / f"rank{rank:02d}.json" for rank in range(ranks)]
+        if all(file.exists() for file in files):
+            try:
+                return folder, tuple(read_json(Position, file) for file in files)
+            except (OSError, ValueError) as error:
+                raise RunError(f"{folder} cannot be read: {describe(error)}") from None
+    raise RunError(f"{run.run_id} has no checkpoint to resume from: it takes --checkpoint-every when a run is started")
