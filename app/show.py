@@ -13,6 +13,7 @@ import streamlit as st
 
 from binade.app.address import plain
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
+from binade.app.filters import offer_to_clear
 from binade.app.sessions import draft
 from binade.app.style import CHOSEN, MEASURES, short
 from binade.data.access import read_only
@@ -155,6 +156,8 @@ def problems(drawn: Drawn) -> None:
     """Say what cannot be drawn."""
     for problem in drawn.problems:
         st.info(plain(problem), icon=":material/block:")
+    if drawn.problems and not drawn.figures:
+        offer_to_clear()
 
 
 @contextmanager
