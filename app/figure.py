@@ -74,6 +74,7 @@ class Figure(_Item):
     height   pixels, where the chart does not say it itself
     choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
              this name; hint: what that does
+    by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
     """
 
     name: str
@@ -84,6 +85,7 @@ class Figure(_Item):
     height: int | None = None
     choose: str | None = None
     hint: str = ""
+    by: str = ""
 
     @property
     def title(self) -> str:

@@ -39,9 +39,9 @@ def sidebar(catalog: Catalog) -> Filter:
     possible = catalog.counts(chosen) if chosen.items() else everything
     shown = partial(group_name, names=given_names(catalog))
     with st.sidebar:
-        left, right = st.columns([3, 2], vertical_alignment="center")
-        left.subheader("Filter", anchor=False)
-        right.button("Clear", on_click=clear_filter, disabled=not chosen.items(), width="stretch")
+        with st.container(key="filter_title", horizontal=True, vertical_alignment="center"):
+            st.subheader("Filter", anchor=False)
+            st.button("Clear", on_click=clear_filter, disabled=not chosen.items())
         if problems := st.session_state.get("filter_problems"):
             st.warning("\n\n".join(map(plain, problems)), icon=":material/link_off:")
         for title, fields in GROUPS.items():

@@ -361,7 +361,9 @@ class Catalog:
         for others, names in queries.items():
             condition, parameters = self._selection(others)
             sets, columns = ", ".join(f"({name})" for name in names), ", ".join(names)
-            sql = f"SELECT {columns}, count(*) FROM tensor WHERE {condition} GROUP BY GROUPING SETS ({sets}) ORDER BY ALL"
+            sql = (
+                f"SELECT {columns}, count(*) FROM tensor WHERE {condition} GROUP BY GROUPING SETS ({sets}) ORDER BY ALL"
+            )
             for *values, count in self._rows(sql, parameters):
                 for name, value in zip(names, values, strict=True):
                     if value is not None:

@@ -77,7 +77,7 @@ def _less(config: dict[str, Any], name: str, than: str) -> bool:
 
 def _questions(where: Filter) -> None:
     st.markdown("**What do you want to know?**")
-    columns = st.columns(3, gap="medium")
+    columns = st.columns(3, gap="xsmall")
     listed = [question for question in QUESTIONS if question.on_overview]
     for index, question in enumerate(listed):
         with columns[index * 3 // len(listed)]:

@@ -8,6 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import color_scale, with_labels
+from binade.app.questions.shared.boards import PLACE
 from binade.app.style import Measure
 
 
@@ -36,7 +37,7 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
             color=alt.Color("figure:Q", scale=scale, legend=legend),
             opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)),
         )
-        .add_params(choice)
+        .add_params(choice, style.only(*PLACE))
     )
     layers = [cells]
     if shown["layer"].nunique() <= 12:
