@@ -299,12 +299,13 @@ DRAG = "[pointerdown[{}event.shiftKey], window:pointerup] > window:pointermove!"
 
 
 def brushed(
-    chart: alt.Chart, table: pd.DataFrame, groups: list[str], x: str, part: str, title: alt.TitleParams
+    chart: alt.Chart, groups: list[str], x: str, inside: str, title: alt.TitleParams, share: str = "datum.share"
 ) -> alt.LayerChart:
-    """The chart of groups with what a reader can do in it: drag over a range of x to see the share of each group's
-    values in it, zoom with a pinch or Ctrl and the wheel, move with Shift, click with Shift as in `only`.
+    """The chart of groups with what a reader can do in it: drag over a range of x to see how many of each group's
+    values lie in it, zoom with a pinch or Ctrl and the wheel, move with Shift, click with Shift as in `only`.
 
-    table: group, and what `part` takes; part: the share of a row that lies in `at`, as Vega's expression.
+    The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
+    in `at`, share: of the group's values that are the row's.
     """
     name = f"_{zlib.crc32(f'{title.text} {title.subtitle}'.encode()):08x}"
     at = f"brush{name}.{x}"
@@ -314,15 +315,17 @@ def brushed(
     zoom = alt.selection_interval(
         name=f"zoom{name}", bind="scales", on=DRAG.format(""), translate=DRAG.format(""), zoom="wheel![event.ctrlKey]"
     )
-    inside = len(groups) > 1 and _orient(groups, within=True) == "top-left"
-    right = 50 + 8 * max(len(group) for group in groups) if inside else 8  # of a legend
-    shown = alt.Chart(table).transform_filter(f"isDefined({at})")
+    corner = len(groups) > 1 and _orient(groups, within=True) == "top-left"
+    named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
+    right = 50 + 8 * max(len(group) for group in groups) if corner else 8  # of a legend
+    shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
-        shown.transform_calculate(part=part.replace("at[", f"{at}["))
-        .transform_aggregate(part="sum(part)", groupby=["group"])
+        shown.transform_calculate(part=inside.replace("at[", f"{at}["))
+        .transform_calculate(share=f"datum.part * {share}", count="datum.part * datum.count")
+        .transform_aggregate(share="sum(share)", count="sum(count)", groupby=["group"])
         .transform_calculate(
             row=f"12 + 16 * indexof({json.dumps(groups)}, datum.group)",
-            text="format(datum.part, '.3~p') + (" + json.dumps(len(groups) > 1) + " ? '  ' + datum.group : '')",
+            text=f"format(datum.share, '.3~p') + '  ' + format(datum.count, '.3~s'){named}",
         )
         .mark_text(align="left", fontSize=12, fontWeight=600, tooltip=False)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)

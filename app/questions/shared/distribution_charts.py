@@ -16,7 +16,7 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
             (bins["high"] < bins["low"].shift(-1) - 1e-9 * bins["high"].abs()) | bins["low"].shift(-1).isna()
         ]
         corners = pd.concat([bins["low"].iloc[:1], ends])
-        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0})
+        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0, "count": 0.0})
         parts.append(pd.concat([flat.iloc[:1], bins, flat.iloc[1:]]).sort_values("low", kind="stable"))
     return pd.concat(parts, ignore_index=True)
 
@@ -53,9 +53,8 @@ def histogram(
         drawn = lines.encode(
             x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, within=True), tooltip=tooltip
         )
-    overlap = "max(0, min(datum.high, at[1]) - max(datum.low, at[0]))"
-    share = f"{overlap} * datum.share" if not linear else f"{overlap} / (datum.high - datum.low) * datum.share"
-    return style.brushed(drawn, table, groups, "low", share, title)
+    share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
+    return style.brushed(drawn, groups, "low", IN_BIN, title, share)
 
 
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
@@ -111,13 +110,15 @@ def _qq(
             tooltip=tooltip,
         )
     )
-    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + style.brushed(
-        points, table, groups, "theoretical", IN_QQ, title
-    )
+    drawn = style.brushed(points, groups, "theoretical", IN_QQ, title)
+    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + drawn
     return result.properties(title=title)
 
 
-IN_QQ = "at[0] <= datum.theoretical && datum.theoretical <= at[1] ? datum.share : 0"
+# The part of a row that lies in the range `at`, see style.brushed.
+OVERLAP = "max(0, min(datum.high, at[1]) - max(datum.low, at[0]))"
+IN_BIN = f"datum.high > datum.low ? {OVERLAP} / (datum.high - datum.low) : 0"
+IN_QQ = "at[0] <= datum.theoretical && datum.theoretical <= at[1] ? 1 : 0"
 BOX_TITLES = {
     "min": "minimum",
     "p0_1": "0.1 %",

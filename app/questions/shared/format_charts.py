@@ -55,7 +55,7 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
         )
         x_axis = alt.X(
             "value:Q",
-            title=f"{name} ({unit})",
+            title=unit,
             scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
             axis=None,  # the values stand beside the bars
         )
