@@ -26,20 +26,21 @@ FORMAT_COLORS = {
     "fp16": "#8b827b",
     "fp8_e4m3": "#0e7490",
     "fp8_e5m2": "#0e9fbf",
-    "hifp8": "#d97706",
-    "mxfp8": "#2563eb",
+    "hifp8": "#cb8308",
+    "mxfp8": "#2471f0",
     "mxfp8_e5m2": "#5b8def",
-    "mxfp6_e3m2": "#7c3aed",
-    "mxfp6_e2m3": "#9d7bf0",
-    "mxfp4": "#dc2626",
+    "mxfp6_e3m2": "#ae7ad5",
+    "mxfp6_e2m3": "#7e519d",
+    "mxfp4": "#dc1141",
     "mxint8": "#059669",
-    "nvfp4": "#65a30d",
+    "nvfp4": "#15a678",
 }
 # For formats that have no colour above, in their order, so that a new format needs no change here.
 SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
-# For groups that are no formats: none of the colours above. All are readable on light and on dark.
-PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
+# For groups that are no formats: none of the colours above. All are readable on light and on dark. The first six can be
+# told apart without red or green cones, as can the formats that runs are most often trained in.
+PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 MARKS = 5000  # that a browser is given at most
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
