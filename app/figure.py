@@ -104,6 +104,7 @@ class Figure(_Item):
         """The Vega-Lite specification with all of its data, without its schema's address and a configuration."""
         with _altair, alt.data_transformers.enable("default", max_rows=None):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
+        _label_numbers(spec)
         return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
     @cached_property
@@ -120,6 +121,7 @@ class Figure(_Item):
         alt.data_transformers.register("arrow", keep)
         with _altair, alt.data_transformers.enable("arrow"):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
+        _label_numbers(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
     @cached_property
@@ -163,6 +165,7 @@ class Column:
     format       of its numbers, as Streamlit's number columns take it
     width        pixels
     text         what a cell shows, from its row, where that is not the value
+    bar          whether a number stands on a bar, from 0 to the largest of the column
     metric       whose values these are: shares are shown in percent; by default the one with the column's name
     """
 
@@ -171,6 +174,7 @@ class Column:
     width: int | None = None
     help: str | None = None
     text: Callable[[pd.Series], str] | None = None
+    bar: bool = False
     metric: str = ""
     align: Literal["left", "right"] | None = None
 
@@ -271,6 +275,29 @@ class Drawn:
 
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
+
+
+# An axis shows 0.00002 as 2e−5 and 5200000 as 5.2M.
+NUMBER_LABELS = (
+    "datum.value != 0 && abs(datum.value) < 1e-3 ? format(datum.value, '~e')"
+    " : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label"
+)
+
+
+def _label_numbers(spec: Any) -> None:
+    """Label the linear axes of numbers in a specification that do not say how."""
+    if isinstance(spec, list):
+        for each in spec:
+            _label_numbers(each)
+    elif isinstance(spec, dict):
+        for channel in ("x", "y"):
+            given = spec.get("encoding", {}).get(channel, {})
+            axis, scale = given.get("axis", {}), given.get("scale") or {}
+            linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
+            if linear and axis is not None and not {"format", "labelExpr", "labels"} & set(axis):
+                given["axis"] = axis | {"labelExpr": NUMBER_LABELS}
+        for part in ("layer", "hconcat", "vconcat", "concat", "spec"):
+            _label_numbers(spec.get(part, []))
 
 
 def _arrow(data: pd.DataFrame) -> bytes:

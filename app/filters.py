@@ -15,7 +15,7 @@ from binade.app.address import chosen_filter, clear_filter, key, plain
 from binade.app.glossary import TERMS
 from binade.app.params import TITLES
 from binade.app.questions.shared.labels import group_name
-from binade.app.questions.shared.runs import given_names
+from binade.app.questions.shared.runs import given_names, run_titles, runs_with_reference
 from binade.app.saved_filters import LONGEST_NAME, SavedFiltersError
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
@@ -38,6 +38,7 @@ def sidebar(catalog: Catalog) -> Filter:
     everything = catalog.counts()
     possible = catalog.counts(chosen) if chosen.items() else everything
     shown = partial(group_name, names=given_names(catalog))
+    runs = run_titles(runs_with_reference(catalog.runs(), catalog.parts()))
     with st.sidebar:
         with st.container(key="filter_title", horizontal=True, vertical_alignment="center"):
             st.subheader("Filter", anchor=False)
@@ -50,7 +51,7 @@ def sidebar(catalog: Catalog) -> Filter:
                     if name in INTEGER_FIELDS and len(everything[name]) > MOST_LISTED:
                         _range(name, list(everything[name]), getattr(chosen, name))
                     else:
-                        _list(name, possible.get(name, {}), getattr(chosen, name), shown)
+                        _list(name, possible.get(name, {}), getattr(chosen, name), partial(group_name, names=runs))
         _saved(catalog.root, chosen)
     chosen = chosen_filter()
     _chips(chosen, everything, shown)

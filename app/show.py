@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -94,9 +95,9 @@ def _alt(figure: Figure) -> str:
 
 # How tables show the values of a metric.
 COLUMNS = {
-    "sqnr_db": Column(format="%.2f", width=85),
-    "flush_to_zero": Column("Flushed (%)", "%.3f", 90),
-    "saturated": Column("Saturated (%)", "%.3f", 108),
+    "sqnr_db": Column(format="%.2f", width=110, bar=True),
+    "flush_to_zero": Column("Flushed (%)", "%.3f", 115, bar=True),
+    "saturated": Column("Saturated (%)", "%.3f", 120, bar=True),
 }
 LOOK = 0.5  # seconds between two updates of a progress bar at the same percentage
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
@@ -149,6 +150,8 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
                 values, options = values.map(lambda v: "" if pd.isna(v) else f"{v:.3g}"), {"alignment": "right"}
             else:
                 kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
+                if (column.bar or given.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
+                    kind, options = st.column_config.ProgressColumn, options | {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition if measure else None)
         shown[name], config[name] = values, kind(title, width=column.width or given.width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config

@@ -340,6 +340,15 @@ def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
 
 
+def crosshair(row: str, column: str) -> tuple[list[alt.Parameter], alt.StrokeWidth]:
+    """What shows the row and the column of a heat map's cell that the pointer is over: (parameters, channel)."""
+    over = [
+        alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=False)
+        for field in (row, column)
+    ]
+    return over, alt.condition(over[0] | over[1], alt.value(2.5), alt.value(0.5))
+
+
 def groups_of(table: pd.DataFrame) -> list[str]:
     """The values of the column group, in order of appearance."""
     return list(dict.fromkeys(table["group"]))

@@ -35,7 +35,9 @@ def histogram(
     )
     ticks = alt.Axis(tickCount=8, format="~g") if linear else style.binades("|value|")
     log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
-    title = style.title("Distribution of values" if linear else "Distribution of magnitudes", subtitle)
+    title = style.title(
+        "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
+    )
     tooltip = [
         alt.Tooltip("low:Q", title=f"{log}from", format=number),
         alt.Tooltip("high:Q", title=f"{log}to", format=number),
@@ -55,6 +57,14 @@ def histogram(
         )
     share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
     return style.brushed(drawn, groups, "low", IN_BIN, title, share)
+
+
+def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
+    """The subtitle, with what shares per binade above 100 % mean if there are some."""
+    if not (table["share"] > 1).any():
+        return subtitle
+    dense = "per binade a share is a density: above 100 % where values crowd within a part of a binade"
+    return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
