@@ -277,9 +277,9 @@ class Drawn:
         return next((figure for figure in self.figures if figure.name == name), None)
 
 
-# An axis shows 0.00002 as 2e−5 and 5200000 as 5.2M.
+# An axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M.
 NUMBER_LABELS = (
-    "datum.value != 0 && abs(datum.value) < 1e-3 ? format(datum.value, '~e')"
+    "datum.value == 0 ? '0' : max(abs(domain('{0}')[0]), abs(domain('{0}')[1])) < 1e-2 ? format(datum.value, '~e')"
     " : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label"
 )
 
@@ -295,7 +295,7 @@ def _label_numbers(spec: Any) -> None:
             axis, scale = given.get("axis", {}), given.get("scale") or {}
             linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
             if linear and axis is not None and not {"format", "labelExpr", "labels"} & set(axis):
-                given["axis"] = axis | {"labelExpr": NUMBER_LABELS}
+                given["axis"] = axis | {"labelExpr": NUMBER_LABELS.format(channel)}
         for part in ("layer", "hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
 

@@ -72,15 +72,14 @@ def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Ca
 
 def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:
     """A slider from the first of the chosen values to the last; all of them if none is chosen."""
-    slider = f"range_{name}"
-    st.session_state[slider] = (min(chosen, default=values[0]), max(chosen, default=values[-1]))
-    st.select_slider(
-        TITLES[name], values, key=slider, help=TERMS.get(TITLES[name].lower()), on_change=_within, args=(name, values)
-    )
+    ends = min(chosen, default=values[0]), max(chosen, default=values[-1])
+    slider = f"range_{name}_{ends}"  # a slider whose default has changed is another one
+    help = TERMS.get(TITLES[name].lower())
+    st.select_slider(TITLES[name], values, ends, key=slider, help=help, on_change=_within, args=(name, values, slider))
 
 
-def _within(name: str, values: Sequence[int]) -> None:
-    low, high = st.session_state[f"range_{name}"]
+def _within(name: str, values: Sequence[int], slider: str) -> None:
+    low, high = st.session_state[slider]
     every = (low, high) == (values[0], values[-1])
     st.session_state[key(name)] = [] if every else [value for value in values if low <= value <= high]
 

@@ -41,9 +41,10 @@ def choose(page: Page, title: str, value: str) -> None:
     """Choose a value of one filter as a user does: open the list, click."""
     box = page.locator("[data-testid=stMultiSelect]").filter(has=page.get_by_text(title, exact=True))
     box.locator("input").click()
-    page.get_by_role("option", name=value, exact=True).click()
+    counted = re.compile(rf"^{re.escape(value)} \([\d,]+\)$")
+    page.get_by_role("option", name=counted).click()
     page.keyboard.press("Escape")
-    box.get_by_text(value, exact=True).first.wait_for()
+    box.get_by_text(counted).first.wait_for()
     page.wait_for_function(
         "([where, text]) => document.querySelector(where).innerText.includes(text)",
         arg=["[data-testid=stMain] [data-testid=stCaptionContainer]", value],
@@ -230,3 +231,33 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
         })"""
     )
     assert cut == []
+
+
+def test_a_range_is_counted_and_a_mark_narrows_the_filter(visit: Visit, catalog: Catalog):
+    page = visit("/explore")
+    drawing = page.locator(".st-key-chart_histogram svg.marks")
+    box = drawing.bounding_box()
+    assert box
+    y = box["y"] + box["height"] * 0.7
+    page.mouse.move(box["x"] + 70, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] + 200, y, steps=4)
+    page.mouse.up()
+    count = drawing.locator("text").filter(has_text=re.compile(r"% +[\d.]+M? +mxfp8$"))
+    count.wait_for()
+    found = distributions.distributions(catalog, Filter(), "quant_type")
+    (wanted,) = [distributions.log2_histogram([d]) for d in found if d.group == "mxfp8"]
+    nonzero = (wanted["share"] * (wanted["high"] - wanted["low"])).sum()
+    assert number(count.text_content().split()[0]) == pytest.approx(nonzero, rel=0.02)
+
+    line = drawing.locator("g.mark-line path").first
+    at = line.evaluate(
+        "path => { const on = path.getPointAtLength(0.7 * path.getTotalLength()), m = path.getScreenCTM();"
+        " return [on.x * m.a + m.e, on.y * m.d + m.f]; }"
+    )
+    page.keyboard.down("Shift")
+    page.mouse.click(*at)
+    page.keyboard.up("Shift")
+    page.wait_for_function("() => location.search.includes('quant_type=')")
+    settle(page)
+    assert len(query(page)["quant_type"]) == 1 and metrics(page)["Tensors"] != f"{catalog.totals().tensors:,}"
