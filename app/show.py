@@ -38,7 +38,8 @@ def _exporter() -> Callable[..., Any]:
 def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
     """Draw a figure with its note beneath and its exports.
 
-    With pin it can be pinned to the session, where the page is a view that can be drawn again.
+    With pin it can be pinned to the session, where the page is a view that can be drawn again, and its marks can narrow
+    the filter.
 
     Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
     it before the page is drawn anew.
@@ -46,7 +47,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
     every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
-    modes = [mode for mode in every if (mode == CHOSEN and choose) or mode.startswith(ONLY)]
+    modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
     if modes:
         options = {"on_select": lambda: _tell(figure, modes, on_choose), "selection_mode": modes}
     if figure.height:

@@ -67,9 +67,9 @@ class Groups:
     by: str
     text: str
     of: int  # groups, of which `found` has those with the most values
-    field: str = ""
     not_kept: tuple[str, ...] = ()
     damaged: tuple[tuple[str, str], ...] = ()
+    field: str = ""
 
     @property
     def remarks(self) -> list[Text]:
