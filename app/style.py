@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Literal
+from typing import Any, Literal
 
 import altair as alt
 import numpy as np
@@ -331,7 +331,7 @@ def brushed(
         .mark_text(align="left", fontSize=12, fontWeight=600, tooltip=False)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)
     )
-    result: alt.LayerChart = alt.layer(chart.add_params(brush, zoom, only("group", chart=name)), counts)
+    result: alt.LayerChart = chart.add_params(brush, zoom, only("group", chart=name)) + counts
     return result.properties(title=title)
 
 
@@ -340,7 +340,7 @@ def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
 
 
-def crosshair(row: str, column: str) -> tuple[list[alt.Parameter], alt.StrokeWidth]:
+def crosshair(row: str, column: str) -> tuple[list[alt.Parameter], Any]:
     """What shows the row and the column of a heat map's cell that the pointer is over: (parameters, channel)."""
     over = [
         alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=False)

@@ -50,7 +50,7 @@ def costs(
     order = table["label"].tolist()
     shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
-    base = alt.Chart(shown).encode(
+    rows = alt.Chart(shown).encode(
         y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
         tooltip=[
             alt.Tooltip("label:N", title="run"),
@@ -69,8 +69,8 @@ def costs(
         scale=alt.Scale(domain=domain, nice=False),
         axis=alt.Axis(tickCount=5),
     )
-    bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
-    text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
+    bars = rows.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
+    text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
     result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
     return result
 

@@ -192,8 +192,8 @@ def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 
     tables = []
     for d in found:
         share = _shares(d, edges)
-        bins = {"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share, "count": share * d.total}
-        tables.append(pd.DataFrame(bins))
+        table = pd.DataFrame({"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share})
+        tables.append(table.assign(count=share * d.total))
     return pd.concat(tables, ignore_index=True)
 
 

@@ -10,7 +10,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from binade.app.questions.shared.labels import run_labels
@@ -64,17 +63,17 @@ def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
     """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
     others = (table["data"] == data) & (table["run_id"] != run_id)
-    return table.assign(reference=np.where(others, run_id, None), quantized=others)
+    return table.assign(reference=[run_id if other else None for other in others], quantized=others)
 
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
     """What a list of runs shows of each, and is searched by: a dot of the colour that a user chose, the label, the
     recipe where the label does not name it, and when it started. table: of `runs_with_reference`."""
     titles = {}
-    for run in table.itertuples():
-        dot = "" if pd.isna(run.color) else f"{_dot(run.color)} "
-        rounded = "" if str(run.rounded) in run.label else f" · {run.rounded}"
-        titles[run.run_id] = f"{dot}{run.label}{rounded} · {run.started:%Y-%m-%d %H:%M}"
+    for _, run in table.iterrows():
+        dot = "" if pd.isna(run["color"]) else f"{_dot(run['color'])} "
+        rounded = "" if run["rounded"] in run["label"] else f" · {run['rounded']}"
+        titles[str(run["run_id"])] = f"{dot}{run['label']}{rounded} · {run['started']:%Y-%m-%d %H:%M}"
     return titles
 
 
