@@ -62,8 +62,8 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
     """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
-    others = (table["data"] == data) & (table["run_id"] != run_id)
-    return table.assign(reference=[run_id if other else None for other in others], quantized=others)
+    others = table["data"].map(lambda each: each == data) & (table["run_id"] != run_id)
+    return table.assign(reference=others.map({True: run_id, False: None}), quantized=others)
 
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
