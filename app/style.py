@@ -322,11 +322,12 @@ def brushed(
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
         shown.transform_calculate(part=inside.replace("at[", f"{at}["))
-        .transform_calculate(share=f"datum.part * {share}", count="datum.part * datum.count")
-        .transform_aggregate(share="sum(share)", count="sum(count)", groupby=["group"])
+        # New fields: one that a formula overwrites would be its own input when the range moves.
+        .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
+        .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group"])
         .transform_calculate(
             row=f"12 + 16 * indexof({json.dumps(groups)}, datum.group)",
-            text=f"format(datum.share, '.3~p') + '  ' + format(datum.count, '.3~s'){named}",
+            text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, '.3~s'){named}",
         )
         .mark_text(align="left", fontSize=12, fontWeight=600, tooltip=False)
         .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)

@@ -236,6 +236,7 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
 def test_a_range_is_counted_and_a_mark_narrows_the_filter(visit: Visit, catalog: Catalog):
     page = visit("/explore")
     drawing = page.locator(".st-key-chart_histogram svg.marks")
+    drawing.evaluate("svg => svg.scrollIntoView({block: 'center'})")
     box = drawing.bounding_box()
     assert box
     y = box["y"] + box["height"] * 0.7
@@ -256,7 +257,7 @@ def test_a_range_is_counted_and_a_mark_narrows_the_filter(visit: Visit, catalog:
         " return [on.x * m.a + m.e, on.y * m.d + m.f]; }"
     )
     page.keyboard.down("Shift")
-    page.mouse.click(*at)
+    page.mouse.click(at[0], at[1])
     page.keyboard.up("Shift")
     page.wait_for_function("() => location.search.includes('quant_type=')")
     settle(page)
