@@ -231,34 +231,3 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
         })"""
     )
     assert cut == []
-
-
-def test_a_range_is_counted_and_a_mark_narrows_the_filter(visit: Visit, catalog: Catalog):
-    page = visit("/explore")
-    drawing = page.locator(".st-key-chart_histogram svg.marks")
-    drawing.evaluate("svg => svg.scrollIntoView({block: 'center'})")
-    box = drawing.bounding_box()
-    assert box
-    y = box["y"] + box["height"] * 0.7
-    page.mouse.move(box["x"] + 70, y)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] + 200, y, steps=4)
-    page.mouse.up()
-    count = drawing.locator("text").filter(has_text=re.compile(r"%\s+\S+\s+mxfp8$"))
-    count.wait_for()
-    found = distributions.distributions(catalog, Filter(), "quant_type")
-    (wanted,) = [distributions.log2_histogram([d]) for d in found if d.group == "mxfp8"]
-    nonzero = (wanted["share"] * (wanted["high"] - wanted["low"])).sum()
-    assert number(count.text_content().split()[0]) == pytest.approx(nonzero, rel=0.02)
-
-    line = drawing.locator("g.mark-line path").first
-    at = line.evaluate(
-        "path => { const on = path.getPointAtLength(0.7 * path.getTotalLength()), m = path.getScreenCTM();"
-        " return [on.x * m.a + m.e, on.y * m.d + m.f]; }"
-    )
-    page.keyboard.down("Shift")
-    page.mouse.click(at[0], at[1])
-    page.keyboard.up("Shift")
-    page.wait_for_function("() => location.search.includes('quant_type=')")
-    settle(page)
-    assert len(query(page)["quant_type"]) == 1 and metrics(page)["Tensors"] != f"{catalog.totals().tensors:,}"
