@@ -94,6 +94,7 @@ class Figure(_Item):
     height   pixels, where the chart does not say it itself
     choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
              this name; hint: what that does
+    by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
     """
 
     name: str
@@ -104,6 +105,7 @@ class Figure(_Item):
     height: int | None = None
     choose: str | None = None
     hint: str = ""
+    by: str = ""
 
     @property
     def title(self) -> str:
@@ -122,6 +124,7 @@ class Figure(_Item):
         """The Vega-Lite specification with all of its data, without its schema's address and a configuration."""
         with _altair, alt.data_transformers.enable("default", max_rows=None):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
+        _label_numbers(spec)
         return {name: value for name, value in spec.items() if name not in ("$schema", "config")}
 
     @cached_property
@@ -138,6 +141,7 @@ class Figure(_Item):
         alt.data_transformers.register("arrow", keep)
         with _altair, alt.data_transformers.enable("arrow"):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
+        _label_numbers(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
     @cached_property
@@ -181,6 +185,7 @@ class Column:
     format       of its numbers, as Streamlit's number columns take it
     width        pixels
     text         what a cell shows, from its row, where that is not the value
+    bar          whether a number stands on a bar, from 0 to the largest of the column
     metric       whose values these are: shares are shown in percent; by default the one with the column's name
     """
 
@@ -189,6 +194,7 @@ class Column:
     width: int | None = None
     help: str | None = None
     text: Callable[[pd.Series], str] | None = None
+    bar: bool = False
     metric: str = ""
     align: Literal["left", "right"] | None = None
 
@@ -289,6 +295,29 @@ class Drawn:
 
     def get(self, name: str) -> Figure | None:
         return next((figure for figure in self.figures if figure.name == name), None)
+
+
+# An axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M.
+NUMBER_LABELS = (
+    "datum.value == 0 ? '0' : max(abs(domain('{0}')[0]), abs(domain('{0}')[1])) < 1e-2 ? format(datum.value, '~e')"
+    " : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label"
+)
+
+
+def _label_numbers(spec: Any) -> None:
+    """Label the linear axes of numbers in a specification that do not say how."""
+    if isinstance(spec, list):
+        for each in spec:
+            _label_numbers(each)
+    elif isinstance(spec, dict):
+        for channel in ("x", "y"):
+            given = spec.get("encoding", {}).get(channel, {})
+            axis, scale = given.get("axis", {}), given.get("scale") or {}
+            linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
+            if linear and axis is not None and not {"format", "labelExpr", "labels"} & set(axis):
+                given["axis"] = axis | {"labelExpr": NUMBER_LABELS.format(channel)}
+        for part in ("layer", "hconcat", "vconcat", "concat", "spec"):
+            _label_numbers(spec.get(part, []))
 
 
 def _arrow(data: pd.DataFrame) -> bytes:

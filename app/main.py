@@ -29,10 +29,24 @@ def _shown(page: Page) -> Callable[[], None]:
     return shown
 
 
+def _presentation(on: bool) -> None:
+    """A button that hides all but the answer and enlarges it, and one to go back."""
+    place = st.container(key="present") if on else st.sidebar
+    title, icon = ("End presentation", ":material/close:") if on else ("Present", ":material/slideshow:")
+    place.button(title, icon=icon, type="tertiary", on_click=_present, args=(not on,))
+
+
+def _present(on: bool) -> None:
+    st.session_state["presenting"] = on
+
+
 def navigate(default: str = "overview") -> None:
     """Declare the pages, so that they can link to each other, and run the one that the address names."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
     st.html(Path(__file__).with_name("app.css"))
+    presenting = st.session_state.get("presenting", False)
+    if presenting:
+        st.html(Path(__file__).with_name("presentation.css"))
     known = users.sign_in()
     declared = {
         page.name: st.Page(
@@ -62,6 +76,7 @@ def navigate(default: str = "overview") -> None:
         except DamagedIndexError as error:
             st.error(f"{error}.", icon=":material/error:")
         draft.panel()
+        _presentation(presenting)
 
 
 if __name__ == "__main__":

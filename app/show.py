@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -13,9 +14,17 @@ import streamlit as st
 
 from binade.app.address import plain
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
+from binade.app.filters import offer_to_clear, only
 from binade.app.sessions import draft
-from binade.app.style import CHOSEN, MEASURES, short
+from binade.app.state import catalog
+from binade.app.style import CHOSEN, MEASURES, ONLY, short
 from binade.data.access import read_only
+
+GESTURES = {  # by the selections that a chart has
+    ONLY: "Shift-click: only this",
+    "brush": "Drag: share in a range",
+    "zoom": "Ctrl-scroll: zoom, Shift-drag: move, double-click: back",
+}
 
 
 @st.cache_resource
@@ -29,33 +38,34 @@ def _exporter() -> Callable[..., Any]:
 def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
     """Draw a figure with its note beneath and its exports.
 
-    With pin it can be pinned to the session, where the page is a view that can be drawn again.
+    With pin it can be pinned to the session, where the page is a view that can be drawn again, and its marks can narrow
+    the filter.
 
     Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
     it before the page is drawn anew.
     """
     name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
-    if choose:
-        options = {"on_select": "rerun", "selection_mode": [CHOSEN]}
-    if choose and on_choose:
-        options["on_select"] = lambda: _tell(on_choose, name, choose)
+    every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
+    modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
+    if modes:
+        options = {"on_select": lambda: _tell(figure, modes, on_choose), "selection_mode": modes}
     if figure.height:
         options["height"] = figure.height
-    with st.container(key=f"chart_{name}"):
+    card = st.container(key=f"card_{name}", gap="xsmall")
+    with card.container(key=f"chart_{name}"):
         event = st.vega_lite_chart(spec=figure.page_spec, key=f"figure_{name}", alt=_alt(figure), **options)
-    place = st.container()
     if note := f"{figure.note} {figure.hint if choose else ''}".strip():
-        left, place = st.columns([4, 1.7], vertical_alignment="top")
-        left.caption(note)
+        card.caption(note)
     data = {
         "chart": f"chart_{name}",
         "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption_svg,
         "pin": pin and draft.on_a_view() and not read_only(),
         "csv": figure.page_csv,
+        "gestures": [text for kind, text in GESTURES.items() if any(each.startswith(kind) for each in every)],
     }
-    with place:
+    with card:
         _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
     if not choose:
         return None
@@ -67,9 +77,15 @@ def _picked(event: Any, field: str) -> Any:
     return picked[0].get(field) if picked else None
 
 
-def _tell(on_choose: Callable[[Any], None], name: str, field: str) -> None:
-    value = _picked(st.session_state[f"figure_{name}"], field)
-    if value is not None:
+def _tell(figure: Figure, modes: list[str], on_choose: Callable[[Any], None] | None) -> None:
+    """Narrow the filter to the mark that was clicked with Shift held; tell which one was clicked without."""
+    event = st.session_state[f"figure_{figure.name}"]
+    for mode in modes:
+        picked = event["selection"].get(mode) or []
+        if mode.startswith(ONLY) and picked:
+            only(catalog(), {figure.by if name == "group" else name: value for name, value in picked[0].items()})
+            return
+    if on_choose and figure.choose and (value := _picked(event, figure.choose)) is not None:
         on_choose(value)
 
 
@@ -80,9 +96,9 @@ def _alt(figure: Figure) -> str:
 
 # How tables show the values of a metric.
 COLUMNS = {
-    "sqnr_db": Column(format="%.2f", width=85),
-    "flush_to_zero": Column("Flushed (%)", "%.3f", 90),
-    "saturated": Column("Saturated (%)", "%.3f", 108),
+    "sqnr_db": Column(format="%.2f", width=110, bar=True),
+    "flush_to_zero": Column("Flushed (%)", "%.3f", 115, bar=True),
+    "saturated": Column("Saturated (%)", "%.3f", 120, bar=True),
 }
 LOOK = 0.5  # seconds between two updates of a progress bar at the same percentage
 LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
@@ -135,6 +151,8 @@ def displayed(frame: pd.DataFrame, columns: Mapping[str, Column]) -> tuple[pd.Da
                 values, options = values.map(lambda v: "" if pd.isna(v) else f"{v:.3g}"), {"alignment": "right"}
             else:
                 kind, options = st.column_config.NumberColumn, {"format": column.format or given.format}
+                if (column.bar or given.bar) and (most := values.max()) > 0 and values.min() >= 0 and most < math.inf:
+                    kind, options = st.column_config.ProgressColumn, options | {"min_value": 0.0, "max_value": most}
         help = column.help or (measure.definition if measure else None)
         shown[name], config[name] = values, kind(title, width=column.width or given.width, help=help, **options)
     return pd.DataFrame(shown, index=frame.index), config
@@ -155,6 +173,8 @@ def problems(drawn: Drawn) -> None:
     """Say what cannot be drawn."""
     for problem in drawn.problems:
         st.info(plain(problem), icon=":material/block:")
+    if drawn.problems and not drawn.figures:
+        offer_to_clear()
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any, Literal
 
 import altair as alt
 import numpy as np
@@ -23,29 +26,30 @@ FORMAT_COLORS = {
     "fp16": "#8b827b",
     "fp8_e4m3": "#0e7490",
     "fp8_e5m2": "#0e9fbf",
-    "hifp8": "#d97706",
-    "mxfp8": "#2563eb",
+    "hifp8": "#cb8308",
+    "mxfp8": "#2471f0",
     "mxfp8_e5m2": "#5b8def",
-    "mxfp6_e3m2": "#7c3aed",
-    "mxfp6_e2m3": "#9d7bf0",
-    "mxfp4": "#dc2626",
+    "mxfp6_e3m2": "#ae7ad5",
+    "mxfp6_e2m3": "#7e519d",
+    "mxfp4": "#dc1141",
     "mxint8": "#059669",
-    "nvfp4": "#65a30d",
+    "nvfp4": "#15a678",
 }
 # For formats that have no colour above, in their order, so that a new format needs no change here.
 SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
-# For groups that are no formats: none of the colours above. All are readable on light and on dark.
-PALETTE = ["#6366f1", "#c2850c", "#0d9488", "#db2777", "#4d8f2a", "#a855c7", "#0284c7", "#b4633a", "#e0455f", "#6b7a90"]
+# For groups that are no formats: none of the colours above. All are readable on light and on dark. The first six can be
+# told apart without red or green cones, as can the formats that runs are most often trained in.
+PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 MARKS = 5000  # that a browser is given at most
 DASHES = ([1, 0], [6, 3], [2, 2], [10, 3, 2, 3], [1, 4])
 SHAPES = ("circle", "triangle-up", "cross", "square", "diamond")
 
 _FORMAT = "|".join(sorted(FORMAT_COLORS, key=len, reverse=True))
-_FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?![A-Za-z0-9_])")
+_FORMAT_IN = re.compile(rf"(?<![A-Za-z0-9])({_FORMAT})(?:_scaled)?(?![A-Za-z0-9_])")
 _RECIPE = re.compile(
-    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(\(.*\))?( at .*)?"
+    rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(_scaled)?(\(.*\))?( at .*)?"
 )  # "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
 GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
 NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
@@ -57,7 +61,7 @@ RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
 # Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
-CHOSEN = "chosen"  # the selection that a click on a chart makes
+CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
 OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "evaluation": "#3b8ea5"}
 
@@ -89,7 +93,7 @@ class Measure:
             return f"{shown:.1f}"
         if shown == 0:
             return "0"
-        return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else f"{shown:.1e}"
+        return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else _power(shown)
 
     def quantity(self, value: float | None) -> str:
         """A value with its unit; the words of a value that is not finite stand alone."""
@@ -139,11 +143,17 @@ MEASURES = {
 }
 
 
+def _power(value: float) -> str:
+    """1.2e-7, without the zeros that Python puts before an exponent."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
 def short(value: float | None) -> str:
-    """A number of any size in at most four digits: "0.0123", "1.2e−07", with the minus of the axes."""
+    """A number of any size in at most four digits: "0.0123", "1.2e−7", with the minus of the axes."""
     if value is None or math.isnan(value):
         return "–"
-    text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else f"{value:.1e}"
+    text = f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e5 else _power(value)
     return text.replace("-", "−")
 
 
@@ -189,59 +199,155 @@ def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None
 
 
 DECADES = alt.Axis(format="~e", labelOverlap=True, tickCount=6)  # of a logarithmic axis
-SYMBOL = 500  # square pixels of a line in a legend: as long as the longest dash and its gaps
-LEGEND_WIDTH = 400  # pixels that every chart has for its legend
+SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
+LEGEND_WIDTH = 400  # pixels that every chart has for a legend above it
+BESIDE = 18  # letters of the longest label of a legend that stands beside the lines; with longer ones it stands above
+WITHIN = 6  # groups of a legend that stands in a corner of the plot
+_DIGITS = "'⁰¹²³⁴⁵⁶⁷⁸⁹'"
+
+
+def _digit(place: int) -> str:
+    at = f"floor(abs(datum.value) / {place}) % 10"
+    return f"slice({_DIGITS}, {at}, {at} + 1)"
+
+
+# The labels of an axis of log₂: 2⁻¹², in Vega's expressions.
+POWERS_OF_TWO = (
+    "'2' + (datum.value < 0 ? '⁻' : '')"
+    f" + (abs(datum.value) >= 100 ? {_digit(100)} : '') + (abs(datum.value) >= 10 ? {_digit(10)} : '') + {_digit(1)}"
+)
+
+
+def binades(title: str, ticks: int = 8) -> alt.Axis:
+    """The axis of a field that is a log₂, labelled with powers of two."""
+    return alt.Axis(title=title, labelExpr=POWERS_OF_TWO, tickMinStep=1, tickCount=ticks)
 
 
 def columns(groups: list[str]) -> int:
+    """Of a legend above a plot."""
     return max(1, min(len(groups), LEGEND_WIDTH // (56 + 7 * max(len(group) for group in groups))))
 
 
 def legend_height(groups: list[str]) -> int:
-    """Pixels that a chart's legend needs, 0 for a single group: it has none."""
-    return 36 + 22 * math.ceil(len(groups) / columns(groups)) if len(groups) > 1 else 0
+    """Pixels of a chart's height that its legend needs: 0 where it stands beside the lines, and for a single group,
+    which has none."""
+    if len(groups) < 2 or _orient(groups, within=True) != "top":
+        return 0
+    return 22 * math.ceil(len(groups) / columns(groups))
 
 
-def legend(groups: list[str], title: str, line: bool = False) -> alt.Legend | None:
+def _orient(groups: list[str], within: bool) -> Literal["top", "right", "top-left"]:
+    if max(len(group) for group in groups) > BESIDE or (within and len(groups) > WITHIN):
+        return "top"
+    return "top-left" if within else "right"
+
+
+def legend(groups: list[str], title: str, line: bool = False, within: bool = False) -> alt.Legend | None:
+    """At the right of the plot, or in its upper left corner (within); above it where the labels need much room."""
     if len(groups) < 2:
         return None
+    orient = _orient(groups, within)
+    above = orient == "top"
     return alt.Legend(
-        title=title,
-        orient="bottom",
-        columns=columns(groups),
+        title=None if above else title,
+        orient=orient,
+        columns=columns(groups) if above else 1,
+        offset={"top": 2, "right": 10, "top-left": 4}[orient],
         labelLimit=LEGEND_WIDTH - 20,
-        rowPadding=2,
+        rowPadding=1,
         symbolType="stroke" if line else alt.Undefined,
         symbolSize=SYMBOL if line else alt.Undefined,
     )
 
 
 def color(
-    groups: list[str], title: str, shown: bool = True, line: bool = False, own: Mapping[str, str] | None = None
+    groups: list[str],
+    title: str,
+    shown: bool = True,
+    line: bool = False,
+    own: Mapping[str, str] | None = None,
+    within: bool = False,
 ) -> alt.Color:
-    """The colour of the column group; shown: with a legend; own: as in `colors`."""
+    """The colour of the column group; shown: with a legend; own: as in `colors`; within: as in `legend`."""
     scale = alt.Scale(domain=groups, range=colors(groups, title, own))
-    return alt.Color("group:N", scale=scale, legend=legend(groups, title, line) if shown else None)
+    return alt.Color("group:N", scale=scale, legend=legend(groups, title, line, within) if shown else None)
 
 
-def dash(groups: list[str], title: str) -> alt.StrokeDash:
+def dash(groups: list[str], title: str, within: bool = False) -> alt.StrokeDash:
     scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups, title)[1]])
-    return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, line=True))
+    return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, True, within))
 
 
-def shape(groups: list[str], title: str) -> alt.Shape:
+def shape(groups: list[str], title: str, within: bool = False) -> alt.Shape:
     scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups, title)[1]])
-    return alt.Shape("group:N", scale=scale, legend=legend(groups, title))
+    return alt.Shape("group:N", scale=scale, legend=legend(groups, title, within=within))
 
 
 def choice(field: str) -> alt.Parameter:
     """Marks can be clicked: the field of the one that was is in the selection CHOSEN."""
-    return alt.selection_point(name=CHOSEN, fields=[field], on="click", empty=True)
+    return alt.selection_point(name=CHOSEN, fields=[field], on="click[!event.shiftKey]", toggle=False, empty=True)
+
+
+def only(*fields: str, chart: str = "") -> alt.Parameter:
+    """Marks can be clicked with Shift held: their fields are in the selection ONLY, which the filter is set to. They
+    are fields of the filter, or "group", see `Figure.by`. chart: its name among those it may be concatenated with."""
+    return alt.selection_point(
+        name=ONLY + chart, fields=list(fields), on="click[event.shiftKey]", toggle=False, clear=False, empty=True
+    )
+
+
+DRAG = "[pointerdown[{}event.shiftKey], window:pointerup] > window:pointermove!"
+
+
+def brushed(
+    chart: alt.Chart, groups: list[str], x: str, inside: str, title: alt.TitleParams, share: str = "datum.share"
+) -> alt.LayerChart:
+    """The chart of groups with what a reader can do in it: drag over a range of x to see how many of each group's
+    values lie in it, zoom with a pinch or Ctrl and the wheel, move with Shift, click with Shift as in `only`.
+
+    The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
+    in `at`, share: of the group's values that are the row's.
+    """
+    name = f"_{zlib.crc32(f'{title.text} {title.subtitle}'.encode()):08x}"
+    at = f"brush{name}.{x}"
+    brush = alt.selection_interval(
+        name=f"brush{name}", encodings=["x"], on=DRAG.format("!"), translate=DRAG.format("!"), zoom=False, empty=False
+    )
+    zoom = alt.selection_interval(
+        name=f"zoom{name}", bind="scales", on=DRAG.format(""), translate=DRAG.format(""), zoom="wheel![event.ctrlKey]"
+    )
+    corner = len(groups) > 1 and _orient(groups, within=True) == "top-left"
+    named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
+    right = 50 + 8 * max(len(group) for group in groups) if corner else 8  # of a legend
+    shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
+    counts = (
+        shown.transform_calculate(part=inside.replace("at[", f"{at}["))
+        # New fields: one that a formula overwrites would be its own input when the range moves.
+        .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
+        .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group"])
+        .transform_calculate(
+            row=f"12 + 16 * indexof({json.dumps(groups)}, datum.group)",
+            text=f"format(datum.shared, '.3~p') + '  ' + format(datum.counted, '.3~s'){named}",
+        )
+        .mark_text(align="left", fontSize=12, fontWeight=600, tooltip=False)
+        .encode(x=alt.value(right), y=alt.Y("row:Q", scale=None, axis=None), text="text:N", color=chart.encoding.color)
+    )
+    result: alt.LayerChart = chart.add_params(brush, zoom, only("group", chart=name)) + counts
+    return result.properties(title=title)
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
     """A chart's title and, in small, from what it is drawn; a list is a line each."""
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
+
+
+def crosshair(row: str, column: str) -> tuple[list[alt.Parameter], Any]:
+    """What shows the row and the column of a heat map's cell that the pointer is over: (parameters, channel)."""
+    over = [
+        alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=False)
+        for field in (row, column)
+    ]
+    return over, alt.condition(over[0] | over[1], alt.value(2.5), alt.value(0.5))
 
 
 def groups_of(table: pd.DataFrame) -> list[str]:

@@ -351,6 +351,28 @@ class Catalog:
                 found |= dict(zip(names, values, strict=True))
         return {name: sorted(found[name]) for name in FIELDS if found[name]}
 
+    def counts(self, where: Filter | None = None) -> dict[str, dict[Any, int]]:
+        """`facets` with the number of tensors of each value that match every other field of the filter."""
+        where = where or Filter()
+        return dict(self.kept(("counts", where, self._only), lambda: self._counts(where)))
+
+    def _counts(self, where: Filter) -> dict[str, dict[Any, int]]:
+        queries: dict[Filter, list[str]] = {}
+        for name in FIELDS:
+            queries.setdefault(where.without(name), []).append(name)
+        found: dict[str, dict[Any, int]] = {}
+        for others, names in queries.items():
+            condition, parameters = self._selection(others)
+            sets, columns = ", ".join(f"({name})" for name in names), ", ".join(names)
+            sql = (
+                f"SELECT {columns}, count(*) FROM tensor WHERE {condition} GROUP BY GROUPING SETS ({sets}) ORDER BY ALL"
+            )
+            for *values, count in self._rows(sql, parameters):
+                for name, value in zip(names, values, strict=True):
+                    if value is not None:
+                        found.setdefault(name, {})[value] = count
+        return {name: found[name] for name in FIELDS if name in found}
+
     def distribution(
         self, where: Filter | None = None, by: str | None = None, tensor_ids: list[str] | None = None
     ) -> pd.DataFrame:

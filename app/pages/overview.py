@@ -57,6 +57,7 @@ def panels(opened: Catalog, where: Filter) -> list[Figure]:
             source(where, f"{subtitle}; bins of 1/8 binade; zeros have no magnitude"),
             height=PANEL + style.legend_height([d.group for d in found]),
             group="panels",
+            by=by,
         )
         figures.append(figure)
     return figures

@@ -11,6 +11,7 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import go, link, plain, write
 from binade.app.figure import Drawn, Figure
+from binade.app.filters import explain_nothing
 from binade.app.formatting import big, bytes_text, first_formats
 from binade.app.pages import overview
 from binade.app.params import Params
@@ -49,7 +50,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     _totals(opened, totals, where)
     _questions(where)
     if not totals.tensors:
-        st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
+        explain_nothing(where)
         return
     _panels(opened, where)
     if formats:

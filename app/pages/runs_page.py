@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import streamlit as st
 
 from binade.app import show, style
 from binade.app.address import plain
-from binade.app.formatting import bytes_text
+from binade.app.formatting import bytes_text, losses_of
 from binade.app.pages import runs as figures
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import run_titles, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.state import catalog_page, explain_empty, shared
 from binade.data.access import ReadOnlyError, read_only
@@ -25,7 +25,8 @@ from binade.data.notes import on_a_grid
 from binade.data.runs import IMPORT, RunError, write_notes
 from binade.data.text import one_line
 
-MOST_RUNS, MOST_EVENTS = 200, 200  # whose events are read, and that are shown
+MOST_RUNS, MOST_EVENTS = 200, 200  # whose events and losses are read, and that are shown
+SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
     "running": "● running",
@@ -46,7 +47,8 @@ def page(opened: Catalog) -> None:
         return
     _totals(runs)
     named = runs_with_reference(runs, opened.parts())
-    _table(every, named)
+    course = shared(opened, ("sparklines", opened.progress), lambda _: _course(opened, runs))
+    _table(every, named, course)
     _notes(opened, runs, named)
     _events(opened, runs)
     for model, config in runs.drop_duplicates("model")[["model", "config"]].itertuples(index=False):
@@ -70,7 +72,14 @@ def _totals(runs: pd.DataFrame) -> None:
     )
 
 
-def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
+def _course(opened: Catalog, runs: pd.DataFrame) -> dict[str, list[float]]:
+    """The losses of the newest runs by run_id, at most SPARKS of each."""
+    found = losses_of(opened, runs["run_id"].head(MOST_RUNS).tolist())
+    every = {run: [record["loss"] for record in records] for run, records in found.items()}
+    return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}
+
+
+def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[float]]) -> None:
     names = named["rounded"].where(named["recipe"].notna())  # an import has no recipe
     source = runs["config"].map(_source).astype(object)
     seconds = (runs["finished"] - runs["started"]).dt.total_seconds()
@@ -81,6 +90,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         source=source,
         seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
         megabytes=runs["bytes"] / 1e6,
+        course=runs["run_id"].map(course),
     )
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
@@ -89,6 +99,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame) -> None:
         "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
         "name": text("Name", width=220),
         "recipe": text("Recipe", width=125, help="What was rounded, if the name of the recipe does not say so"),
+        "course": st.column_config.LineChartColumn("Loss", width=110),
         "model": text("Model", width=105),
         "size": text("Size", width=55),
         "dataset": text("Dataset", width=95),
@@ -118,8 +129,9 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
         return
     with st.expander("Name a run"):
         labels = dict(zip(named["run_id"], named["label"], strict=True))
+        titles = run_titles(named)
         ids: list[str] = runs["run_id"].tolist()
-        run_id = st.selectbox("Run", ids, key="named_run")
+        run_id = st.selectbox("Run", ids, key="named_run", format_func=lambda name: titles[name])
         row = runs[runs["run_id"] == run_id].iloc[0]
         run = {field: "" if pd.isna(row[field]) else str(row[field]) for field in ("name", "color", "note")}
         with st.form(f"notes_{run_id}", border=False):

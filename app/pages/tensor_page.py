@@ -8,7 +8,8 @@ import pandas as pd
 import streamlit as st
 from torch import Tensor
 
-from binade.app.address import link, plain, write
+from binade.app.address import link, write
+from binade.app.filters import explain_nothing
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
@@ -28,7 +29,7 @@ from binade.quant.specs import Spec, known_specs
 @view_page("tensor", "Tensor", tensor.params)
 def page(opened: Catalog, where: Filter, params: Params) -> None:
     if not opened.totals(where).tensors:
-        st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")
+        explain_nothing(where)
         write(where, params)
         return
     state = st.session_state

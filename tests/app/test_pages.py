@@ -292,9 +292,9 @@ def test_the_tour_can_be_hidden(visit: Visit, collected: Path):
 def test_chips_show_names_as_they_are_and_not_too_many(visit: Visit, tmp_path: Path):
     model = "![x](http://example.org/x.png)"
     with Recorder(tmp_path, config={"model": model}) as recorder:
-        for layer in range(24):
-            recorder.record("input", torch.ones(4), layer=layer, module="fc1", operation="forward", phase="pre")
-    at = visit(tmp_path, "explore", model=model, layer_index=[str(layer) for layer in range(24)])
+        for number in range(24):
+            recorder.record("input", torch.ones(4), layer=0, module=f"fc{number}", operation="forward", phase="pre")
+    at = visit(tmp_path, "explore", model=model, module=[f"fc{number}" for number in range(24)])
     (chips,) = [each for each in at.get("button_group") if any("✕" in option for option in each.options)]
     assert len(chips.options) == 20 and "and 5 more" in words(at)
     assert model not in "".join(chips.options)

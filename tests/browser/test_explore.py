@@ -41,11 +41,12 @@ def choose(page: Page, title: str, value: str) -> None:
     """Choose a value of one filter as a user does: open the list, click."""
     box = page.locator("[data-testid=stMultiSelect]").filter(has=page.get_by_text(title, exact=True))
     box.locator("input").click()
-    page.get_by_role("option", name=value, exact=True).click()
+    counted = re.compile(rf"^{re.escape(value)} \([\d,]+\)$")
+    page.get_by_role("option", name=counted).click()
     page.keyboard.press("Escape")
-    box.get_by_text(value, exact=True).first.wait_for()
+    box.get_by_text(counted).first.wait_for()
     page.wait_for_function(
-        "([where, text]) => document.querySelector(where).innerText.includes(text)",
+        "([where, text]) => [...document.querySelectorAll(where)].some(each => each.innerText.includes(text))",
         arg=["[data-testid=stMain] [data-testid=stCaptionContainer]", value],
     )
     settle(page)

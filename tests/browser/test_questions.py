@@ -411,7 +411,8 @@ def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: P
     saved = {}
     for kind in ("PNG", "SVG", "CSV"):
         with visitor.page.expect_download() as download:
-            visitor.page.get_by_role("button", name=kind, exact=True).first.click()
+            visitor.page.get_by_role("button", name="Save or pin").first.click()
+            visitor.page.get_by_role("button", name=f"Save as {kind}", exact=True).click()
         path = tmp_path / download.value.suggested_filename
         download.value.save_as(path)
         saved[kind] = path.read_bytes()

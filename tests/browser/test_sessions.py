@@ -42,7 +42,9 @@ def drawn(page: Page, name: str) -> list[dict[str, str]]:
 
 
 def pin(page: Page, name: str) -> None:
-    page.locator(f".st-key-export_{name} .pin, [class*=st-key-export_{name}] .pin").first.click()
+    menu = page.locator(f".st-key-export_{name}, [class*=st-key-export_{name}]").first
+    menu.get_by_role("button", name="Save or pin").click()
+    menu.locator(".pin").click()
     page.get_by_text("Pinned to", exact=False).first.wait_for()
     settle(page)
 

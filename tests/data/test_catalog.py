@@ -770,13 +770,15 @@ class TestQuestions:
     def test_facets_are_what_the_other_fields_allow(self, catalog):
         frame = on_disk(catalog.root, "tensor")
         where = Filter(module=["fc1"], layer_index=[2], quant_type=["mxfp4"])
-        facets = catalog.facets(where)
+        facets, counts = catalog.facets(where), catalog.counts(where)
+        assert {name: list(values) for name, values in counts.items()} == facets
         for name in ("module", "layer_index", "quant_type", "iteration"):
             chosen = frame
             for other, allowed in where.items():
                 if other != name:
                     chosen = chosen[chosen[other].isin(allowed)]
             assert facets[name] == sorted(chosen[name].dropna().unique().tolist())
+            assert counts[name] == chosen[name].value_counts().to_dict()
         assert "expert" not in catalog.facets(Filter(quant_type=["hifp8"]))
 
     def test_load_gives_the_values(self, catalog):

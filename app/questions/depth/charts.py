@@ -8,6 +8,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.questions.shared.board_charts import color_scale, with_labels
+from binade.app.questions.shared.boards import PLACE
 from binade.app.style import Measure
 
 
@@ -30,13 +31,15 @@ def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | lis
         ],
     )
     legend = alt.Legend(title=measure.axis, orient="right", gradientLength=180)
+    over, outline = style.crosshair("row", "layer")
     cells = (
-        base.mark_rect(cursor="pointer", stroke="#8884", strokeWidth=0.5)
+        base.mark_rect(cursor="pointer", stroke=style.GREY)
         .encode(
             color=alt.Color("figure:Q", scale=scale, legend=legend),
             opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)),
+            strokeWidth=outline,
         )
-        .add_params(choice)
+        .add_params(*over, choice, style.only(*PLACE))
     )
     layers = [cells]
     if shown["layer"].nunique() <= 12:

@@ -8,6 +8,7 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import plain, write
 from binade.app.figure import Column
+from binade.app.filters import explain_nothing
 from binade.app.formatting import big, bytes_text
 from binade.app.params import Params
 from binade.app.questions.distribution.question import DISTRIBUTION, MAX_SELECTED
@@ -50,10 +51,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     _totals(totals, where)
     rows = opened.tensors(where, limit=MAX_ROWS)
     if rows.empty:
-        st.info(
-            f"No tensor matches: {plain(where.sentence())}. Remove something from the filter.",
-            icon=":material/filter_alt_off:",
-        )
+        explain_nothing(where)
         write(where, params)
         return
     chosen = _table(totals.tensors, where, rows)

@@ -60,8 +60,8 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Groups:
-    """What is drawn: the distributions, what they are grouped by, from what they come in words; tensors whose values
-    were not kept, and those whose file cannot be read with the reason: both drawn from the sketch."""
+    """What is drawn: the distributions, what they are grouped by (field: of the filter), where they come from;
+    tensors whose values were not kept, and those whose file cannot be read, with the reason: both from the sketch."""
 
     found: list[Distribution]
     by: str
@@ -69,6 +69,7 @@ class Groups:
     of: int  # groups, of which `found` has those with the most values
     not_kept: tuple[str, ...] = ()
     damaged: tuple[tuple[str, str], ...] = ()
+    field: str = ""
 
     @property
     def remarks(self) -> list[Text]:
@@ -135,7 +136,7 @@ def groups_of(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> 
         least = sorted(d.total for d in found)[-MAX_SELECTED]
         found = [d for d in found if d.total >= least][:MAX_SELECTED]
     text = f"{total:,} tensor{'s' * (total != 1)} · from sketches"
-    return Groups([d for d in found if d.total], TITLES[by].lower(), text, groups)
+    return Groups([d for d in found if d.total], TITLES[by].lower(), text, groups, field=by)
 
 
 def _exact(opened: Catalog, chosen: pd.DataFrame) -> Groups:
@@ -185,7 +186,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
     else:
         words = f"{caption}\nShares are of all values of a group. {note}"
         chart = distribution_charts.histogram(table, shown.subtitle, shown.by, groups, axis == "linear")
-        figures.append(Figure("histogram", chart, table, words, note=note, height=height, group="lie"))
+        figures.append(Figure("histogram", chart, table, words, note=note, height=height, group="lie", by=shown.field))
     points = qq(found, law)
     if points.empty:
         problems.append("No Q–Q plot: all values are equal.")
@@ -193,7 +194,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
         words = f"{caption}\nQuantiles against a fitted {distribution_charts.LAW_TITLES[law]}."
         chart = distribution_charts.qq(points, shown.subtitle, shown.by, groups, law)
         note = _law_note(found, law)
-        figures.append(Figure("qq", chart, points, words, note=note, height=height, group="lie"))
+        figures.append(Figure("qq", chart, points, words, note=note, height=height, group="lie", by=shown.field))
     log2 = axis != "linear"
     spread = distributions.boxes([distributions.magnitudes(d) for d in found] if log2 else found)
     if not spread.empty:

@@ -15,7 +15,7 @@ from binade.app.questions.drift import compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import run_titles, runs_with_reference
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
@@ -47,11 +47,12 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """The quantized runs that the tensor can be followed into, by run_id, their labels, the rows of its twins there
-    and in the bf16 run."""
+    """The quantized runs that the tensor can be followed into, by run_id, their labels, what a list shows of them, the
+    rows of its twins there and in the bf16 run."""
 
     runs: list[str]
     labels: dict[str, str]
+    titles: dict[str, str]
     twins: pd.DataFrame
     base: pd.DataFrame
     reference_label: str
@@ -68,7 +69,9 @@ def candidates(selected: SelectedTensor) -> Candidates | None:
         return None
     base = twins[twins["run_id"] == reference]
     labels = {run: of.loc[run, "label"] for run in quantized["run_id"]}
-    return Candidates(quantized["run_id"].tolist(), labels, quantized, base, of.loc[reference, "label"])
+    return Candidates(
+        quantized["run_id"].tolist(), labels, run_titles(table), quantized, base, of.loc[reference, "label"]
+    )
 
 
 def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) -> str:
@@ -89,7 +92,7 @@ def _controls(selected: SelectedTensor, values: dict[str, Any]) -> list[Control]
     if (found := candidates(selected)) is None:
         return []
     own = chosen_run(selected, found.runs, None)
-    return [replace(RUN, options=sorted(found.runs, key=lambda run: run != own), titles=found.labels)]
+    return [replace(RUN, options=sorted(found.runs, key=lambda run: run != own), titles=found.titles)]
 
 
 def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:

@@ -11,8 +11,10 @@ from binade.app import style
 from binade.app.questions.shared.loss_chart import MOST_POINTS
 
 
-def gaps(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None) -> alt.LayerChart:
-    """Of `loss_gaps`: each run's loss above bf16's; the rule is bf16 itself. colors: those that users chose, by run."""
+def gaps(
+    table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
+) -> alt.LayerChart:
+    """Of `loss_gaps`: each run’s loss above that of `base`, which is the rule. colors: that users chose, by run."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     lines = (
@@ -25,33 +27,35 @@ def gaps(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, st
                 axis=alt.Axis(tickMinStep=1, format="d"),
                 scale=alt.Scale(nice=False, padding=16),
             ),
-            y=alt.Y("gap:Q", title="gap to bf16 (nats per token)"),
+            y=alt.Y("gap:Q", title=f"gap to {base} (nats per token)"),
             color=style.color(groups, "run", line=True, own=colors),
             strokeDash=style.dash(groups, "run"),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),
                 alt.Tooltip("iteration:Q", title="iteration"),
                 alt.Tooltip("loss:Q", title="loss (nats per token)", format=".4f"),
-                alt.Tooltip("gap:Q", title="gap to bf16", format="+.4f"),
+                alt.Tooltip("gap:Q", title=f"gap to {base}", format="+.4f"),
             ],
         )
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
-    result: alt.LayerChart = (zero + lines).properties(title=style.title("Loss gap to bf16 by iteration", subtitle))
+    result: alt.LayerChart = (zero + lines).properties(title=style.title(f"Loss gap to {base} by iteration", subtitle))
     return result
 
 
-def costs(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None) -> alt.LayerChart:
+def costs(
+    table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
+) -> alt.LayerChart:
     """Of `costs`: the mean gap of each run, the largest at the top. colors: those that users chose, by run."""
     order = table["label"].tolist()
     shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
-    base = alt.Chart(shown).encode(
+    rows = alt.Chart(shown).encode(
         y=alt.Y("label:N", title=None, sort=order, axis=alt.Axis(ticks=False, domain=False, labelLimit=260)),
         tooltip=[
             alt.Tooltip("label:N", title="run"),
             alt.Tooltip("parts:N", title="rounded"),
-            alt.Tooltip("gap:Q", title="mean gap to bf16 (nats per token)", format="+.5f"),
+            alt.Tooltip("gap:Q", title=f"mean gap to {base} (nats per token)", format="+.5f"),
             alt.Tooltip("last:Q", title="gap at the last iteration", format="+.5f"),
             alt.Tooltip("iterations:Q", title="iterations compared"),
         ],
@@ -65,8 +69,8 @@ def costs(table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, s
         scale=alt.Scale(domain=domain, nice=False),
         axis=alt.Axis(tickCount=5),
     )
-    bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
-    text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
+    bars = rows.mark_bar(size=18, cornerRadiusEnd=3).encode(x=x, color=alt.Color("color:N", scale=None))
+    text = rows.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="at:Q", text="text:N")
     result: alt.LayerChart = (bars + text).properties(title=style.title("What each recipe costs", subtitle))
     return result
 

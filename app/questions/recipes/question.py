@@ -19,7 +19,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import PARTS, run_colors, runs_with_reference
+from binade.app.questions.shared.runs import PARTS, compared_with, run_colors, run_titles, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.report.section import ReportSelection, Section, slug
@@ -41,7 +41,7 @@ NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of 
 NAMED = 4  # parts in the answer
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
 Compare = Callable[[str, str, str, int], tuple[pd.DataFrame, int]]
-VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS)
+VIEW = Control(name="view", label="View", param=One(tuple(VIEWS)), titles=VIEWS, row="what")
 GRADIENT = Control(
     name="gradient", label="Gradient", param=One(GRADIENTS), titles={name: label_of(name) for name in GRADIENTS},
     row="gradients", width=2,
@@ -55,11 +55,18 @@ LADDER = Control(
     row="gradients",
     width=2,
 )
+BASE = "bf16"
+AGAINST = Control(
+    name="against", label="Compare with", param=lambda opened: One((BASE, *opened.runs()["run_id"])), widget="list",
+    titles={BASE: "bf16 on the same data"}, row="what",
+)  # fmt: skip
 PART_TITLES = {"linear": "Linear layers", "QK": "QKᵀ", "PV": "PV", "router": "Router"}
 COLUMNS = {
     "label": Column("Run", width=160),
     **{part: Column(PART_TITLES[part], width=110) for part in PARTS},
-    "gap": Column("Mean gap (nats)", "%+.5f", help="Mean over the iterations of loss − bf16’s loss"),
+    "gap": Column(
+        "Mean gap (nats)", "%+.5f", help="Mean over the iterations of the loss minus that of the run compared with"
+    ),
     "last": Column("Last gap (nats)", "%+.5f"),
     "iterations": Column("Iterations", width=90),
     "run_id": Column("Directory", width=330),
@@ -85,8 +92,10 @@ RUNGS = {
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
+    runs = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    against = replace(AGAINST, options=(BASE, *runs["run_id"][::-1]), titles=run_titles(runs) | dict(AGAINST.titles))
     if values["view"] == "cost":
-        return [VIEW]
+        return [VIEW, against]
     iterations = iterations_of(selection.opened, values["gradient"])
     at = [replace(AT, options=iterations)] if len(iterations) > 1 else []
     if values["view"] == "gradients":
@@ -107,10 +116,18 @@ def draw(
             return Drawn(problems=(NO_ABLATION,))
         chosen = found.get(values["ladder"]) or next(iter(found.values()))  # the filter may leave it out
         return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
+    base = BASE
+    if values["view"] == "cost" and values["against"] != BASE:
+        every = runs_with_reference(opened.runs(), opened.parts())
+        base = every.set_index("run_id")["label"][values["against"]]
+        kept = every["run_id"].isin([*table["run_id"], values["against"]])
+        table = compared_with(every[kept].reset_index(drop=True), values["against"])
+        if not has_reference(table):
+            return Drawn(problems=(f"No other run here saw the same data as {base}.",))
     if not has_reference(table):
         return Drawn(problems=(no_reference(table),))
     if values["view"] == "cost":
-        return cost(opened, where, table)
+        return cost(opened, where, table, base)
     name = values["gradient"]
     iterations = iterations_of(opened, name)
     if not iterations:
@@ -144,29 +161,30 @@ def no_reference(table: pd.DataFrame) -> str:
     return "No bf16 run saw the same data as these runs: collect one with the same options, `--quantization bf16`."
 
 
-def cost(opened: Catalog, where: Filter, table: pd.DataFrame) -> Drawn:
-    """Each quantized run's gap to bf16's loss."""
+def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) -> Drawn:
+    """Each quantized run's gap to bf16's loss, or each other run's to that of the run `base`."""
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     costs = compute.costs(gaps, table)
     if costs.empty:
-        return Drawn(problems=("No run has an iteration in common with its bf16 run yet.",))
+        return Drawn(problems=(f"No run has an iteration in common with {base} yet.",))
     latest = costs.head(style.MAX_GROUPS)
-    first = source(where, f"{len(costs)} runs and their bf16 runs, from loss.jsonl")
-    caption = f"{first}\nGap: the run’s loss minus the bf16 run’s at the same iteration, in nats per token."
+    against = "their bf16 runs" if base == BASE else base
+    first = source(where, f"{len(costs)} runs and {against}, from loss.jsonl")
+    caption = f"{first}\nGap: the run’s loss minus that of {base} at the same iteration, in nats per token."
     part = f"the {len(latest)} runs with the largest gaps of {len(costs)} · " if len(costs) > len(latest) else ""
     labels = latest["label"].tolist()
     colors = dict(zip(labels, style.colors(labels, own=run_colors(table)), strict=True))
-    chart = charts.costs(latest, f"{part}mean over the recorded iterations", colors)
+    chart = charts.costs(latest, f"{part}mean over the recorded iterations", colors, base)
     height = charts.costs_height(latest)
     bars = Figure("costs", chart, latest, caption, note=_noise(costs), height=height, group="cost")
     shown, step = thinned(gaps[gaps["run_id"].isin(latest["run_id"])], style.MARKS)
     height = max(height, 360) + style.legend_height(list(dict.fromkeys(shown["label"])))
-    chart = charts.gaps(shown, "above the dashed line: worse than bf16", colors)
+    chart = charts.gaps(shown, f"above the dashed line: worse than {base}", colors, base)
     lines = Figure("gaps", chart, shown, caption, note=thinned_note(step), height=height, group="cost")
     shown = costs.merge(table[["run_id", *PARTS]], on="run_id")
     unused = [part for part in PARTS if (shown[part] == "bf16").all()]
     columns = {name: column for name, column in COLUMNS.items() if name not in unused}
-    answer = Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs))
+    answer = Drawn((bars, lines, Table("costs", shown, columns)), _answer(costs, base))
     return with_events(answer, opened, Filter(run_id=tuple(latest["run_id"])))
 
 
@@ -178,9 +196,12 @@ def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
     return f"with one, hifp8_scaled has a mean cosine of {scaled['cosine'].mean():.3f}"
 
 
-def _answer(costs: pd.DataFrame) -> str:
+def _answer(costs: pd.DataFrame, base: str) -> str:
     """Which part costs most, of the runs in which one part alone is rounded; else which run."""
     alone = compute.parts_alone(costs)
+    if base != BASE:
+        first = costs.iloc[0]
+        return f"Largest mean gap to {base}: {first['label']}, {first['gap']:+.4f} nats per token."
     if len(alone):
         several = " of several runs" * bool((alone["runs"] > 1).any())
         named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
@@ -437,7 +458,7 @@ RECIPES = Question(
     page="recipes",
     draw=draw,
     of_runs=True,
-    controls=(VIEW, LADDER, GRADIENT, AT),
+    controls=(VIEW, AGAINST, LADDER, GRADIENT, AT),
     narrow=_controls,
     slow="Comparing gradients",
     note=NOTE,

@@ -9,6 +9,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared.boards import PLACE
 from binade.app.style import Measure
 
 BARS = 20  # of a ranking that are drawn
@@ -51,7 +52,7 @@ def bars(
     bars = (
         base.mark_bar(size=15, cornerRadiusEnd=3, cursor="pointer")
         .encode(x=x, color=color, opacity=alt.condition(choice, alt.value(1.0), alt.value(0.35)))
-        .add_params(choice)
+        .add_params(choice, style.only(*(name for name in PLACE if name in shown)))
     )
     text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
     result: alt.LayerChart = bars + text

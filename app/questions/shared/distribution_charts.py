@@ -16,14 +16,14 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
             (bins["high"] < bins["low"].shift(-1) - 1e-9 * bins["high"].abs()) | bins["low"].shift(-1).isna()
         ]
         corners = pd.concat([bins["low"].iloc[:1], ends])
-        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0})
+        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0, "count": 0.0})
         parts.append(pd.concat([flat.iloc[:1], bins, flat.iloc[1:]]).sort_values("low", kind="stable"))
     return pd.concat(parts, ignore_index=True)
 
 
 def histogram(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
-) -> alt.Chart:
+) -> alt.LayerChart:
     """Of distributions.log2_histogram, or of linear_histogram. groups: those of the charts
     next to it, so that colours agree.
 
@@ -33,25 +33,38 @@ def histogram(
     x, y = (
         ("value", "share of values in the bin") if linear else ("log₂ |value| (binades)", "share of values per binade")
     )
+    ticks = alt.Axis(tickCount=8, format="~g") if linear else style.binades("|value|")
     log, number = ("", ".4~g") if linear else ("log₂ ", ".3~f")
-    title = style.title("Distribution of values" if linear else "Distribution of magnitudes", subtitle)
+    title = style.title(
+        "Distribution of values" if linear else "Distribution of magnitudes", explained(subtitle, table)
+    )
     tooltip = [
         alt.Tooltip("low:Q", title=f"{log}from", format=number),
         alt.Tooltip("high:Q", title=f"{log}to", format=number),
         alt.Tooltip("share:Q", title="share of values" if linear else y, format=".3~p"),
     ]
-    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8))
+    x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=ticks)
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
-    color = style.color(groups, by, line=True)
-    result: alt.Chart
+    color = style.color(groups, by, line=True, within=True)
     if len(groups) == 1:
-        bars = alt.Chart(table, title=title).mark_rect(strokeWidth=0)
-        result = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
+        bars = alt.Chart(table).mark_rect(strokeWidth=0)
+        drawn = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
     else:
         tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
-        lines = alt.Chart(_outline(table), title=title).mark_line(interpolate="step-after", strokeWidth=1.8)
-        result = lines.encode(x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by), tooltip=tooltip)
-    return result
+        lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8)
+        drawn = lines.encode(
+            x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, within=True), tooltip=tooltip
+        )
+    share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
+    return style.brushed(drawn, groups, "low", IN_BIN, title, share)
+
+
+def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
+    """The subtitle, with what shares per binade above 100 % mean if there are some."""
+    if not (table["share"] > 1).any():
+        return subtitle
+    dense = "per binade a share is a density: above 100 % where values crowd within a part of a binade"
+    return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
 LAW_TITLES = {"normal": "normal", "laplace": "Laplace", "student_t": "Student’s t", "uniform": "uniform"}
@@ -65,19 +78,24 @@ def qq(
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
-    chart = _qq(table, by, groups, titles)
-    return chart.properties(title=style.title(f"Q–Q against a {name}", subtitle))
+    return _qq(table, by, groups, titles, style.title(f"Q–Q against a {name}", subtitle))
 
 
 def qq_between(
     table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
 ) -> alt.LayerChart:
     """Of laws.qq_between, with the line on which the two would be distributed alike."""
-    chart = _qq(table, by, groups, (f"quantile of {other}", "quantile of the values", "the other", "values"))
-    return chart.properties(title=style.title(f"Q–Q against {other}", subtitle))
+    titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
+    return _qq(table, by, groups, titles, style.title(f"Q–Q against {other}", subtitle))
 
 
-def _qq(table: pd.DataFrame, by: str, groups: list[str] | None, titles: tuple[str, str, str, str]) -> alt.LayerChart:
+def _qq(
+    table: pd.DataFrame,
+    by: str,
+    groups: list[str] | None,
+    titles: tuple[str, str, str, str],
+    title: alt.TitleParams,
+) -> alt.LayerChart:
     groups = groups or style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
     line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(
@@ -97,15 +115,20 @@ def _qq(table: pd.DataFrame, by: str, groups: list[str] | None, titles: tuple[st
                 "theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8)
             ),
             y=alt.Y("sample:Q", title=titles[1], scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
-            color=style.color(groups, by),
-            shape=style.shape(groups, by),
+            color=style.color(groups, by, within=True),
+            shape=style.shape(groups, by, within=True),
             tooltip=tooltip,
         )
     )
-    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + points
-    return result
+    drawn = style.brushed(points, groups, "theoretical", IN_QQ, title)
+    result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + drawn
+    return result.properties(title=title)
 
 
+# The part of a row that lies in the range `at`, see style.brushed.
+OVERLAP = "max(0, min(datum.high, at[1]) - max(datum.low, at[0]))"
+IN_BIN = f"datum.high > datum.low ? {OVERLAP} / (datum.high - datum.low) : 0"
+IN_QQ = "at[0] <= datum.theoretical && datum.theoretical <= at[1] ? 1 : 0"
 BOX_TITLES = {
     "min": "minimum",
     "p0_1": "0.1 %",
@@ -134,7 +157,7 @@ def boxes(
         "p0_1:Q",
         title="log₂ |value| (binades)" if log2 else "value",
         scale=alt.Scale(zero=False, nice=False, padding=16),
-        axis=alt.Axis(tickCount=8, format=alt.Undefined if log2 else "~g"),  # which makes -7e+1 of -70
+        axis=style.binades("|value|") if log2 else alt.Axis(tickCount=8, format="~g"),
     )
     whisker = base.mark_rule(strokeWidth=1.5).encode(x=x, x2="p99_9:Q", color=color)
     size = 14 if len(shown) > 4 else 20

@@ -177,13 +177,13 @@ def quantiles(d: Distribution, p: np.ndarray) -> np.ndarray:
 
 
 def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 5e-5) -> pd.DataFrame:
-    """Shares of values in equal bins, the same for every group: columns group, low, high, share (0 to 1).
+    """Shares of values in equal bins, the same for every group: columns group, low, high, share (0 to 1), count.
 
     The axis leaves out a share `tails` at either end of the widest group, so that outliers do not flatten the rest.
     """
     found = [d for d in found if d.total]
     if not found:
-        return pd.DataFrame(columns=["group", "low", "high", "share"])
+        return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
     low, high = ends[:, 0].min(), ends[:, 1].max()
     if low == high:  # a single value: give it a bar of some width
@@ -192,7 +192,8 @@ def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 
     tables = []
     for d in found:
         share = _shares(d, edges)
-        tables.append(pd.DataFrame({"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share}))
+        table = pd.DataFrame({"group": d.group, "low": edges[:-1], "high": edges[1:], "share": share})
+        tables.append(table.assign(count=share * d.total))
     return pd.concat(tables, ignore_index=True)
 
 
@@ -210,7 +211,8 @@ def _shares(d: Distribution, edges: np.ndarray) -> np.ndarray:
 
 
 def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
-    """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values, per binade).
+    """Shares of values by log2 of their magnitude: columns group, low, high (log2), share (of all values,
+    per binade), count.
 
     Bins are eighths of a binade as in the sketch; zeros have no logarithm and are left out. Where that would be too
     many marks, whole binades.
@@ -226,7 +228,7 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
         table["count"], table["group"], table["total"] = d.count[nonzero], d.group, d.total
         tables.append(table)
     if not tables:
-        return pd.DataFrame(columns=["group", "low", "high", "share"])
+        return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     table = pd.concat(tables)
     span = table["exponent"].max() - table["exponent"].min() + 1
     parts = 8 if span * 8 * len(tables) <= 4000 else 1
@@ -236,7 +238,9 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     low = table["exponent"] + np.log2(1 + table["eighth"] / parts)
     high = table["exponent"] + np.log2(1 + (table["eighth"] + 1) / parts)
     share = table["count"] / table["total"] / (high - low)
-    return pd.DataFrame({"group": table["group"], "low": low, "high": high, "share": share})
+    return pd.DataFrame(
+        {"group": table["group"], "low": low, "high": high, "share": share, "count": table["count"].astype(float)}
+    )
 
 
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])

@@ -57,16 +57,20 @@ def _panels(table: pd.DataFrame, order: list[str], formats: list[str], what: str
             "value:Q",
             title=unit,
             scale=alt.Scale(domain=[lowest * 1.1, float(largest) * 1.35 if largest > 0 else 1.0], nice=False),
-            axis=alt.Axis(tickCount=4, titleAnchor="end"),  # beside long labels there is little room
+            axis=None,  # the values stand beside the bars
         )
         bars = base.mark_bar(size=18, cornerRadiusEnd=3).encode(
             x=x_axis, color=alt.Color("format:N", scale=colors, legend=None)
         )
         text = base.mark_text(align="left", dx=5, color=style.GREY, fontSize=12).encode(x="end:Q", text="label:N")
-        panels.append((bars + text).properties(title=alt.TitleParams(name, anchor="start", fontSize=13)))
+        panels.append(
+            (bars + text).properties(
+                title=alt.TitleParams(name, subtitle=unit, anchor="start", fontSize=13, subtitleColor=style.GREY)
+            )
+        )
     return panels
 
 
 def format_height(table: pd.DataFrame) -> int:
     """Pixels that a panel needs."""
-    return 100 + 34 * len(table)
+    return 80 + 28 * len(table)

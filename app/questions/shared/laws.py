@@ -16,7 +16,7 @@ from binade.app.questions.shared.distributions import Distribution, quantiles
 LAWS = ("normal", "laplace", "student_t", "uniform")
 FIT_POINTS = 199  # quantiles that Student's t is fitted to, 0.25 % to 99.75 %
 MAX_FREEDOM = 200.0  # degrees of freedom beyond which t is called normal
-COLUMNS = ["group", "theoretical", "sample"]
+COLUMNS = ["group", "theoretical", "sample", "share", "count"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def _fit_student(d: Distribution) -> Fit | None:
 
 
 def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.DataFrame:
-    """Quantiles against a fitted law: columns group, theoretical, sample, both in the law's scale from its location.
+    """Quantiles against a fitted law: columns group, theoretical, sample, both in the law's scale from its location,
+    and share and count of the values that lie nearest to the point.
 
     Plotting positions run evenly along the normal axis (along the uniform one for that law), to the outermost value:
     (rank - 1/2) / n. A distribution on the line y = x follows the law.
@@ -112,8 +113,15 @@ def qq(found: list[Distribution], law: str = "normal", points: int = 201) -> pd.
         lower = np.minimum(share, stats.norm.sf(z) if law != "uniform" else 1 - share)
         theoretical = np.where(z < 0, -1.0, 1.0) * fitted.tail(lower)
         sample = (quantiles(d, share) - fitted.location) / fitted.scale
-        tables.append(pd.DataFrame({"group": d.group, "theoretical": theoretical, "sample": sample}))
+        tables.append(_points(d, theoretical, sample, share))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
+
+
+def _points(d: Distribution, theoretical: np.ndarray, sample: np.ndarray, share: np.ndarray) -> pd.DataFrame:
+    """share: of the values below each point; in the table, of those nearest to it."""
+    nearest = np.diff((share[1:] + share[:-1]) / 2, prepend=0.0, append=1.0)
+    columns = {"theoretical": theoretical, "sample": sample, "share": nearest, "count": nearest * d.total}
+    return pd.DataFrame({"group": d.group, **columns})
 
 
 def qq_between(found: list[Distribution], other: Distribution, points: int = 201) -> pd.DataFrame:
@@ -127,9 +135,7 @@ def qq_between(found: list[Distribution], other: Distribution, points: int = 201
             continue
         end = stats.norm.isf(min(0.5 / min(d.total, other.total), 0.4))
         share = stats.norm.cdf(np.linspace(-end, end, points))
-        tables.append(
-            pd.DataFrame({"group": d.group, "theoretical": quantiles(other, share), "sample": quantiles(d, share)})
-        )
+        tables.append(_points(d, quantiles(other, share), quantiles(d, share), share))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=COLUMNS)
 
 

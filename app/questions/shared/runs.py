@@ -7,6 +7,7 @@ tokens in the same order.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pandas as pd
@@ -37,6 +38,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     reference  the run_id of the newest bf16 run on the same data, or None
     quantized  whether any part is
     seed
+    data       the same for runs on the same data
     settings   all else that runs which differ in recipe and seed share
     """
     runs = runs.sort_values(["started", "run_id"], ignore_index=True)
@@ -47,6 +49,7 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     table["quantized"] = [any(row[part] != "bf16" for part in PARTS) for _, row in table.iterrows()]
     keys = [_key(config, SAME_DATA) for config in runs["config"]]
     table["seed"] = [key[SAME_DATA.index("seed")] for key in keys]
+    table["data"] = keys
     others = tuple(name for name in (*SAME_DATA, *OVERRIDES) if name != "seed")
     table["settings"] = [_key(config, others) for config in runs["config"]]
     table["reference"] = [_reference(table, keys, index) for index in range(len(table))]
@@ -54,6 +57,34 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     table["name"] = runs["name"].fillna(table["rounded"])
     table["label"] = run_labels(table)
     return table
+
+
+def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
+    """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
+    data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
+    others = table["data"].map(lambda each: each == data) & (table["run_id"] != run_id)
+    return table.assign(reference=others.map({True: run_id, False: None}), quantized=others)
+
+
+def run_titles(table: pd.DataFrame) -> dict[str, str]:
+    """What a list of runs shows of each, and is searched by: a dot of the colour that a user chose, the label, the
+    recipe where the label does not name it, and when it started. table: of `runs_with_reference`."""
+    titles = {}
+    for _, run in table.iterrows():
+        dot = "" if pd.isna(run["color"]) else f"{_dot(run['color'])} "
+        rounded = "" if run["rounded"] in run["label"] else f" · {run['rounded']}"
+        titles[str(run["run_id"])] = f"{dot}{run['label']}{rounded} · {run['started']:%Y-%m-%d %H:%M}"
+    return titles
+
+
+DOTS = {"🔴": (221, 46, 68), "🟠": (244, 144, 12), "🟡": (253, 203, 88), "🟢": (120, 177, 89), "🔵": (85, 172, 238),
+        "🟣": (170, 142, 214), "🟤": (193, 105, 79), "⚫": (49, 55, 61), "⚪": (230, 231, 232)}  # fmt: skip
+
+
+def _dot(color: str) -> str:
+    """The coloured circle that is nearest: a list shows text only."""
+    own = [int(color[at : at + 2], 16) for at in (1, 3, 5)]
+    return min(DOTS, key=lambda dot: math.dist(own, DOTS[dot]))
 
 
 def run_colors(table: pd.DataFrame) -> dict[str, str]:

@@ -80,7 +80,7 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
             **paint,
             tooltip=[*where, *tooltip],
         )
-        .add_params(choice)
+        .add_params(choice, style.only("layer_index"))
     )
     return drawn
 

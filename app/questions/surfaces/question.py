@@ -13,7 +13,7 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.params import One
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import events_of
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import run_titles, runs_with_reference
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
 from binade.app.style import MEASURES, Measure
@@ -53,12 +53,12 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
     formats = (IN_FORCE, *opened.scored_formats(where))
     yield replace(SPEC, options=formats, disabled=values["statistic"] not in SHOWN_ERRORS)
     runs = _runs(selection, _chosen(kinds, values["kind"]), values)
-    labels = _labels(selection)
+    titles = run_titles(runs_with_reference(opened.runs(), opened.parts()))
     if runs:
-        yield replace(RUN, options=runs, titles=labels)
+        yield replace(RUN, options=runs, titles=titles)
     if len(runs) > 1:
         others = [run for run in runs if run != values["run"]]
-        yield replace(AGAINST, options=(NONE, *others), titles=labels | dict(AGAINST.titles))
+        yield replace(AGAINST, options=(NONE, *others), titles=titles | dict(AGAINST.titles))
 
 
 def _chosen(options: Any, wanted: Any) -> Any:

@@ -33,7 +33,7 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
                 alt.Tooltip("tensors:Q", title="tensors", format=","),
             ],
         )
-        .add_params(choice)
+        .add_params(choice, style.only("layer_index"))
         .properties(title=style.title(title, subtitle))
     )
     return result

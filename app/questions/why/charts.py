@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from binade.app import style
+from binade.app.questions.shared.distribution_charts import explained
 from binade.app.questions.shared.heatmap import heatmap
 from binade.app.questions.why import compute
 from binade.quant.specs import Spec
@@ -39,7 +40,7 @@ def codebook(
         "from:Q",
         title=f"log₂ |value / {'scale' if spec.scale != 'none' else '1'}| (binades)",
         scale=alt.Scale(domain=[low, high], nice=False, zero=False),
-        axis=alt.Axis(tickCount=12),
+        axis=style.binades(f"|value / {'scale' if spec.scale != 'none' else '1'}|", 12),
     )
     y = alt.Y(
         "share:Q",
@@ -77,7 +78,7 @@ def codebook(
         .encode(x="at:Q", y="top:Q", text="text:N", color=color)
         for zone, align, dx in sides
     ]
-    title = style.title(f"Magnitudes over the codebook of {spec.format.title}", subtitle)
+    title = style.title(f"Magnitudes over the codebook of {spec.format.title}", explained(subtitle, table))
     return alt.layer(shading, bars, marks, *words).properties(title=title)
 
 

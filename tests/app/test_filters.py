@@ -1,0 +1,88 @@
+"""The filter in the sidebar: counts, ranges, saved filters, and what it hides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from binade.app import saved_filters
+from binade.app.saved_filters import SavedFiltersError
+from binade.data.access import SETTING, ReadOnlyError
+from binade.data.catalog import Catalog
+from binade.data.filter import Filter
+from tests.app import roots
+from tests.app.test_pages import rerun, words
+
+Visit = Callable[..., AppTest]
+WHERE = Filter(module=["fc1"], layer_index=[1, 2])
+
+
+def test_each_value_has_the_number_of_its_tensors(visit: Visit, collected: Path):
+    at = visit(collected, operation="backward")
+    with Catalog.open(collected) as catalog:
+        tensors = catalog.tensors(Filter(operation=["backward"]))
+        total = catalog.totals().tensors
+    counts = tensors["module"].value_counts()
+    assert set(at.multiselect(key="filter_module").options) == {f"{name} ({n:,})" for name, n in counts.items()}
+    assert f"The filter hides {total - len(tensors):,} of {total:,} tensors" in words(at)
+
+
+def test_what_is_filtered_out_is_not_taken_for_missing(visit: Visit, collected: Path):
+    at = visit(collected, quant_type="mxfp8", operation="forward", tensor_name="grad_input")
+    (clear,) = [button for button in at.button if button.label.startswith("Clear the filter: ")]
+    clear.click()
+    assert "No tensor matches" not in words(rerun(at)) and not at.query_params
+
+
+def test_many_layers_are_chosen_as_a_range(visit: Visit, tmp_path: Path):
+    roots.record(tmp_path, list(roots.odd_tensors().values()) * 3)
+    with Catalog.open(tmp_path) as catalog:
+        layers = catalog.facets()["layer_index"]
+    at = visit(tmp_path)
+    at.select_slider[0].set_range(layers[2], layers[-2])
+    rerun(at)
+    assert at.session_state["filter_layer_index"] == layers[2:-1]
+    assert len(at.dataframe[0].value) == len(layers) - 3
+    (chips,) = at.get("button_group")[:1]
+    assert [option.content for option in chips.proto.options] == [f"Layer\\: {layers[2]} to {layers[-2]} ✕"]
+    at.select_slider[0].set_range(layers[0], layers[-1])
+    assert not rerun(at).session_state["filter_layer_index"]
+
+
+def test_a_saved_filter_comes_back(visit: Visit, collected: Path, tmp_path: Path):
+    root = roots.copy(collected, tmp_path / "runs")
+    at = visit(root, module="fc1", layer_index="1")
+    at.text_input(key="filter_name").set_value("first **layer**")
+    rerun(at)
+    next(button for button in at.button if button.label == "Save this filter").click()
+    rerun(at)
+    assert saved_filters.load(root) == {"first **layer**": Filter(module=["fc1"], layer_index=[1])}
+    again = visit(root, quant_type="mxfp8")
+    again.button(key="load_filter_0").click()
+    rerun(again)
+    assert again.session_state["filter_module"] == ["fc1"] and not again.session_state["filter_quant_type"]
+    again.button(key="delete_filter_0").click()
+    rerun(again)
+    assert not saved_filters.load(root)
+
+
+def test_saved_filters_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved_filters.save(tmp_path, "a", WHERE)
+    saved_filters.save(tmp_path, "b", Filter())
+    saved_filters.save(tmp_path, "b", None)
+    assert saved_filters.load(tmp_path) == {"a": WHERE}
+    monkeypatch.setenv(SETTING, "1")
+    with pytest.raises(ReadOnlyError, match="Saving a filter"):
+        saved_filters.save(tmp_path, "c", WHERE)
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", '{"filters": {"a": {"layer_index": ["x"]}}}', '{"filters": {"a": {"no": []}}}']
+)
+def test_a_damaged_file_is_named(tmp_path: Path, content: str):
+    (tmp_path / saved_filters.FILE).write_text(content)
+    with pytest.raises(SavedFiltersError, match=saved_filters.FILE):
+        saved_filters.load(tmp_path)
