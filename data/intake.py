@@ -34,7 +34,7 @@ from binade.data.text import describe
 
 T = TypeVar("T")
 BATCH = 1 << 13  # tensors that are held in memory and added in one transaction
-TAIL = 1 << 14  # tensors that are added before they are summed up
+TAIL = 1 << 13  # tensors that are added before they are summed up
 # What is summed up, each time with the fields that its rows keep apart.
 CUBES = {
     name: tuple(field for field in (*FIELDS, "format") if field not in left_out)

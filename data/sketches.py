@@ -34,10 +34,13 @@ def places(table: pa.Table) -> pa.Table:
     start and stop of the sketch's rows. Raises SegmentError if those of one tensor are not together, or are none."""
     if any(column.null_count for column in table.columns):
         raise SegmentError("sketch.parquet has rows without a bin or a count")
-    given, bins = table["row"].to_numpy(), table["bin"].to_numpy()
+    given, bins, counts = (table[name].to_numpy() for name in ("row", "bin", "count"))
     if len(bins) and not 0 <= bins.min() <= bins.max() < BINS:
-        raise SegmentError(f"sketch.parquet has bins that are none: {bins.min()} to {bins.max()}")
-    edges = np.flatnonzero(np.diff(given, prepend=-1, append=-1)) if len(given) else np.zeros(1, np.int64)
+        raise SegmentError(f"sketch.parquet has bins from {bins.min()} to {bins.max()}, expected 0 to {BINS - 1}")
+    if len(counts) and counts.min() < 0:
+        raise SegmentError(f"sketch.parquet has the count {counts.min()}")
+    inside = np.flatnonzero(given[1:] != given[:-1]) + 1
+    edges = np.concatenate([[0], inside, [len(given)]]) if len(given) else np.zeros(1, np.int64)
     row = given[edges[:-1]]
     if len(np.unique(row)) < len(row):
         raise SegmentError("sketch.parquet has the rows of a tensor in several places")
@@ -65,7 +68,7 @@ def sketches(
 
     def batches() -> Iterator[pa.RecordBatch]:
         try:
-            yield from _sums(segments, *(found[name] for name in ("segment", "other", "start", "stop")))
+            yield from _sums(segments, *(np.asarray(found[name]) for name in ("segment", "other", "start", "stop")))
         except (OSError, ValueError, pa.ArrowException) as error:
             failed.append(error)
             raise
@@ -87,16 +90,24 @@ def _sums(
     stop: np.ndarray,
 ) -> Iterator[pa.RecordBatch]:
     """The sketches in these rows of these segments, those of one key added up, AT_ONCE keys at a time."""
-    keys, code = np.unique(other, return_inverse=True)
-    for first in range(0, len(keys), AT_ONCE):
-        chosen = np.flatnonzero((code >= first) & (code < first + AT_ONCE))
-        total = np.zeros(min(AT_ONCE, len(keys) - first) * BINS, np.int64)
-        values = 0.0
+
+    def rows(chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for part in np.split(chosen, np.flatnonzero(np.diff(segment[chosen])) + 1):
             directory, mtime_ns, shift = segments[int(segment[part[0]])]
             for at, bins, counts in _read(directory, mtime_ns, start[part] + shift, stop[part] + shift):
-                np.add.at(total, ((code[part] - first) * BINS)[at] + bins, counts)
-                values += np.abs(counts).sum(dtype=np.float64)
+                yield part[at], bins, counts
+
+    keys, code = np.unique(other, return_inverse=True)
+    if 0 < len(keys) == len(other):  # there is nothing to add up
+        for at, bins, counts in rows(np.arange(len(other))):
+            yield pa.RecordBatch.from_arrays([other[at], bins, counts], schema=SCHEMA)
+        return
+    for first in range(0, len(keys), AT_ONCE):
+        total = np.zeros(min(AT_ONCE, len(keys) - first) * BINS, np.int64)
+        place, values = (code - first) * BINS, 0.0
+        for at, bins, counts in rows(np.flatnonzero((code >= first) & (code < first + AT_ONCE))):
+            np.add.at(total, place[at] + bins, counts)
+            values += counts.sum(dtype=np.float64)
         if values >= MOST:
             raise SegmentError(f"{values:.3g} values are too many to be added up")
         cells = np.flatnonzero(total)
