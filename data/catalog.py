@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -25,10 +25,11 @@ from binade.data.cache import Cache
 from binade.data.difference import joined
 from binade.data.filter import FIELDS, Filter
 from binade.data.index import Index, is_unavailable
-from binade.data.intake import APART, CUBES, RANKED, SOURCES, SUMMED, SUMS, sums, transaction
+from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, sums, transaction
 from binade.data.remote import fetched, readable_root, refresh
 from binade.data.runs import IMPORT, RunError, is_a_file
-from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity
+from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
+from binade.data.sketches import sketches
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
@@ -102,7 +103,7 @@ class DamagedIndexError(CatalogError):
 
 
 def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
-    """A query that is tried once more if it finds the index damaged, after that was rebuilt."""
+    """A query that is tried once more if it finds the index damaged, after that was rebuilt, or out of date."""
 
     @wraps(query)
     def ask(catalog: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -111,8 +112,12 @@ def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concaten
             return query(catalog, *args, **kwargs)
         except duckdb.Error as error:
             catalog._repair(error, generation)
+        except SegmentError:  # merged, or deleted with its run, since the last synchronization
+            catalog.sync()
         try:
             return query(catalog, *args, **kwargs)
+        except SegmentError as error:
+            raise CatalogError(f"{error}: `binade verify` says what is damaged") from error
         except duckdb.Error as error:
             if not catalog._index.is_damage(error):
                 raise
@@ -401,29 +406,21 @@ class Catalog:
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor, transaction(cursor):
                 needed = fields if tensor_ids is None else ("tensor_id",)
-                rows, times = self._summed(cursor, "sketch", columns, needed, where, condition)
-                sql = f"SELECT * REPLACE ({sums('sketch')}) FROM ({rows}) GROUP BY ALL"
-                return cursor.execute(sql, parameters * times).df()
+                cube, upto = _smallest(_cubes(cursor, "sketch"), self.narrowed(where), needed)
+                # The sketches of each group get the key of one of its tensors, which has the group's columns.
+                groups = f"PARTITION BY {', '.join(fields)}" if fields else ""
+                chosen = (
+                    f"SELECT key, min(key) OVER ({groups}) AS other FROM tensor WHERE {condition} AND key >= {upto}"
+                )
+                with sketches(cursor, self.root, chosen, parameters) as sketch:
+                    rows = [f"{sketch} JOIN tensor USING (key)"]
+                    if cube:
+                        rows.append(f"{cube}_sketch JOIN {cube} AS tensor USING (key) WHERE {condition}")
+                    union = _union(f"SELECT {columns}, bin, count FROM", rows)
+                    sql = f"SELECT * REPLACE ({sums('sketch')}) FROM ({union}) GROUP BY ALL"
+                    return cursor.execute(sql, parameters if cube else []).df()
 
         return self.kept(("merged", columns, condition, repr(parameters)), ask).copy(deep=False)
-
-    def _summed(
-        self,
-        cursor: duckdb.DuckDBPyConnection,
-        table: str,
-        columns: str,
-        fields: Sequence[str],
-        where: Filter | None,
-        condition: str,
-    ) -> tuple[str, int]:
-        """SQL for the rows of a summed table that are to be added up: of the smallest cube that will do, and of the
-        tensors that it does not have yet. And how often the parameters of the condition are in it."""
-        cube, upto = _smallest(_cubes(cursor, table), self.narrowed(where), fields)
-        base = f"{SOURCES[table]} WHERE {condition} AND tensor.key >= {upto}"
-        base += f" AND sketch.key >= {upto}" * (table == "sketch")
-        sources = (f"{cube}_{table} JOIN {cube} AS tensor USING (key) WHERE {condition}", base)[not cube :]
-        chosen = ", ".join(filter(None, (columns, APART[table], *SUMS[table])))
-        return _union(f"SELECT {chosen} FROM", sources), len(sources)
 
     def moments(
         self,
@@ -515,16 +512,20 @@ class Catalog:
 
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor, transaction(cursor):
-                rows, times = self._summed(cursor, "score", columns, by, where, f"{condition} AND spec = ?")
+                cube, upto = _smallest(_cubes(cursor, "score"), self.narrowed(where), by)
+                rows = [f"measured AS tensor WHERE {condition} AND spec = ? AND key >= {upto}"]
+                if cube:
+                    rows.append(f"{cube}_score JOIN {cube} AS tensor USING (key) WHERE {condition} AND spec = ?")
+                union = _union(f"SELECT {columns}, spec, {', '.join(SUMS['score'])} FROM", rows)
                 groups = ", ".join(f"total.{name}" for name in by)
                 return cursor.execute(
                     f"""
-                    WITH total AS (SELECT {", ".join(by)}, {sums("score")} FROM ({rows}) GROUP BY ALL)
+                    WITH total AS (SELECT {", ".join(by)}, {sums("score")} FROM ({union}) GROUP BY ALL)
                     SELECT {groups}, total.tensors, flushed / nullif(nonzero, 0) AS flush_to_zero,
                            clipped / nullif(elements, 0) AS saturated, tensor_id, decibel(signal, noise) AS sqnr_db
                     FROM total JOIN tensor ON tensor.key = coalesce(worst_{worst}, first) ORDER BY ALL
                     """,
-                    parameters * times,
+                    parameters * len(rows),
                 ).df()
 
         return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
@@ -799,7 +800,7 @@ class Catalog:
         """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
-        with self._cursor() as cursor:
+        with self._cursor() as cursor, self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
     @_repairing
@@ -811,8 +812,17 @@ class Catalog:
         with self._cursor() as cursor:
             for name in PUBLIC_TABLES:
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
-                rows = cursor.sql(sql, params=parameters)
-                rows.write_parquet(str(directory / name), partition_by=["run_id"], compression="zstd")
+                with self._sketches(cursor, name, condition, parameters):
+                    rows = cursor.sql(sql, params=parameters)
+                    rows.write_parquet(str(directory / name), partition_by=["run_id"], compression="zstd")
+
+    def _sketches(
+        self, cursor: duckdb.DuckDBPyConnection, name: str, condition: str, parameters: list[Any]
+    ) -> AbstractContextManager[object]:
+        """What a statement that reads one of PUBLIC_TABLES has to be in: only the sketches are not in the index."""
+        if name != "sketch":
+            return nullcontext()
+        return sketches(cursor, self.root, f"SELECT key, key AS other FROM tensor WHERE {condition}", parameters)
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 from binade.data.access import check_writable
 from binade.data.runs import CHECKPOINTS, DONE, IMPORT, RUNNING, RunError, RunInfo, is_a_file, read_run, run_directories
 from binade.data.segment import (
+    GROUP_ROWS,
     MANIFEST,
     MERGED,
     TABLES,
@@ -30,6 +31,7 @@ from binade.data.segment import (
     SegmentError,
     last_number,
     manifest,
+    parquet_options,
     read_manifest,
     replaced_names,
     segment_digest,
@@ -39,7 +41,7 @@ from binade.data.text import describe
 
 SIZE = 128 << 20  # bytes of a segment that is large enough
 MOST = 10_000  # segments that one replaces
-ROWS = 1 << 20  # of a row group
+ROWS = 1 << 20  # that are held in memory
 
 
 @dataclass
@@ -170,9 +172,9 @@ def _merge(run: RunInfo, names: Sequence[str], merged: str) -> None:
         for stem, schema in TABLES.items():
             files = [file for name in names if (file := segments / name / f"{stem}.parquet").exists()]  # see OPTIONAL
             rows = 0
-            with pq.ParquetWriter(part / f"{stem}.parquet", schema) as writer:
+            with pq.ParquetWriter(part / f"{stem}.parquet", schema, **parquet_options(schema)) as writer:
                 for table in _chunks(files, schema):
-                    writer.write_table(table, row_group_size=len(table))
+                    writer.write_table(table, row_group_size=GROUP_ROWS[stem])
                     rows += len(table)
             _sync(part / f"{stem}.parquet")
             if rows != (expected := sum(pq.read_metadata(file).num_rows for file in files)):

@@ -21,18 +21,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from binade.data.events import check_events
 from binade.data.filter import FIELDS
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_notes, read_run, run_names
-from binade.data.segment import MERGED, TABLES, SegmentError, read_manifest, read_tables, segment_names
+from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
+from binade.data.sketches import places, sketches
 from binade.data.text import describe
 
 T = TypeVar("T")
-BATCH = 1 << 20  # sketch rows that are held in memory and added in one transaction
-TAIL = 1 << 14  # tensors that are added before they are summed up
+BATCH = 1 << 13  # tensors that are held in memory and added in one transaction
+TAIL = 1 << 13  # tensors that are added before they are summed up
 # What is summed up, each time with the fields that its rows keep apart.
 CUBES = {
     name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
@@ -42,10 +44,11 @@ CUBES = {
         "layer": {"module", "tensor_name", "expert", "micro_batch", "rank"},
     }.items()
 }
+SEGMENT = ("number", "run_id", "name", "mtime_ns", "shift", "sketch_rows")  # columns of the table
 SUMMED = {"place": ("sketch", "score"), "course": ("sketch",), "layer": ("score",)}
 RANKED = ("sqnr_db", "flush_to_zero", "saturated")
 # Of each summed table: the rows that are added up, what they are kept apart by, and the columns with their sums.
-SOURCES = {"sketch": "sketch JOIN tensor USING (key)", "score": "measured AS tensor"}
+SOURCES = {"sketch": "sketch", "score": "measured"}
 APART = {"sketch": "bin", "score": "spec"}
 SUMS = {
     "sketch": {"count": "sum(count)::BIGINT"},
@@ -71,7 +74,7 @@ def schema() -> str:
             columns = f"key, {APART[table]}, {sums(table)}"
             cubes.append(f"CREATE TABLE {name}_{table} AS SELECT {columns} FROM {SOURCES[table]} GROUP BY ALL;")
         cubes.append(f"INSERT INTO cube VALUES ('{name}', 0, 0, 0, 0);")
-    return "\n".join([SCHEMA.read_text(), *cubes])
+    return "\n".join([SCHEMA.read_text(), *cubes, "DROP TABLE sketch;"])
 
 
 def sums(table: str) -> str:
@@ -161,8 +164,8 @@ class Intake:
         for batch in self._read(new):
             taken_in = _at_once(cursor, batch, _add, lambda segment, error: self._refuse(segment, error, changed))
             added += len(taken_in)
-            for cube in CUBES:
-                _sum_up(cursor, cube)
+        for cube in CUBES:
+            _sum_up(cursor, self.root, cube)
         if self._vanished:  # merged, or deleted with its run: look again, before rows are missed
             self._damaged = {run_id: damage for run_id, damage in self._damaged.items() if run_id in still}
             return added + self.catch_up(cursor)
@@ -270,6 +273,7 @@ class Intake:
             directory = run.directory / "segments" / name
             try:
                 segment.tables.update(read_tables(directory, run.manifest_of(name)))
+                segment.tables["sketch_rows"] = places(segment.tables.pop("sketch"))
             except (OSError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
                 if directory.exists():
                     self._refuse(segment, error, {run.run_id: found})
@@ -277,7 +281,7 @@ class Intake:
                     self._vanished = True
                 continue
             batch.append(segment)
-            size += len(segment.tables["sketch"]) + len(segment.tables["tensor"])
+            size += len(segment.tables["tensor"])
             if size >= BATCH:
                 yield batch
                 batch, size = [], 0
@@ -293,7 +297,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A segment that was read, see `segment.read_tables`."""
+    """A segment that was read, see `segment.read_tables`; in the place of its sketches, where they are."""
 
     run_id: str
     name: str
@@ -340,14 +344,21 @@ def _take_over(cursor: duckdb.DuckDBPyConnection, found: _OnDisk, taken: dict[st
         with suppress(OSError, ValueError):  # damaged: it is read, and refused, as any other
             replaces = read_manifest(found.run.directory / "segments" / name, found.run.config.get("run_id")).replaces
             if replaces and all(taken.get(old) == replaced.mtime_ns for old, replaced in replaces.items()):
+                rows = dict(
+                    cursor.execute(
+                        "SELECT name, sum(sketch_rows)::BIGINT FROM segment WHERE run_id = ? GROUP BY name",
+                        [found.run.run_id],
+                    ).fetchall()
+                )
+                before = 0
                 with transaction(cursor):
-                    cursor.execute(
-                        "DELETE FROM segment WHERE run_id = ? AND name IN (SELECT unnest(?))",
-                        [found.run.run_id, list(replaces)],
-                    )
-                    cursor.execute(
-                        "INSERT INTO segment VALUES (?, ?, ?)", [found.run.run_id, name, found.segments[name]]
-                    )
+                    for old in replaces:  # in the order of their rows
+                        cursor.execute(
+                            "UPDATE segment SET name = ?, mtime_ns = ?, shift = shift + ?"
+                            " WHERE run_id = ? AND name = ?",
+                            [name, found.segments[name], before, found.run.run_id, old],
+                        )
+                        before += rows[old]
                 for old in replaces:
                     del taken[old]
                 taken[name] = found.segments[name]
@@ -367,23 +378,27 @@ def _put_runs(cursor: duckdb.DuckDBPyConnection, rows: list[list[Any]]) -> None:
 
 def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     first = _next_key(cursor)
-    tables: dict[str, list[pa.Table]] = {name: [] for name in TABLES}
+    tables: dict[str, list[pa.Table]] = {}
+    names = []
     for segment in segments:
+        rows = pc.max(segment.tables["sketch_rows"]["stop"]).as_py() or 0
+        names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, rows), strict=True)))
         for name, table in segment.tables.items():
             if name == "tensor":
                 # The directory's name is the run's id, so a copied or renamed run speaks for itself.
                 ids = pc.binary_join_element_wise(segment.run_id, table["tensor_id"], "/")
                 table = table.set_column(0, "tensor_id", ids)
                 table = table.set_column(1, "run_id", pa.repeat(segment.run_id, len(table)))
-                keys = pa.array(range(first, first + len(table)), pa.int32())
+                keys = pa.array(np.arange(first, first + len(table), dtype=np.int32))
             else:
                 keys = pc.add(table["row"], pa.scalar(first, pa.int32()))
                 table = table.drop_columns("row")
-            tables[name].append(table.add_column(0, "key", keys))
+            if name == "sketch_rows":
+                table = table.add_column(0, "segment", pa.repeat(pa.scalar(first, pa.int32()), len(table)))
+            tables.setdefault(name, []).append(table.add_column(0, "key", keys))
         first += len(segment.tables["tensor"])
     for name, parts in tables.items():
-        if parts:
-            _insert(cursor, f"INSERT INTO {name} FROM incoming", pa.concat_tables(parts))
+        _insert(cursor, f"INSERT INTO {name} FROM incoming", pa.concat_tables(parts))
     runs = list({segment.run_id for segment in segments})
     twice = cursor.execute(
         "SELECT tensor_id FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY ALL HAVING count(*) > 1 LIMIT 1",
@@ -391,8 +406,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     ).fetchall()
     if twice:
         raise ValueError(f"the tensor id {twice[0][0]!r} occurs twice")
-    names = pa.Table.from_pylist([{"run": s.run_id, "name": s.name, "mtime": s.mtime} for s in segments])
-    _insert(cursor, "INSERT INTO segment FROM incoming", names)
+    _insert(cursor, "INSERT INTO segment FROM incoming", pa.Table.from_pylist(names))
 
 
 def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
@@ -403,7 +417,7 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
     return int(key)
 
 
-def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
+def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str) -> None:
     """Add the sketches or scores of new tensors to a cube, if they are many, and at least two for each of its rows on
     average."""
     ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
@@ -419,23 +433,29 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, cube: str) -> None:
     cursor.execute("UPDATE cube SET tried = ? WHERE name = ?", [end, cube])
     if tensors < 2 * rows:
         return
-    # Without a cube queries read the base tables: where sums need more than 64 bits, or more memory than there is.
-    with suppress(duckdb.DataError, duckdb.OutOfMemoryException), transaction(cursor):
+    # Without a cube queries read the sketches and scores: where sums need more than 64 bits, or more memory than there
+    # is, or a segment was merged meanwhile.
+    with suppress(duckdb.DataError, duckdb.OutOfMemoryException, SegmentError), transaction(cursor):
         cursor.execute(
+            # In the order of the tensors, so that the sums of rows that follow each other read the same files.
             f"INSERT INTO {cube} (key, {names})"
-            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER () - 1, *"
-            f" FROM (SELECT DISTINCT {names} {new} EXCEPT SELECT {names} FROM {cube})"
+            f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER (ORDER BY first) - 1, {names}"
+            f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {same}"
         )
-        part = f"SELECT tensor.key AS tensor, {cube}.key FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
+        part = f"SELECT tensor.key, {cube}.key AS other FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
         size = 0
         for table in SUMMED[cube]:
-            source = SOURCES[table].split()[0]
-            cursor.execute(
-                f"INSERT INTO {cube}_{table} SELECT part.key, {APART[table]}, {sums(table)}"
-                f" FROM {source} AS source JOIN ({part}) AS part ON source.key = part.tensor"
-                f" WHERE source.key >= {upto} GROUP BY ALL ORDER BY ALL"
-            )
+            if table == "sketch":
+                with sketches(cursor, root, part) as added_up:
+                    cursor.execute(f"INSERT INTO {cube}_{table} FROM {added_up}")
+            else:
+                cursor.execute(
+                    f"INSERT INTO {cube}_{table} SELECT part.other AS key, {APART[table]}, {sums(table)}"
+                    f" FROM measured JOIN ({part}) AS part USING (key) WHERE measured.key >= {upto}"
+                    " GROUP BY ALL ORDER BY ALL"
+                )
             size += _count(cursor, f"{cube}_{table}")
+        merged = merged or size
         if size > 4 * merged:
             for table in SUMMED[cube]:
                 cursor.execute(
@@ -455,7 +475,7 @@ def _count(cursor: duckdb.DuckDBPyConnection, table: str) -> int:
 
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
-        for table in TABLES.keys() - {"tensor"}:
+        for table in ("sketch_rows", "score", "block", "trace"):
             cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
         for cube, tables in SUMMED.items():
             for table in tables:

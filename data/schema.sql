@@ -96,11 +96,20 @@ CREATE TABLE tensor (
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
 );
 
--- The binade sketch, in the order of key: bin is the top 12 bits of the value as IEEE binary32; finite values only.
+-- The binade sketch: bin is the top 12 bits of the value as IEEE binary32; finite values only. The rows stay in the
+-- segments: a query that needs some reads them under this name (data/sketches.py), and no index has this table.
 CREATE TABLE sketch (
     key           INTEGER,
     bin           SMALLINT,
     count         BIGINT
+);
+
+-- Where the sketch of each tensor is that has one: rows start to stop - 1 of those that its segment was written with.
+CREATE TABLE sketch_rows (
+    key           INTEGER,
+    segment       INTEGER,              -- its number
+    start         BIGINT,
+    stop          BIGINT
 );
 
 -- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.
@@ -141,12 +150,15 @@ CREATE TABLE trace (
     at_bin_edge   DOUBLE                -- share of the weights that lie at the edge of their bin
 );
 
--- Segments taken in. mtime_ns tells a replaced segment from a known one.
+-- Segments taken in. mtime_ns tells a replaced segment from a known one. Those that were merged later each have a row
+-- with the name of the merged one.
 CREATE TABLE segment (
+    number        INTEGER,              -- the key of its first tensor
     run_id        VARCHAR,
     name          VARCHAR,
     mtime_ns      BIGINT,
-    PRIMARY KEY (run_id, name)
+    shift         BIGINT,               -- how many rows of sketch.parquet are before its own: 0 unless it was merged
+    sketch_rows   BIGINT                -- how many it has
 );
 
 -- The scores in each operand's own GEMM with their tensors, as terms of the sums of Catalog.errors: the sums of squares

@@ -114,7 +114,10 @@ def test_app_takes_only_config_recipes_jobs_and_advice_from_the_collector():
         ("triton", lambda path: path.startswith("quant/backends/triton_")),
         (
             "duckdb",
-            lambda path: path in {f"data/{name}.py" for name in ("catalog", "index", "intake", "sandbox", "statement")},
+            lambda path: (
+                path
+                in {f"data/{name}.py" for name in ("catalog", "index", "intake", "sandbox", "sketches", "statement")}
+            ),
         ),
         (
             "streamlit",

@@ -26,11 +26,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from binade.data import intake
+from binade.data import intake, segment, sketches
 from binade.data.cache import Cache
 from binade.data.catalog import GROUPABLE, SHOWN_ERRORS, Catalog, CatalogError, DamagedIndexError
 from binade.data.filter import Filter
-from binade.data.intake import schema
 from binade.data.runs import RUNNING, RunError, read_run
 from binade.data.segment import ERROR_COLUMNS, SCORE_SCHEMA, SKETCH_SCHEMA, TENSOR_SCHEMA
 from binade.data.store import TensorFileError
@@ -393,6 +392,44 @@ class TestCubes:
             assert len(catalog._frame("FROM place_sketch UNION ALL FROM course_sketch")) == 0
 
 
+class TestSketches:
+    """They are read from the segments when they are needed."""
+
+    def sketches(self, catalog: Catalog, root: Path) -> None:
+        expected = on_disk(root, "sketch").groupby(["tensor_id", "bin"])["count"].sum()
+        found = catalog.distribution(by="tensor_id").set_index(["group", "bin"])["count"].sort_index()
+        assert len(found) and found.to_dict() == expected.to_dict()
+
+    @pytest.mark.parametrize(("group", "at_once"), [(7, 3), (1 << 20, 1 << 11)])
+    def test_of_any_size_of_row_groups(self, tmp_path, monkeypatch, group, at_once):
+        monkeypatch.setitem(segment.GROUP_ROWS, "sketch", group)
+        monkeypatch.setattr(sketches, "AT_ONCE", at_once)
+        make_run(tmp_path, assorted(1, raw=False), assorted(2, raw=False, layer_index=2))
+        with Catalog.open(tmp_path) as catalog:
+            self.sketches(catalog, tmp_path)
+            rows = catalog.tensors()
+            one = catalog.distribution(tensor_ids=rows["tensor_id"].tolist()[3:4])
+            assert one["count"].sum() == (rows["numel"] - rows["nans"] - rows["infs"])[3]
+
+    def test_of_a_run_that_was_deleted_since(self, root):
+        with Catalog.open(root) as catalog:
+            shutil.rmtree(root / catalog.runs()["run_id"][0])
+            self.sketches(catalog, root)
+            assert len(catalog.runs()) == 1
+
+    def test_of_a_damaged_file(self, root):
+        with Catalog.open(root) as catalog:
+            file = next(root.glob("*/segments/*/sketch.parquet"))
+            with open(file, "r+b") as opened:  # the segment's directory has the same time of modification
+                opened.seek(20)
+                opened.write(bytes(200))
+            with pytest.raises(CatalogError, match=r"cannot be read.*binade verify"):
+                catalog.distribution()
+            with pytest.raises(CatalogError, match="cannot be read"):
+                catalog.table("sketch")
+            assert catalog.totals().runs == 2 and catalog.tensors().shape[0] == 21 and not catalog.notices
+
+
 class TestIndexFile:
     def damage(self, index: Path, how: str) -> None:
         content = index.read_bytes()
@@ -480,7 +517,7 @@ class TestIndexFile:
             with Catalog.open(tmp_path) as catalog:
                 narrow = catalog.restricted(catalog.runs()["run_id"])
                 with open(index, "r+b") as file:
-                    for _ in range(4):
+                    for _ in range(200):  # most of a small index is empty
                         file.seek(chance.randrange(12288, len(sound)))
                         file.write(bytes(999) if number % 3 else chance.randbytes(1))
                 for query, answer in zip(queries, expected, strict=True):
@@ -596,7 +633,7 @@ class TestIndexFile:
             "timestamp[us]": "TIMESTAMP", "list<element: int64>": "BIGINT[]", "list<item: int64>": "BIGINT[]",
         }  # fmt: skip
         with duckdb.connect() as connection:
-            connection.execute(schema())
+            connection.execute(intake.SCHEMA.read_text())
             for table, expected in TABLES.items():
                 described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
                 fields = expected if table == "tensor" else list(expected)[1:]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -93,10 +94,13 @@ def test_nothing_changes_but_the_files(root, monkeypatch):
         totals = catalog.totals()
         found = compact(root, dry_run=True)
         assert (found.before, found.after) == (8, 2) and segments(root) == [4, 4]
+        sketches = catalog.distribution(by="rank"), catalog.distribution(by="tensor_id")
         found = compact(root)
         assert (found.before, found.after, found.skipped) == (8, 2, []) and segments(root) == [1, 1]
         assert rows(root) == before and [fingerprint(run) for run in run_directories(root)] == prints
         monkeypatch.setattr(intake, "read_tables", None)  # the index has the rows: it reads nothing again
+        for by, expected in zip(("rank", "tensor_id"), sketches, strict=True):  # the first finds its segments merged
+            pd.testing.assert_frame_equal(catalog.distribution(by=by), expected)
         catalog.sync()
         assert catalog.totals() == totals and not catalog.refused
         monkeypatch.setattr(intake, "read_tables", read_tables)

@@ -1,0 +1,151 @@
+"""Reads the sketches of chosen tensors out of the segments' files, where they stay: the index only has their places.
+
+A sketch takes more room than all else that is known of a tensor. Most answers come from sums (see data/intake.py) and
+need none; what is left reads the row groups that the chosen tensors are in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from binade.data.segment import SegmentError
+from binade.data.text import describe
+
+SCHEMA = pa.schema([("key", pa.int32()), ("bin", pa.int16()), ("count", pa.int64())])
+BINS = 1 << 12
+AT_ONCE = 1 << 11  # keys whose sketches are added up at once: each takes the room of BINS numbers
+MOST = 2.0**62
+GROUPS = 32  # row groups that are read at once
+FOOTERS = 1 << 8  # files whose description is kept in memory
+
+
+def places(table: pa.Table) -> pa.Table:
+    """Where the sketches of a segment's tensors are, given as `segment.read_tables` does: row (of the tensor), and
+    start and stop of the sketch's rows. Raises SegmentError if those of one tensor are not together, or are none."""
+    if any(column.null_count for column in table.columns):
+        raise SegmentError("sketch.parquet has rows without a bin or a count")
+    given, bins, counts = (table[name].to_numpy() for name in ("row", "bin", "count"))
+    if len(bins) and not 0 <= bins.min() <= bins.max() < BINS:
+        raise SegmentError(f"sketch.parquet has bins from {bins.min()} to {bins.max()}, expected 0 to {BINS - 1}")
+    if len(counts) and counts.min() < 0:
+        raise SegmentError(f"sketch.parquet has the count {counts.min()}")
+    inside = np.flatnonzero(given[1:] != given[:-1]) + 1
+    edges = np.concatenate([[0], inside, [len(given)]]) if len(given) else np.zeros(1, np.int64)
+    row = given[edges[:-1]]
+    if len(np.unique(row)) < len(row):
+        raise SegmentError("sketch.parquet has the rows of a tensor in several places")
+    return pa.table({"row": row, "start": edges[:-1], "stop": edges[1:]})
+
+
+@contextmanager
+def sketches(
+    cursor: duckdb.DuckDBPyConnection, root: Path, chosen: str, parameters: Sequence[Any] = ()
+) -> Iterator[str]:
+    """The name of a table that SQL may read once in the block: the sketches of the tensors whose `key` the statement
+    `chosen` returns, added up under the key `other` that it returns with it, in the order of these. Raises
+    SegmentError if a file is not the one that the index knows."""
+    found = cursor.execute(
+        f"SELECT segment, other, start, stop FROM sketch_rows JOIN ({chosen}) USING (key) ORDER BY segment, start",
+        parameters,
+    ).fetchnumpy()
+    segments = {
+        number: (root / run_id / "segments" / segment, mtime_ns, shift)
+        for number, run_id, segment, mtime_ns, shift in cursor.execute(
+            "SELECT number, run_id, name, mtime_ns, shift FROM segment WHERE sketch_rows > 0"
+        ).fetchall()
+    }
+    failed: list[Exception] = []
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from _sums(segments, *(np.asarray(found[name]) for name in ("segment", "other", "start", "stop")))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            failed.append(error)
+            raise
+
+    cursor.register("sketch", pa.RecordBatchReader.from_batches(SCHEMA, batches()))
+    try:
+        yield "sketch"
+    except duckdb.Error as error:
+        if failed:
+            raise SegmentError(f"a segment cannot be read: {describe(failed[0])}") from error
+        raise
+
+
+def _sums(
+    segments: Mapping[int, tuple[Path, int, int]],
+    segment: np.ndarray,
+    other: np.ndarray,
+    start: np.ndarray,
+    stop: np.ndarray,
+) -> Iterator[pa.RecordBatch]:
+    """The sketches in these rows of these segments, those of one key added up, AT_ONCE keys at a time."""
+
+    def rows(chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for part in np.split(chosen, np.flatnonzero(np.diff(segment[chosen])) + 1):
+            directory, mtime_ns, shift = segments[int(segment[part[0]])]
+            for at, bins, counts in _read(directory, mtime_ns, start[part] + shift, stop[part] + shift):
+                yield part[at], bins, counts
+
+    keys, code = np.unique(other, return_inverse=True)
+    if 0 < len(keys) == len(other):  # there is nothing to add up
+        for at, bins, counts in rows(np.arange(len(other))):
+            yield pa.RecordBatch.from_arrays([other[at], bins, counts], schema=SCHEMA)
+        return
+    for first in range(0, len(keys), AT_ONCE):
+        total = np.zeros(min(AT_ONCE, len(keys) - first) * BINS, np.int64)
+        place, values = (code - first) * BINS, 0.0
+        for at, bins, counts in rows(np.flatnonzero((code >= first) & (code < first + AT_ONCE))):
+            np.add.at(total, place[at] + bins, counts)
+            values += counts.sum(dtype=np.float64)
+        if values >= MOST:
+            raise SegmentError(f"{values:.3g} values are too many to be added up")
+        cells = np.flatnonzero(total)
+        bins = (cells % BINS).astype(np.int16)
+        yield pa.RecordBatch.from_arrays([keys[first + cells // BINS], bins, total[cells]], schema=SCHEMA)
+
+
+@lru_cache(FOOTERS)
+def _footer(file: str, mtime_ns: int) -> tuple[pq.FileMetaData, np.ndarray]:
+    """The description of a file, and where each of its row groups begins, and the last ends."""
+    metadata = pq.read_metadata(file)
+    return metadata, np.cumsum([0, *(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))])
+
+
+def _read(
+    directory: Path, mtime_ns: int, start: np.ndarray, stop: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The sketches in these rows, which are in order, of a segment, GROUPS row groups at a time: which of them a row
+    belongs to, its bin and its count."""
+    file = str(directory / "sketch.parquet")
+    metadata, ends = _footer(file, mtime_ns)
+    with pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True) as opened:
+        if os.stat(directory).st_mtime_ns != mtime_ns:
+            raise SegmentError(f"{directory} has changed")
+        change = np.zeros(len(ends), np.int64)  # in how many of the sketches are in a row group
+        np.add.at(change, np.searchsorted(ends, start, "right") - 1, 1)
+        np.subtract.at(change, np.searchsorted(ends, stop, "left"), 1)
+        needed = np.flatnonzero(np.cumsum(change))
+        runs = np.flatnonzero((np.diff(needed) > 1) | (np.arange(1, len(needed)) % GROUPS == 0)) + 1
+        for groups in np.split(needed, runs):
+            first, end = ends[groups[0]], ends[groups[-1] + 1]
+            low, high = np.searchsorted(stop, first, "right"), np.searchsorted(start, end, "left")
+            begin = np.maximum(start[low:high], first) - first
+            length = np.minimum(stop[low:high], end) - first - begin
+            rows = opened.read_row_groups(groups.tolist(), columns=SCHEMA.names[1:], use_threads=False)
+            bins, counts = (rows[column.name].cast(column.type).to_numpy() for column in list(SCHEMA)[1:])
+            if length.sum() < len(rows):
+                upto = np.cumsum(length)
+                at = np.arange(upto[-1]) + np.repeat(begin - (upto - length), length)
+                bins, counts = bins[at], counts[at]
+            yield np.repeat(np.arange(low, high), length), bins, counts
