@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 
 def test_the_overview_asks_all_questions(visit: Visit, collected: Path):
     at = visit(collected, "overview")
-    assert [link.proto.label for link in at.main.get("page_link")] == [
+    links = [link.proto.label for link in at.main.get("page_link")]
+    assert [link for link in links if not link[0].isdigit()] == [  # those with numbers are the tour's
         question.text for question in QUESTIONS if question.on_overview
     ]
     assert charts(at) == 5 and "Every tensor has its values" in words(at)
