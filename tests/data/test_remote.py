@@ -1,6 +1,7 @@
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,12 @@ def refused(*_):
     raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation")
 
 
+def written(path: Path):
+    """Which directory, and when; a reader may change the time of access."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
+
+
 def answers(catalog: Catalog):
     return catalog.tensors().to_dict("records"), catalog.distribution(by="layer_index").to_dict("records")
 
@@ -67,13 +74,13 @@ def test_what_changes_in_the_store_changes_here(store, tmp_path):
     with Catalog.open(f"{ADDRESS}/") as catalog:
         assert catalog.totals().tensors == 14
         segments = catalog.root / run.run_id / "segments"
-        first = os.stat(segments / "rank00-000001")
+        first = written(segments / "rank00-000001")
         name = add_segment(run, assorted(2), first=20)
         run.finish(DONE)
         store.upload(run.directory / "segments" / name, f"deep/runs/{run.run_id}/segments/{name}")
         store.write(f"deep/runs/{run.run_id}/status.json", (run.directory / "status.json").read_bytes())
         assert catalog.sync() == 1 and catalog.totals().tensors == 21 and not catalog.refused
-        assert set(catalog.runs()["state"]) == {DONE} and os.stat(segments / "rank00-000001") == first
+        assert set(catalog.runs()["state"]) == {DONE} and written(segments / "rank00-000001") == first
         store.delete_folder(f"deep/runs/{other.run_id}")
         catalog.sync()
         assert list(catalog.runs()["run_id"]) == [run.run_id] and not (catalog.root / other.run_id).exists()
@@ -183,8 +190,8 @@ def test_a_bundle_of_more_values_than_are_kept(store, tmp_path, monkeypatch):
     run = uploaded(store, make_run(tmp_path / "runs", assorted(1)))
     monkeypatch.setattr(remote, "KEPT", 0)
     root = readable_root(ADDRESS)
-    written = bundle.write(root, tmp_path / "bundle.zip", [run.run_id], None)
-    assert (written.with_values, written.left_out) == (6, 0)
+    result = bundle.write(root, tmp_path / "bundle.zip", [run.run_id], None)
+    assert (result.with_values, result.left_out) == (6, 0)
     monkeypatch.setattr(remote.Mirror, "download", refused)
     with pytest.raises(bundle.BundleError, match="cannot be fetched: the server cannot be reached"):
         bundle.write(root, tmp_path / "other.zip", [run.run_id], None)
