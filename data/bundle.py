@@ -39,7 +39,7 @@ from binade.data.events import read_events
 from binade.data.remote import fetched
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, fingerprint, now, read_run
 from binade.data.segment import ADDED_LATER, MANIFEST, TABLES, SegmentError, manifest, table_files
-from binade.data.store import owner, staged_file, sweep
+from binade.data.store import TensorFileError, owner, staged_file, sweep
 from binade.data.text import describe
 from binade.data.untrusted import Record, RefusedError
 
@@ -141,7 +141,7 @@ def write(
                 "files": writer.listed,
             }
             archive.writestr(_entry(LIST), json.dumps(listed, indent=1), zipfile.ZIP_DEFLATED)
-    except (RunError, SegmentError, OSError, pa.ArrowException) as error:
+    except (RunError, SegmentError, TensorFileError, OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or describe(error)
         raise BundleError(f"The bundle {target} cannot be written: {reason}.") from error
     tensors, with_values, left_out = (
@@ -182,8 +182,9 @@ class _Writer:
     def plan(self, run: RunInfo, wanted: set[str] | None) -> _Plan:
         """The files of a run; rows are written anew where values are left out, and the status tells so."""
         prefix = f"runs/{run.run_id}"
-        files, raw, left_out, tensors, nbytes = [], [], 0, 0, 0
+        files, raw, left_out, tensors = [], [], 0, 0
         digests: dict[str, str] = {}
+        sizes: dict[str, int] = {}  # of tensor files: a copy of a store deletes them again to make room
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
@@ -193,7 +194,9 @@ class _Writer:
             paths = []
             for name, path in zip(table["tensor_id"].to_pylist(), table["path"].to_pylist(), strict=True):
                 chosen = path is not None and (wanted is None or f"{run.run_id}/{name}" in wanted)
-                inside = chosen and _is_raw(path) and fetched(run.directory / path).is_file()
+                inside = chosen and _is_raw(path) and (file := fetched(run.directory / path)).is_file()
+                if inside:
+                    sizes[path] = file.stat().st_size
                 left_out += chosen and not inside
                 paths.append(path if inside else None)
             kept = [path for path in paths if path is not None]
@@ -210,10 +213,8 @@ class _Writer:
                 known = zip(paths, table["sha256"].to_pylist(), strict=True)
                 digests |= {f"{prefix}/{path}": digest for path, digest in known if path and digest}
             files += [(f"{prefix}/segments/{segment}/{name}", path) for name, path in packed.items()]
-        for path in dict.fromkeys(raw):
-            files.append((f"{prefix}/{path}", run.directory / path))
-            nbytes += (run.directory / path).stat().st_size
-        status = replace(run.status, tensors=tensors, tensors_without_raw=tensors - len(raw), bytes=nbytes)
+        files += [(f"{prefix}/{path}", run.directory / path) for path in sizes]
+        status = replace(run.status, tensors=tensors, tensors_without_raw=tensors - len(raw), bytes=sum(sizes.values()))
         status_file = self._temporary(f"status-{run.run_id}")
         status_file.write_text(json.dumps(asdict(status)))
         files.append((f"{prefix}/status.json", status_file))
@@ -234,7 +235,7 @@ class _Writer:
         digest, size = hashlib.sha256(), 0
         entry = _entry(name)
         entry.compress_type = packed
-        with open(path, "rb") as source, self.archive.open(entry, "w", force_zip64=True) as sink:
+        with open(fetched(path), "rb") as source, self.archive.open(entry, "w", force_zip64=True) as sink:
             while block := source.read(CHUNK):
                 digest.update(block)
                 size += len(block)

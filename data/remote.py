@@ -15,29 +15,33 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from binade.data.json_files import read_json
-from binade.data.runs import RunError, is_address, resolve_root, run_names
+from binade.data.runs import RunError, is_address, is_unicode, resolve_root, run_names
 from binade.data.segment import MANIFEST, Manifest
-from binade.data.store import TensorFileError, locked, staging_directory, sweep
+from binade.data.store import TensorFileError, locked, read_file, staging_directory, sweep, write_atomic
 from binade.data.text import describe
 
 ADDRESS = ".address"  # the file of a copy that names what it is a copy of
-EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/[^/]+)*)/*")
+EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/(?!\.{1,2}(?:/|$))[^/\0]+)*)/*")
 # What is copied of a run: its files, and those of its folders. Everything else stays in the store.
 RUN_FILES = re.compile(r"(run|status|notes)\.json|(loss|events)\.jsonl|log\.txt")
 RANK_FILES = re.compile(r"rank\d+\.json")
 SEGMENT_FILES = re.compile(r"[a-z]+\.parquet|manifest\.json|files\.jsonl")
 SESSIONS, SESSION_FILES = ".sessions", re.compile(r"\d+\.json")
-PLAIN = re.compile(r"[^./][^/\0]*")  # the name of a folder that is copied
+PLAIN = re.compile(r"[^./\0][^/\0]*")  # the name of a folder that is copied
+LONGEST, LONGEST_KEY = 255, 4096  # bytes of a file's name, and of an address
+TENSORS = "tensors"
 KEPT = 16 << 30  # bytes of tensor files
 THREADS = 16
 RECENT = 2.0  # seconds: a store tells times in whole seconds, so what changed so shortly ago may change unnoticed
@@ -63,8 +67,12 @@ def readable_root(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_mirror(root: Path) -> bool:
-    """Whether a root is a copy of one in an object store."""
-    return (root / ADDRESS).is_file()
+    """Whether a root is a copy of one in an object store. One that was moved or copied out of the cache is not: the
+    runs that it has got since must stay."""
+    try:
+        return root.parent.name == _key(read_file(root / ADDRESS, LONGEST_KEY).decode())
+    except (OSError, ValueError):
+        return False
 
 
 def refresh(root: Path) -> None:
@@ -98,7 +106,17 @@ def _of(root: Path) -> Mirror:
 
 
 def _endpoint() -> str:
-    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    """The address of the server, empty for that of AWS. Raises RunError for one that is not a server's."""
+    name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
+    given = os.environ.get(name, "")
+    if given and not re.fullmatch(r"https?://(\[[0-9A-Fa-f:]+\]|[\w.-]+)(:\d{1,5})?/?", given):
+        raise RunError(f"{name} is not the address of a server: expected http://HOST:PORT or https://HOST")
+    return given
+
+
+def _key(address: str) -> str:
+    """The name of the folder that the copy of an address is in. Raises RunError as `_endpoint`."""
+    return hashlib.sha256(f"{_endpoint()}\0{address}".encode()).hexdigest()[:16]
 
 
 class Mirror:
@@ -120,20 +138,20 @@ class Mirror:
     def at(cls, address: str) -> Mirror:
         """The copy of an address, empty at first. Raises RunError for one that is not of the form s3://BUCKET/FOLDER,
         and if the cache cannot be written."""
-        if not (found := EXPECTED.fullmatch(address)):
+        if not (found := EXPECTED.fullmatch(address)) or not is_unicode(address) or len(address.encode()) > LONGEST_KEY:
             raise RunError(
                 "expected s3://BUCKET/FOLDER as the address of a root; credentials and the endpoint come from the "
                 "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_PROFILE, AWS_ENDPOINT_URL)"
             )
         address = f"s3://{found[1]}{found[2]}"
-        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
-        cache = Path(os.environ.get("BINADE_CACHE_DIR") or home) / "roots"
-        key = hashlib.sha256(f"{_endpoint()}\0{address}".encode()).hexdigest()[:16]
-        root = (cache / key / address.rpartition("/")[2]).absolute()
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache = Path(os.environ.get("BINADE_CACHE_DIR") or f"{home}/binade") / "roots"
+        root = (cache / _key(address) / address.rpartition("/")[2]).absolute()
         try:
             root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             root.mkdir(exist_ok=True)
-            (root / ADDRESS).write_text(address)
+            if not is_mirror(root):
+                write_atomic(root / ADDRESS, address.encode())  # others may be reading it
         except OSError as error:
             raise RunError(
                 f"the cache of {address} cannot be written: {describe(error)}; choose another folder with "
@@ -155,7 +173,7 @@ class Mirror:
         try:
             with locked(self.root):
                 sweep(self.root, ".*")
-                with staging_directory(self.root / ".sync") as staging, ThreadPoolExecutor(THREADS) as files:
+                with staging_directory(self.root / ".sync") as staging, _threads() as files:
                     self._sync(_Staged(self, staging, files))
         except OSError as error:
             raise RunError(f"{self.address} cannot be read: {_reason(error)}") from error
@@ -168,15 +186,15 @@ class Mirror:
         runs = {name for name in names if PLAIN.fullmatch(name)}
         for gone in set(run_names(self.root)) - runs:
             staged.remove(self.root / gone)
-        with ThreadPoolExecutor(THREADS) as pool:
+        with _threads() as pool:
             for done in [pool.submit(self._sync_run, name, staged) for name in sorted(runs)]:
                 done.result()
         staged.finish()
-        if SESSIONS in names:
-            for info in self.listed(SESSIONS, recursive=True):
-                folder, _, name = self._relative(info).removeprefix(f"{SESSIONS}/").rpartition("/")
-                if info.is_file and PLAIN.fullmatch(folder) and SESSION_FILES.fullmatch(name):
-                    staged.update([info], self.root / SESSIONS / folder, SESSION_FILES)
+        sessions = self._by_folder(SESSIONS, SESSION_FILES) if SESSIONS in names else {}
+        for gone in set(run_names(self.root / SESSIONS)) - sessions.keys():
+            staged.remove(self.root / SESSIONS / gone)
+        for folder, infos in sessions.items():
+            staged.update(infos, self.root / SESSIONS / folder, SESSION_FILES)
 
     def _sync_run(self, run: str, staged: _Staged) -> None:
         """The status before the segments are listed: they are published before it counts them."""
@@ -186,11 +204,7 @@ class Mirror:
         staged.update(here, directory, RUN_FILES)
         if "ranks" in folders:
             staged.update(self.listed(f"{run}/ranks"), directory / "ranks", RANK_FILES)
-        segments: dict[str, list[Any]] = defaultdict(list)
-        for info in self.listed(f"{run}/segments", recursive=True) if "segments" in folders else ():
-            segment, _, name = self._relative(info).removeprefix(f"{run}/segments/").rpartition("/")
-            if info.is_file and PLAIN.fullmatch(segment) and SEGMENT_FILES.fullmatch(name):
-                segments[segment].append(info)
+        segments = self._by_folder(f"{run}/segments", SEGMENT_FILES) if "segments" in folders else {}
         (directory / "segments").mkdir(exist_ok=True)
         for gone in {path.name for path in (directory / "segments").iterdir()} - segments.keys():
             staged.remove(directory / "segments" / gone)
@@ -199,15 +213,21 @@ class Mirror:
 
     def listed(self, folder: str, recursive: bool = False) -> list[Any]:
         """The files and folders of a folder, each a pyarrow.fs.FileInfo; none if it does not exist, unless it is the
-        root. Raises OSError."""
+        root. Those whose names are too long for a file system are left out. Raises OSError."""
         from pyarrow.fs import FileSelector
 
         place = f"{self._prefix}/{folder}" if folder else self._prefix
         found: list[Any] = self._store.get_file_info(FileSelector(place, bool(folder), recursive))
-        return found
+        return [info for info in found if all(len(name.encode()) <= LONGEST for name in info.path.split("/"))]
 
-    def _relative(self, info: Any) -> str:
-        return str(info.path).removeprefix(f"{self._prefix}/")
+    def _by_folder(self, place: str, kept: re.Pattern[str]) -> dict[str, list[Any]]:
+        """The files of such names in each folder of a folder."""
+        found: dict[str, list[Any]] = defaultdict(list)
+        for info in self.listed(place, recursive=True):
+            folder, _, name = str(info.path).removeprefix(f"{self._prefix}/{place}/").rpartition("/")
+            if info.is_file and PLAIN.fullmatch(folder) and kept.fullmatch(name):
+                found[folder].append(info)
+        return found
 
     def download(self, info: Any, target: Path) -> None:
         """Write a file of the store, with its time. Raises OSError; FileNotFoundError if it was deleted meanwhile."""
@@ -217,8 +237,11 @@ class Mirror:
 
     def fetch(self, path: Path) -> None:
         """Fetch a tensor file unless it is here or not in the store. Raises OSError."""
+        run, *places = path.relative_to(self.root).parts
+        if not PLAIN.fullmatch(run) or places[:1] != [TENSORS] or "\0" in str(path):
+            return  # a row may name any file: only its values are fetched, never an index or a segment
         with self._fetching:
-            if path.exists():
+            with suppress(FileNotFoundError):
                 os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))  # so that others are deleted first
                 return
             info = self._store.get_file_info(f"{self._prefix}/{path.relative_to(self.root).as_posix()}")
@@ -231,13 +254,27 @@ class Mirror:
                 os.replace(staging / path.name, path)
 
     def _make_room(self, size: int) -> None:
-        files = [(os.stat(file), file) for file in self.root.glob("*/tensors/**/*") if file.is_file()]
-        total = size + sum(stat.st_size for stat, _ in files)
-        for stat, file in sorted(files, key=lambda each: each[0].st_atime_ns):
+        files = []
+        for file in self.root.glob(f"*/{TENSORS}/**/*"):
+            with suppress(FileNotFoundError):  # another process made room
+                if stat.S_ISREG((found := os.stat(file)).st_mode):
+                    files.append((found, file))
+        total = size + sum(found.st_size for found, _ in files)
+        for found, file in sorted(files, key=lambda each: each[0].st_atime_ns):
             if total <= KEPT:
                 break
             file.unlink(missing_ok=True)
-            total -= stat.st_size
+            total -= found.st_size
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that begin nothing more once the block is left, also by an exception or Ctrl-C."""
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class _Staged:
@@ -312,9 +349,9 @@ def _is_same(path: Path, info: Any, since: float = 0) -> bool:
 
 
 def _is_complete(manifest: Path, infos: Iterable[Any]) -> bool:
-    """Whether the store has the files of a manifest. Of a damaged one nobody knows: whoever reads the rows says so."""
+    """Whether the store has the files of a manifest. A damaged one is reported by what reads the rows."""
     try:
         written = read_json(Manifest, manifest).files
-    except ValueError:
+    except (OSError, ValueError):
         return True
     return written.keys() <= {info.base_name for info in infos}

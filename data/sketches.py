@@ -69,7 +69,7 @@ def sketches(
     def batches() -> Iterator[pa.RecordBatch]:
         try:
             yield from _sums(segments, *(np.asarray(found[name]) for name in ("segment", "other", "start", "stop")))
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, IndexError, pa.ArrowException) as error:  # IndexError: it has fewer rows
             failed.append(error)
             raise
 

@@ -52,10 +52,9 @@ class _Note:
     def decide(self, low: float, high: float) -> None:
         self.bad = math.isnan(low) or math.isinf(high) or (math.isinf(low) and not self.mask)
 
-    @property
-    def decided_later(self) -> Tensor:
-        """`decide` on the tensor's device: of one value."""
-        low, high = self.extremes
+    def decided_on(self, device: torch.device) -> Tensor:
+        """`decide` there, without waiting: of one value."""
+        low, high = (x.to(device, non_blocking=True) for x in self.extremes)
         bad = ~(high < math.inf)  # so is NaN
         return bad if self.mask else bad | (low == -math.inf)
 
@@ -129,9 +128,10 @@ class _Largest:
         self.operands: dict[int, list[torch.Size]] = {}  # of each call, by its order
 
     def follow(self, call: _Call, order: int, operands: Sequence[tuple[Tensor, _Note]]) -> None:
-        before = [note.decided_later for note in (*call.operands, *call.parameters)]
-        after = [note.decided_later for _, note in call.results]
-        if not operands or not after:
+        device = self.made.device  # a model may be on several
+        before = [note.decided_on(device) for note in (*call.operands, *call.parameters)]
+        after = [note.decided_on(device) for _, note in call.results]
+        if not (operands and before and after):
             return
         first = torch.stack(after).any() & ~torch.stack(before).any() & ~self.made
         self.made |= first
@@ -267,7 +267,8 @@ class Provenance:
             device = self.waiting[0].extremes[0].device
             self.largest = self.largest or _Largest(device)
             own = module.parameters(recurse=False)
-            shown = [(x.detach(), self._note(x)) for x in (*tensors_in((args, kwargs)), *own) if x.device == device]
+            here = [x for x in (*tensors_in((args, kwargs)), *own) if x.device == device and x.dim()]
+            shown = [(x.detach(), self._note(x)) for x in here]
             self.largest.follow(call, at, [(x, note) for x, note in shown if note])
         made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
         if made and not self.kept and self.recorder.entered:

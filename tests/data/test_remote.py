@@ -1,13 +1,15 @@
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from binade.cli import main
-from binade.data import remote
+from binade.data import bundle, remote
 from binade.data.catalog import Catalog
-from binade.data.remote import readable_root
+from binade.data.remote import fetched, readable_root
 from binade.data.runs import DONE, RunError, RunWriter, resolve_root
 from binade.data.store import TensorFileError
 from tests.data.builder import CONFIG, add_segment, assorted, make_run
@@ -36,6 +38,16 @@ def uploaded(store: Store, run: RunWriter) -> RunWriter:
     return run
 
 
+def refused(*_):
+    raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation")
+
+
+def written(path: Path):
+    """Which directory, and when; a reader may change the time of access."""
+    found = os.stat(path)
+    return found.st_ino, found.st_mtime_ns
+
+
 def answers(catalog: Catalog):
     return catalog.tensors().to_dict("records"), catalog.distribution(by="layer_index").to_dict("records")
 
@@ -62,13 +74,13 @@ def test_what_changes_in_the_store_changes_here(store, tmp_path):
     with Catalog.open(f"{ADDRESS}/") as catalog:
         assert catalog.totals().tensors == 14
         segments = catalog.root / run.run_id / "segments"
-        first = os.stat(segments / "rank00-000001")
+        first = written(segments / "rank00-000001")
         name = add_segment(run, assorted(2), first=20)
         run.finish(DONE)
         store.upload(run.directory / "segments" / name, f"deep/runs/{run.run_id}/segments/{name}")
         store.write(f"deep/runs/{run.run_id}/status.json", (run.directory / "status.json").read_bytes())
         assert catalog.sync() == 1 and catalog.totals().tensors == 21 and not catalog.refused
-        assert set(catalog.runs()["state"]) == {DONE} and os.stat(segments / "rank00-000001") == first
+        assert set(catalog.runs()["state"]) == {DONE} and written(segments / "rank00-000001") == first
         store.delete_folder(f"deep/runs/{other.run_id}")
         catalog.sync()
         assert list(catalog.runs()["run_id"]) == [run.run_id] and not (catalog.root / other.run_id).exists()
@@ -140,6 +152,68 @@ def test_keys_that_lead_out_of_the_copy_are_not_followed(store, tmp_path):
         assert not list(catalog.root.rglob("*.sh"))
 
 
+def test_a_row_that_names_another_file_than_a_tensor_gets_none(store, tmp_path):
+    """A hostile root would otherwise put an index of its own into the copy."""
+    run = uploaded(store, make_run(tmp_path, assorted(1)))
+    root = readable_root(ADDRESS)
+    for name in ("index.duckdb", f"{run.run_id}/log.txt.gz", ".sessions/tensors/x.pt"):
+        store.write(f"deep/runs/{name}", b"not a tensor")
+        assert not fetched(root / run.run_id / ".." / name).exists()
+    assert not fetched(root / run.run_id / "tensors/nul\0.pt").exists()
+    assert fetched(root / run.run_id / "tensors/0001.pt").exists()
+
+
+def test_names_that_no_file_system_takes_are_passed_over(store, tmp_path):
+    run = uploaded(store, make_run(tmp_path, assorted(1)))
+    for name in ("é" * 128, f"{run.run_id}/segments/{'n' * 256}"):
+        store.write(f"deep/runs/{name}/tensor.parquet", b"")
+    with Catalog.open(ADDRESS) as catalog:
+        assert catalog.totals().tensors == 7 and not catalog.refused
+
+
+def test_every_state_of_a_session_is_copied(store, tmp_path):
+    uploaded(store, make_run(tmp_path, assorted(1)))
+    names = [f"{number:04d}.json" for number in range(1, 4)]
+    for name in names:
+        store.write(f"deep/runs/.sessions/abc/{name}", b"{}")
+    folder = readable_root(ADDRESS) / ".sessions" / "abc"
+    assert sorted(path.name for path in folder.iterdir()) == names
+    store.delete(f"deep/runs/.sessions/abc/{names[0]}")
+    readable_root(ADDRESS)
+    assert sorted(path.name for path in folder.iterdir()) == names[1:]
+    store.delete_folder("deep/runs/.sessions/abc")
+    readable_root(ADDRESS)
+    assert not folder.exists()
+
+
+def test_a_bundle_of_more_values_than_are_kept(store, tmp_path, monkeypatch):
+    run = uploaded(store, make_run(tmp_path / "runs", assorted(1)))
+    monkeypatch.setattr(remote, "KEPT", 0)
+    root = readable_root(ADDRESS)
+    result = bundle.write(root, tmp_path / "bundle.zip", [run.run_id], None)
+    assert (result.with_values, result.left_out) == (6, 0)
+    monkeypatch.setattr(remote.Mirror, "download", refused)
+    with pytest.raises(bundle.BundleError, match="cannot be fetched: the server cannot be reached"):
+        bundle.write(root, tmp_path / "other.zip", [run.run_id], None)
+
+
+def test_a_copy_that_is_moved_out_of_the_cache_is_a_plain_root(store, tmp_path):
+    uploaded(store, make_run(tmp_path / "runs", assorted(1)))
+    taken = tmp_path / "taken"
+    shutil.copytree(readable_root(ADDRESS), taken)
+    make_run(taken, assorted(2))
+    with Catalog.open(taken) as catalog:
+        assert catalog.totals().tensors == 14
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:9000", "ftp://127.0.0.1:1", "http://[::1", "http://user:key@host"])
+def test_an_endpoint_that_is_not_a_server_is_not_replaced_by_another(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("BINADE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    with pytest.raises(RunError, match=r"AWS_ENDPOINT_URL_S3 .* expected http://HOST:PORT or"):
+        readable_root(ADDRESS)
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
@@ -147,6 +221,8 @@ def test_keys_that_lead_out_of_the_copy_are_not_followed(store, tmp_path):
         ("s3://bucket/none", "s3://bucket/none does not exist: expected s3://BUCKET/FOLDER"),
         ("s3://key:secret@bucket/runs", "expected s3://BUCKET/FOLDER as the address"),
         ("s3://", "expected s3://BUCKET/FOLDER as the address"),
+        ("s3://bucket/..", "expected s3://BUCKET/FOLDER as the address"),
+        ("s3://bucket/runs/./x", "expected s3://BUCKET/FOLDER as the address"),
     ],
 )
 def test_an_address_that_cannot_be_read_is_one_line(store, address, said, capsys):

@@ -196,6 +196,25 @@ def test_the_largest_values_of_the_operands_are_kept_where_nothing_waits(tmp_pat
             assert torch.equal(values.abs(), operand.abs().flatten().topk(1024).values)
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1e38))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_scalar_among_the_operands(tmp_path, monkeypatch):
+    """It has no coordinates, and is left out as it is of whole operands."""
+    monkeypatch.setattr(provenance, "stays", lambda x: True)
+    model, x = nn.Sequential(nn.Linear(8, 8), Scaled()), torch.full((4, 8), 1e5)
+    assert culprits(tmp_path, model, [lambda: model(x)]) == ["1"]
+    with Catalog.open(tmp_path) as catalog:
+        names = {"non_finite_operand1_largest", "non_finite_operand1_largest_at"}
+        assert set(catalog.tensors()["tensor_name"]) == names and not catalog.refused
+
+
 def test_a_copy_of_the_model_is_not_traced(tmp_path):
     model, x = Small(), torch.full((4, 8), torch.nan)
     with Recorder(tmp_path, find_nan=True, iterations=0) as recorder, instrument(model, "bf16", recorder):
