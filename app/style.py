@@ -144,7 +144,9 @@ MEASURES = {
 
 
 def _power(value: float) -> str:
-    """1.2e-7, without the zeros that Python puts before an exponent."""
+    """1.2e-7, without the zeros that Python puts before an exponent; inf."""
+    if math.isinf(value):
+        return str(value)
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
