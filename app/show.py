@@ -23,7 +23,7 @@ from binade.data.access import read_only
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: only this",
     "brush": "Drag: share in a range",
-    "zoom": "Ctrl-scroll: zoom, Shift-drag: move, double-click: back",
+    "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: back",
 }
 
 
