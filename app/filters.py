@@ -38,7 +38,7 @@ def sidebar(catalog: Catalog) -> Filter:
     everything = catalog.counts()
     possible = catalog.counts(chosen) if chosen.items() else everything
     shown = partial(group_name, names=given_names(catalog))
-    runs = run_titles(runs_with_reference(catalog.runs(), catalog.parts()))
+    runs = catalog.kept(("run titles", catalog.state()), lambda: _run_titles(catalog))
     with st.sidebar:
         with st.container(key="filter_title", horizontal=True, vertical_alignment="center"):
             st.subheader("Filter", anchor=False)
@@ -49,7 +49,7 @@ def sidebar(catalog: Catalog) -> Filter:
             with st.expander(title, expanded=any(getattr(chosen, name) for name in fields)) if title else nullcontext():
                 for name in [name for name in fields if name in everything]:
                     if name in INTEGER_FIELDS and len(everything[name]) > MOST_LISTED:
-                        _range(name, list(everything[name]), getattr(chosen, name))
+                        _range(name, sorted({*everything[name], *getattr(chosen, name)}), getattr(chosen, name))
                     else:
                         _list(name, possible.get(name, {}), getattr(chosen, name), partial(group_name, names=runs))
         _saved(catalog.root, chosen)
@@ -57,6 +57,10 @@ def sidebar(catalog: Catalog) -> Filter:
     _chips(chosen, everything, shown)
     _explain_hidden(chosen, everything, possible)
     return chosen
+
+
+def _run_titles(catalog: Catalog) -> dict[str, str]:
+    return run_titles(runs_with_reference(catalog.runs(), catalog.parts()))
 
 
 def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Callable[[object], str]) -> None:

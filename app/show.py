@@ -23,7 +23,7 @@ from binade.data.access import read_only
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: only this",
     "brush": "Drag: share in a range",
-    "zoom": "Ctrl-scroll: zoom, Shift-drag: move, double-click: back",
+    "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: back",
 }
 
 
@@ -48,13 +48,15 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     options: dict[str, Any] = {}
     every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
     modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
+    # Streamlit keeps a chart's selections when its data change: one that has narrowed the filter becomes another chart.
+    key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}"
     if modes:
-        options = {"on_select": lambda: _tell(figure, modes, on_choose), "selection_mode": modes}
+        options = {"on_select": lambda: _tell(figure, key, modes, on_choose), "selection_mode": modes}
     if figure.height:
         options["height"] = figure.height
     card = st.container(key=f"card_{name}", gap="xsmall")
     with card.container(key=f"chart_{name}"):
-        event = st.vega_lite_chart(spec=figure.page_spec, key=f"figure_{name}", alt=_alt(figure), **options)
+        event = st.vega_lite_chart(spec=figure.page_spec, key=key, alt=_alt(figure), **options)
     if note := f"{figure.note} {figure.hint if choose else ''}".strip():
         card.caption(note)
     data = {
@@ -77,13 +79,19 @@ def _picked(event: Any, field: str) -> Any:
     return picked[0].get(field) if picked else None
 
 
-def _tell(figure: Figure, modes: list[str], on_choose: Callable[[Any], None] | None) -> None:
+def _narrowed(figure: Figure) -> str:
+    """Where a browser session counts how often a chart has narrowed the filter."""
+    return f"narrowed_{figure.name}"
+
+
+def _tell(figure: Figure, key: str, modes: list[str], on_choose: Callable[[Any], None] | None) -> None:
     """Narrow the filter to the mark that was clicked with Shift held; tell which one was clicked without."""
-    event = st.session_state[f"figure_{figure.name}"]
+    event = st.session_state[key]
     for mode in modes:
         picked = event["selection"].get(mode) or []
         if mode.startswith(ONLY) and picked:
             only(catalog(), {figure.by if name == "group" else name: value for name, value in picked[0].items()})
+            st.session_state[_narrowed(figure)] = st.session_state.get(_narrowed(figure), 0) + 1
             return
     if on_choose and figure.choose and (value := _picked(event, figure.choose)) is not None:
         on_choose(value)

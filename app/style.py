@@ -144,7 +144,9 @@ MEASURES = {
 
 
 def _power(value: float) -> str:
-    """1.2e-7, without the zeros that Python puts before an exponent."""
+    """1.2e-7, without the zeros that Python puts before an exponent; inf."""
+    if math.isinf(value):
+        return str(value)
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
 
@@ -296,14 +298,14 @@ def only(*fields: str, chart: str = "") -> alt.Parameter:
     )
 
 
-DRAG = "[pointerdown[{}event.shiftKey], window:pointerup] > window:pointermove!"
+DRAG = "[pointerdown{}, window:pointerup] > window:pointermove!"
 
 
 def brushed(
     chart: alt.Chart, groups: list[str], x: str, inside: str, title: alt.TitleParams, share: str = "datum.share"
 ) -> alt.LayerChart:
     """The chart of groups with what a reader can do in it: drag over a range of x to see how many of each group's
-    values lie in it, zoom with a pinch or Ctrl and the wheel, move with Shift, click with Shift as in `only`.
+    values lie in it, zoom with a pinch or Ctrl and the wheel, move with Alt, click with Shift as in `only`.
 
     The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
     in `at`, share: of the group's values that are the row's.
@@ -311,10 +313,19 @@ def brushed(
     name = f"_{zlib.crc32(f'{title.text} {title.subtitle}'.encode()):08x}"
     at = f"brush{name}.{x}"
     brush = alt.selection_interval(
-        name=f"brush{name}", encodings=["x"], on=DRAG.format("!"), translate=DRAG.format("!"), zoom=False, empty=False
+        name=f"brush{name}",
+        encodings=["x"],
+        on=DRAG.format("[!event.shiftKey][!event.altKey]"),
+        translate=DRAG.format("[!event.shiftKey][!event.altKey]"),
+        zoom=False,
+        empty=False,
     )
     zoom = alt.selection_interval(
-        name=f"zoom{name}", bind="scales", on=DRAG.format(""), translate=DRAG.format(""), zoom="wheel![event.ctrlKey]"
+        name=f"zoom{name}",
+        bind="scales",
+        on=DRAG.format("[event.altKey]"),
+        translate=DRAG.format("[event.altKey]"),
+        zoom="wheel![event.ctrlKey]",
     )
     corner = len(groups) > 1 and _orient(groups, within=True) == "top-left"
     named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"

@@ -12,10 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import vl_convert
 from altair.utils import schemapi
 
 from binade import quant
 from binade.app import figure, style
+from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
 from binade.collector.recipes.recipe import TEN_RECIPES
@@ -314,6 +316,21 @@ class TestFormatPanels:
     def test_without_any_value(self):
         for panel in format_charts.format_panels(comparison(sqnr_db=[math.nan] * 4)):
             spec(panel)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.inf, "inf"), (-math.inf, "−inf"), (1e-9, "1e−9"), (1.2e40, "1.2e40")]
+)
+def test_numbers_of_any_size_are_short(value, text):
+    assert style.short(value) == text
+
+
+@pytest.mark.parametrize("name", ["a\\", 'a\\"', 'say "a"'])
+def test_a_runs_name_may_hold_what_ends_a_string(name):
+    table = pd.DataFrame({"label": ["b"], "run_id": ["b"], "iteration": [1], "loss": [1.0], "gap": [0.1]})
+    table = table.assign(parts="", last=0.1, iterations=1)
+    for draw in (recipe_charts.gaps, recipe_charts.costs):
+        assert vl_convert.vegalite_to_svg(draw(table, "", base=name).to_dict())
 
 
 @pytest.mark.parametrize("values", [[math.nan, 3.0], [math.inf, 3.0], [1.0, 1.0]])

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import altair as alt
+import pandas as pd
 import pytest
 from streamlit.testing.v1 import AppTest
 
-from binade.app import saved_filters
+from binade.app import saved_filters, show, style
+from binade.app.figure import Figure
 from binade.app.saved_filters import SavedFiltersError
 from binade.data.access import SETTING, ReadOnlyError
 from binade.data.catalog import Catalog
@@ -67,6 +72,49 @@ def test_a_saved_filter_comes_back(visit: Visit, collected: Path, tmp_path: Path
     again.button(key="delete_filter_0").click()
     rerun(again)
     assert not saved_filters.load(root)
+
+
+def test_a_saved_filter_may_name_iterations_that_are_gone(visit: Visit, tmp_path: Path):
+    roots.record(tmp_path, list(roots.odd_tensors().values()) * 3)
+    saved_filters.save(tmp_path, "gone", Filter(layer_index=[999]))
+    at = visit(tmp_path)
+    at.button(key="load_filter_0").click()
+    assert "No tensor matches: layer 999" in words(rerun(at))
+
+
+def test_a_run_without_a_start_is_listed(visit: Visit, tmp_path: Path):
+    roots.record(tmp_path, list(roots.odd_tensors().values()))
+    (file,) = tmp_path.glob("*/run.json")
+    config = json.loads(file.read_text())
+    config.pop("crc32")
+    file.write_text(json.dumps(config | {"started": None}))
+    at = visit(tmp_path)
+    (option,) = at.multiselect(key="filter_run_id").options
+    assert option.startswith("bf16 (")
+
+
+def test_a_click_after_one_with_shift_opens_the_mark(monkeypatch: pytest.MonkeyPatch):
+    table = pd.DataFrame({"tensor_id": ["a"], "layer_index": [1]})
+    chart = alt.Chart(table).mark_bar().add_params(style.choice("tensor_id"), style.only("layer_index"))
+    figure = Figure("depth", chart, table, "", choose="tensor_id")
+    state: dict[str, Any] = {}
+    drawn, narrowed, opened = [], [], []
+
+    def draw_chart(key: str, on_select: Callable[[], None], **_: Any) -> Any:
+        drawn.append((key, on_select))
+        return state.setdefault(key, {"selection": {}})
+
+    monkeypatch.setattr(show.st, "session_state", state)
+    monkeypatch.setattr(show.st, "vega_lite_chart", draw_chart)
+    monkeypatch.setattr(show, "_exporter", lambda: lambda **_: None)
+    monkeypatch.setattr(show, "catalog", lambda: None)
+    monkeypatch.setattr(show, "only", lambda _, values: narrowed.append(values))
+    for selection in ({"only": [{"layer_index": 1}]}, {"chosen": [{"tensor_id": "a"}]}):
+        show.draw(figure, opened.append)
+        key, on_select = drawn[-1]
+        state[key]["selection"] |= selection  # as the browser does: it keeps the other selections
+        on_select()
+    assert narrowed == [{"layer_index": 1}] and opened == ["a"]
 
 
 def test_saved_filters_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,11 @@ from binade.app import style
 from binade.app.questions.shared.loss_chart import MOST_POINTS
 
 
+def _gap(base: str) -> str:
+    """Of axes and tooltips, without a name that users gave: Vega-Lite does not escape backslashes in their titles."""
+    return "gap to bf16" if base == "bf16" else "gap"
+
+
 def gaps(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
@@ -27,14 +32,14 @@ def gaps(
                 axis=alt.Axis(tickMinStep=1, format="d"),
                 scale=alt.Scale(nice=False, padding=16),
             ),
-            y=alt.Y("gap:Q", title=f"gap to {base} (nats per token)"),
+            y=alt.Y("gap:Q", title=f"{_gap(base)} (nats per token)"),
             color=style.color(groups, "run", line=True, own=colors),
             strokeDash=style.dash(groups, "run"),
             tooltip=[
                 alt.Tooltip("group:N", title="run"),
                 alt.Tooltip("iteration:Q", title="iteration"),
                 alt.Tooltip("loss:Q", title="loss (nats per token)", format=".4f"),
-                alt.Tooltip("gap:Q", title=f"gap to {base}", format="+.4f"),
+                alt.Tooltip("gap:Q", title=_gap(base), format="+.4f"),
             ],
         )
     )
@@ -55,7 +60,7 @@ def costs(
         tooltip=[
             alt.Tooltip("label:N", title="run"),
             alt.Tooltip("parts:N", title="rounded"),
-            alt.Tooltip("gap:Q", title=f"mean gap to {base} (nats per token)", format="+.5f"),
+            alt.Tooltip("gap:Q", title=f"mean {_gap(base)} (nats per token)", format="+.5f"),
             alt.Tooltip("last:Q", title="gap at the last iteration", format="+.5f"),
             alt.Tooltip("iterations:Q", title="iterations compared"),
         ],

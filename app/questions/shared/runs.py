@@ -68,12 +68,13 @@ def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
 
 def run_titles(table: pd.DataFrame) -> dict[str, str]:
     """What a list of runs shows of each, and is searched by: a dot of the colour that a user chose, the label, the
-    recipe where the label does not name it, and when it started. table: of `runs_with_reference`."""
+    recipe where the label does not name it, and when it started, if that is known. table: of `runs_with_reference`."""
     titles = {}
     for _, run in table.iterrows():
         dot = "" if pd.isna(run["color"]) else f"{_dot(run['color'])} "
         rounded = "" if run["rounded"] in run["label"] else f" · {run['rounded']}"
-        titles[str(run["run_id"])] = f"{dot}{run['label']}{rounded} · {run['started']:%Y-%m-%d %H:%M}"
+        started = "" if pd.isna(run["started"]) else f" · {run['started']:%Y-%m-%d %H:%M}"
+        titles[str(run["run_id"])] = f"{dot}{run['label']}{rounded}{started}"
     return titles
 
 
