@@ -85,7 +85,7 @@ def shown_on(at: AppTest) -> list[tuple[str, list[str]]]:
 def drawn_again(figures: Sequence[Figure]) -> list[tuple[str, list[str]]]:
     found = []
     for figure in figures:
-        spec = figure.chart.to_dict()
+        spec = figure.spec
         tables = [pd.DataFrame(one) for one in spec.get("datasets", {}).values()]
         found.append((json.dumps(bare(spec), sort_keys=True), sorted(map(rows, tables))))
     return sorted(found)

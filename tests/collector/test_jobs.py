@@ -450,7 +450,7 @@ class TestOrder:
         assert now(root, job).state == "running" and now(root, job).run.status.state == "crashed"
         its_runner.send(signal.SIGCONT)
         view = ended(root, job)
-        assert view.state == "killed" and "SIGKILL" in view.reason and view.advice.startswith("Somebody")
+        assert view.state == "killed" and "SIGKILL" in view.reason and view.advice.startswith("Its process was killed")
         assert view.run.status.state == "crashed" and view.run.status.iteration >= 1
         assert any(line.startswith("iteration ") for line in jobs.log_tail(root, job))
 
