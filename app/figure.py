@@ -304,20 +304,31 @@ NUMBER_LABELS = (
 )
 
 
-def _label_numbers(spec: Any) -> None:
-    """Label the linear axes of numbers in a specification that do not say how."""
+def _label_numbers(spec: Any, told: frozenset[str] = frozenset()) -> None:
+    """Label the linear axes of numbers in a specification, where neither they nor another layer say how. told: the
+    channels whose axis does."""
     if isinstance(spec, list):
         for each in spec:
-            _label_numbers(each)
+            _label_numbers(each, told)
     elif isinstance(spec, dict):
-        for channel in ("x", "y"):
+        told |= {channel for channel in ("x", "y") if _is_told(spec, channel)}
+        for channel in {"x", "y"} - told:
             given = spec.get("encoding", {}).get(channel, {})
             axis, scale = given.get("axis", {}), given.get("scale") or {}
             linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
-            if linear and axis is not None and not {"format", "labelExpr", "labels"} & set(axis):
+            if linear and axis is not None:
                 given["axis"] = axis | {"labelExpr": NUMBER_LABELS.format(channel)}
-        for part in ("layer", "hconcat", "vconcat", "concat", "spec"):
+        _label_numbers(spec.get("layer", []), told)
+        for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
+
+
+def _is_told(spec: dict[str, Any], channel: str) -> bool:
+    """Whether a chart, or one of its layers, says how the numbers of an axis look."""
+    axis = spec.get("encoding", {}).get(channel, {}).get("axis") or {}
+    return not {"format", "labelExpr", "labels"}.isdisjoint(axis) or any(
+        _is_told(layer, channel) for layer in spec.get("layer", [])
+    )
 
 
 def _arrow(data: pd.DataFrame) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -460,7 +461,7 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
         x = x.float()
     # Magnitudes have the order of their bits; NaN comes last. torch takes many times as long for a maximum over rows.
     bits = {2: torch.int16, 4: torch.int32}[x.element_size()]
-    values, magnitude = x.view(bits).numpy(), torch.iinfo(bits).max
+    values, magnitude = _array(x.view(bits)), torch.iinfo(bits).max
     rows, columns = values.shape
     found = np.zeros((-(-rows // height), -(-columns // width)), values.dtype)
     wide = min(width * max(1, CHUNK // width), columns)
@@ -484,6 +485,15 @@ def cell_absmax(x: Tensor, height: int, width: int) -> Tensor:
 
     share_out(len(found) * down * across, high * wide, part)
     return torch.from_numpy(found).view(x.dtype).float()
+
+
+def _array(x: Tensor) -> np.ndarray:
+    """A tensor's memory as an array, for as long as the tensor lives. `Tensor.numpy` would forbid to resize its
+    storage, which FSDP does."""
+    span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    memory = (ctypes.c_char * max(0, span * x.element_size())).from_address(x.data_ptr())
+    strides = [stride * x.element_size() for stride in x.stride()]
+    return np.ndarray(tuple(x.shape), str(x.dtype).removeprefix("torch."), memory, strides=strides)
 
 
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:

@@ -28,6 +28,7 @@ SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=Tru
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "0123456789−T", strict=True))
 SIMILAR = str.maketrans({"⟨": "‹", "⟩": "›", "‖": "||"})
 _TEXT = re.compile(r"(<(?:text|tspan)\b[^>]*>)([^<]*)")
+_CLIP = re.compile(r"((?:id=\"|url\(#)clip)([0-9]+)(?=[\")])")
 _SHIFTED = re.compile(f"([{''.join(SUBSCRIPTS)}]+|[{''.join(SUPERSCRIPTS)}]+)")
 SMALL, DOWN, UP = 0.72, 0.2, -0.36  # a small digit's size, and its shift down or up, in ems of the text
 
@@ -115,7 +116,7 @@ def render(
 ) -> dict[str, str]:
     import vl_convert
 
-    svg = supported(captioned(vl_convert.vegalite_to_svg(spec), caption, colors))
+    svg = supported(captioned(_numbered(vl_convert.vegalite_to_svg(spec)), caption, colors))
     shown = {name: value for name, value in (spec | embedded.get("spec", {})).items() if name != "config"}
     content = {"spec": shown, "caption": caption, "csv": embedded.get("csv")}
     text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
@@ -123,6 +124,12 @@ def render(
     if png:
         answer["png"] = base64.b64encode(vl_convert.svg_to_png(svg, scale=SCALE)).decode()
     return answer
+
+
+def _numbered(svg: str) -> str:
+    """The drawing with its clips numbered from 0: Vega counts those of all the drawings that its process has made."""
+    numbers: dict[str, int] = {}
+    return _CLIP.sub(lambda found: f"{found[1]}{numbers.setdefault(found[2], len(numbers))}", svg)
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:

@@ -15,6 +15,7 @@ from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.why import question as why
 from binade.data.filter import Filter
 from binade.quant import summarize
+from binade.quant.backends import cpu
 from binade.quant.blocks import look
 from binade.quant.metrics import streamed_score
 from binade.quant.specs import Spec
@@ -63,6 +64,8 @@ def test_a_large_tensor_is_measured_whole_though_a_sample_is_drawn(spec, shape):
     not in the sample."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     x.view(-1)[1024 + 5] = 3e4
+    unit = cpu.unit_of(Spec.of(spec), x.dtype)
+    assert unit and cpu.kernel(unit)  # of a tensor of this size alone it would not be worth a build
     whole = look(x, spec)
     sums = whole.sums
     verdict = drawn_why(x, spec).verdict

@@ -50,7 +50,7 @@ def trained(
     with Catalog.open(root) as catalog:
         counts = catalog._frame(
             "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(s.key)::BIGINT AS sketched FROM tensor "
-            "LEFT JOIN (SELECT DISTINCT key FROM sketch) s USING (key) GROUP BY ALL ORDER BY ALL"
+            "LEFT JOIN (SELECT key FROM sketch_rows) s USING (key) GROUP BY ALL ORDER BY ALL"
         )
     return recorder, {row.pop("iteration"): row for row in counts.to_dict("records")}
 
