@@ -255,7 +255,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "evil.pt": "could run code",
         "evil_older.pt": "could run code",
         "pickle.pt": "neither of torch's formats",
-        "pickle.pkl": "never is",
+        "pickle.pkl": "is not opened",
         "pickle.npy": "",
         "pickle.safetensors": "",
         "objects.npy": "Python objects",
