@@ -33,7 +33,7 @@ def _presentation(on: bool) -> None:
     """A button that hides all but the answer and enlarges it, and one to go back."""
     place = st.container(key="present") if on else st.sidebar
     title, icon = ("End presentation", ":material/close:") if on else ("Present", ":material/slideshow:")
-    place.button(title, icon=icon, type="tertiary", on_click=_present, args=(not on,))
+    place.button(title, icon=icon, type="tertiary", key="presentation", on_click=_present, args=(not on,))
 
 
 def _present(on: bool) -> None:

@@ -356,7 +356,7 @@ class TestReadOnly:
         job = make_ended(root, 1)
         monkeypatch.setenv("BINADE_READ_ONLY", "1")
         at = visit(root, "jobs")
-        assert {button.key for button in at.button} == {f"open_{job.id}"} and not at.number_input
+        assert {button.key for button in at.button} == {f"open_{job.id}", "presentation"} and not at.number_input
         at.run()
         assert set(at.session_state["pages"]) == {
             "overview", "explore", "worst", "tensor", "recipes", "advise", "surfaces", "provenance", "difference",

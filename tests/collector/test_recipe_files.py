@@ -277,7 +277,7 @@ def test_a_module_that_the_model_has_not_is_refused(tmp_path):
         with instrument(build(1), "nvidia_nvfp4"):
             pass
     (tmp_path / "mine.toml").write_text("[keep]\nlayers = '9'\n[linear]\nforward = 'mxfp8'\n")
-    with pytest.raises(SelectionError, match="'9' is no layer"), instrument(build(), str(tmp_path / "mine.toml")):
+    with pytest.raises(SelectionError, match="'9' is not a layer"), instrument(build(), str(tmp_path / "mine.toml")):
         pass
 
 
