@@ -493,7 +493,7 @@ def _array(x: Tensor) -> np.ndarray:
     span = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
     memory = (ctypes.c_char * max(0, span * x.element_size())).from_address(x.data_ptr())
     strides = [stride * x.element_size() for stride in x.stride()]
-    return np.ndarray(tuple(x.shape), str(x.dtype).removeprefix("torch."), memory, strides=strides)
+    return np.ndarray(tuple(x.shape), str(x.dtype).removeprefix("torch."), memoryview(memory), strides=strides)
 
 
 def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor:

@@ -25,6 +25,8 @@ from binade.data.notes import notes
 from binade.data.runs import CANCELLED, DONE, FAILED, RunInfo, list_runs
 from binade.data.store import TensorFileError
 from binade.quant import score, summarize
+from binade.quant.backends import cpu, moments, native
+from binade.quant.specs import Spec
 from tests.collector.logs_made import NAMES, cut_while_read, deadly_read, tensor, write, write_all
 from tests.conftest import run_collector, run_python, start_python, until
 from tests.data.builder import with_column
@@ -67,6 +69,9 @@ def refusals(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("older", [False, True], ids=["zip", "older"])
 def test_a_file_of_each_version(bring, capsys, tmp_path, logs, older):
+    for dtype in (torch.float32, torch.bfloat16):  # sums agree to the bit if one back end makes them
+        units = [cpu.unit_of(Spec.of(fmt), dtype) for fmt in FORMATS]
+        assert all(native.built(unit) for unit in (*units, moments.UNITS[dtype]) if unit)
     made = write_all(logs, older=older)
     before = {path: path.stat() for path in logs.rglob("*") if path.is_file()}
     assert bring("--scores", ",".join(FORMATS)) == 0
