@@ -304,30 +304,30 @@ NUMBER_LABELS = (
 )
 
 
-def _label_numbers(spec: Any, told: frozenset[str] = frozenset()) -> None:
-    """Label the linear axes of numbers in a specification, where neither they nor another layer say how. told: the
+def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
+    """Label the linear axes of numbers in a specification, where neither they nor another layer say how. labelled: the
     channels whose axis does."""
     if isinstance(spec, list):
         for each in spec:
-            _label_numbers(each, told)
+            _label_numbers(each, labelled)
     elif isinstance(spec, dict):
-        told |= {channel for channel in ("x", "y") if _is_told(spec, channel)}
-        for channel in {"x", "y"} - told:
+        labelled |= {channel for channel in ("x", "y") if _is_labelled(spec, channel)}
+        for channel in {"x", "y"} - labelled:
             given = spec.get("encoding", {}).get(channel, {})
             axis, scale = given.get("axis", {}), given.get("scale") or {}
             linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
             if linear and axis is not None:
                 given["axis"] = axis | {"labelExpr": NUMBER_LABELS.format(channel)}
-        _label_numbers(spec.get("layer", []), told)
+        _label_numbers(spec.get("layer", []), labelled)
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
 
 
-def _is_told(spec: dict[str, Any], channel: str) -> bool:
+def _is_labelled(spec: dict[str, Any], channel: str) -> bool:
     """Whether a chart, or one of its layers, says how the numbers of an axis look."""
     axis = spec.get("encoding", {}).get(channel, {}).get("axis") or {}
     return not {"format", "labelExpr", "labels"}.isdisjoint(axis) or any(
-        _is_told(layer, channel) for layer in spec.get("layer", [])
+        _is_labelled(layer, channel) for layer in spec.get("layer", [])
     )
 
 

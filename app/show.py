@@ -42,7 +42,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     the filter.
 
     Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
-    it before the page is drawn anew.
+    it before the page is drawn again.
     """
     name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
@@ -192,7 +192,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int],
     place = st.empty()
     with place.container(horizontal=True, vertical_alignment="bottom"):
         bar = st.progress(0.0, text=f"{what} …")
-        # Any click ends what runs: the page is drawn anew.
+        # Any click ends what runs: the page is drawn again.
         st.button("Stop", icon=":material/stop_circle:", key=f"stop_{what}", on_click=_stop, args=(what, asked))
     shown, at = 0, time.monotonic()
 

@@ -49,9 +49,10 @@ PAUSE = 20  # times what the last synchronization took: requests cost money
 PIECE = 1 << 20
 REASONS = {
     "NO_SUCH_BUCKET": "there is no such bucket",
-    "ACCESS_DENIED": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
-    "INVALID_ACCESS_KEY_ID": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
-    "SIGNATURE": "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    **dict.fromkeys(
+        ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE"),
+        "access was denied: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    ),
     "NETWORK_CONNECTION": "the server cannot be reached: check AWS_ENDPOINT_URL and the network",
 }
 
