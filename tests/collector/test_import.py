@@ -97,7 +97,8 @@ def test_a_file_of_each_version(bring, capsys, tmp_path, logs, older):
             for fmt in FORMATS:
                 expected = vars(score(x, fmt, -1))
                 found = scores.loc[(row["tensor_id"], fmt)]
-                assert all(found[key] == value or value != value for key, value in expected.items())
+                wrong = {key: (found[key], value) for key, value in expected.items() if found[key] != value == value}
+                assert not wrong, (row["path"], fmt)
     assert set(table["source_version"]) == set(NAMES)
     assert table["model"].isna().all() and table["module"].isna().all() and table["tp_rank"].isna().all()
     after = {path: path.stat() for path in logs.rglob("*") if path.is_file()}
