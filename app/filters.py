@@ -181,7 +181,7 @@ def _saved(root: Path, chosen: Filter) -> None:
         unfit = not name.strip() or not chosen.items()
         st.button("Save this filter", disabled=unfit, on_click=_write, args=(root, name.strip(), chosen))
         if not chosen.items():
-            st.caption("Choose something in the filter first.")
+            st.caption("Set a filter first.")
 
 
 def _load(where: Filter) -> None:

@@ -207,9 +207,9 @@ def _explain_refused(opened: Catalog) -> None:
     """List the runs that could not be read, if there are any."""
     if opened.refused:
         count = len(opened.refused)
-        title = f"{count} runs are damaged or cannot be read: no number on this page includes them"
+        title = f"{count} runs are damaged or cannot be read: the numbers on this page do not include them"
         if count == 1:
-            title = "A run is damaged or cannot be read: no number on this page includes it"
+            title = "A run is damaged or cannot be read: the numbers on this page do not include it"
         with st.expander(title, icon=":material/warning:"):
             for line in opened.refused:
                 st.text(line)

@@ -113,19 +113,19 @@ OWN_METRICS = {
     "rms": Metric("rms", "root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
-        "Jaccard index (channels in both sets, of those in either) of the hot channels in two successive recorded "
-        "iterations: those with the largest absmax, one in 100, at least 8, at most 64 and a quarter of all",
+        "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
+        "iterations: those with the largest absmax, one in 100, but at least 8, at most 64 and at most a quarter",
     ),
     "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
     "oscillating": Metric(
         "Oscillating weights",
-        "sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations, of all",
+        "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations",
         "%",
         percent=True,
     ),
     "at_bin_edge": Metric(
         "Weights at a bin’s edge",
-        "sampled weights with |w − q| > 0.495 times the width of the bin of q, of all",
+        "share of the sampled weights with |w − q| > 0.495 times the width of the bin of q",
         "%",
         percent=True,
     ),
@@ -133,8 +133,8 @@ OWN_METRICS = {
         "Gradient to noise",
         "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
     ),
-    "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),
-    "non_finite": Metric("NaN and Inf", "elements that are NaN or infinite, of all", "%", percent=True),
+    "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
+    "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
 LOG = ("absmax", "std", "rms", "gradient_to_noise")
 MEASURES = {

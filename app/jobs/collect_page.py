@@ -58,7 +58,7 @@ def _begin() -> None:
         state["collect_from"] = number
         try:
             if not (number.isdecimal() and len(number) < 10):
-                raise JobError("a job's number was expected")
+                raise JobError("expected the number of a job")
             job = jobs.find(resolve_root(), int(number))
             request = parse(job.arguments)
             config = request.runs[0]
@@ -84,12 +84,12 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
     for name, value in collecting.widgets_of(config).items():
         most = collecting.OPTIONS[name].option.form_maximum
         if most is not None and value is not None and value > most:
-            beyond.append(f"{name.replace('_', ' ')} {value}: {most} here")
+            beyond.append(f"{name.replace('_', ' ')} {value} (at most {most} here)")
             value = most
         state[f"{PREFIX}{name}"] = value
     if beyond:
         st.warning(
-            plain(f"The form does not offer everything that the job had ({'; '.join(beyond)}). The command line does."),
+            plain(f"The form cannot set these values of the job: {'; '.join(beyond)}. Use the command line instead."),
             icon=":material/warning:",
         )
     state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
@@ -247,8 +247,7 @@ def _summary() -> None:
         st.caption(plain(found.basis))
         if not found.within_budget:
             st.caption(
-                "The values of all tensors would exceed the byte budget: those beyond it keep statistics, sketch and "
-                "scores only."
+                "The values of all tensors would exceed the byte budget: tensors beyond it are recorded without values."
             )
         for refusal in found.refusals:
             st.error(plain(refusal), icon=":material/block:")
@@ -267,8 +266,8 @@ def _summary() -> None:
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
     if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
-        st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
-    st.caption(f"Into `{root}`.")
+        st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
+    st.caption(f"The runs are written to `{root}`.")
 
 
 def _start() -> SlurmOptions | None:

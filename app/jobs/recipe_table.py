@@ -167,7 +167,9 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
     """The tables of a stage of a schedule: of the name of a recipe, or of changes, such as "linear.forward = bf16;
     linear.dgrad.weight = mxfp8". Raises RecipeError."""
     if not changes:
-        raise RecipeError("nothing changes: name a recipe such as bf16, or operands as in linear.forward = bf16")
+        raise RecipeError(
+            "the row changes nothing: write a recipe such as bf16, or operands as in linear.forward = bf16"
+        )
     if CHANGE.match(changes):
         pairs = (each.partition("=") for each in changes.split(";") if each.strip())
         cells = [(key, cell.strip().strip('"')) for key, _, cell in pairs]
@@ -178,7 +180,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
             raise RecipeError(f"{changes!r}: write changes as in linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
     if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
-        raise RecipeError(f"{changes} has {' and '.join(own)} of its own: write {without(changes, *own)}")
+        raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
     modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
     return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of((name,))) for name in modules))))
 
@@ -194,12 +196,12 @@ def path_of(root: Path, name: str) -> Path:
         raise RecipeError(f"{name!r} is not a valid name for a recipe: use up to 64 letters, digits, - and _")
     path = folder(root) / f"{name}.toml"
     if names(str(path)) != (str(path),):
-        raise RecipeError(f"{root} has a comma in its name, which separates recipes: use a root without one")
+        raise RecipeError(f"{root} has a comma in its name, and commas separate recipes: use a root without one")
     try:
         parse_recipe(name)
     except REFUSED:
         return path
-    raise RecipeError(f"{name} is a recipe of Binade, and its results would have the same name: choose another name")
+    raise RecipeError(f"{name} is already the name of a built-in recipe: choose another name")
 
 
 def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:

@@ -22,8 +22,9 @@ from binade.data.runs import resolve_root
 
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
-    "A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published recipe; "
-    "the path of a .toml file. Type any other: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
+    "One job per recipe. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published "
+    "recipe; "
+    "the path of a .toml file. Or type another one: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
 )
 SAVE = ":material/save:"
 COLUMNS = {
@@ -42,11 +43,12 @@ COLUMNS = {
 }
 STAGES = {
     "from": st.column_config.TextColumn(
-        "From", width=90, pinned=True, help="An iteration, or a part of all of them: 9000, 90%"
+        "From", width=90, pinned=True, help="An iteration, or a share of the iterations: 9000, 90%"
     ),
     "changes": st.column_config.TextColumn(
         "Changes to",
-        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It holds to the next row",
+        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It applies until the next "
+        "row",
     ),
 }
 
@@ -111,9 +113,9 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     except recipe_table.REFUSED as error:
         _refuse(error)
         return
-    right.text_input("Layers that it keeps in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
+    right.text_input("Layers kept in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
     table = _operands(modules)
-    st.markdown(":small[Schedule: what changes as the run goes on]")
+    st.markdown(":small[Schedule: changes during the run]")
     stages = _edited("stages", STAGES, num_rows="dynamic", height="content")
     name_place, *places = st.columns([3, 1, 1], vertical_alignment="bottom")
     hint = "letters, digits, - and _"
@@ -163,7 +165,7 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
     own = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
         placeholder="none: the same for all linear layers", accept_new_options=True,
-        help="Linear layers with rows of their own",
+        help="Linear layers that get their own rows",
     )  # fmt: skip
     if own != recipe_table.modules_of(state["recipe_operands"]):
         state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)

@@ -41,7 +41,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(f"No tensor matches: {where.sentence()}.",))
     tensor_id = in_filter(opened, where, values["tensor"], values["format"])
     if values["tensor"] not in (None, tensor_id):
-        return Drawn(problems=(f"The tensor {values['tensor']} is not among: {where.sentence()}.",))
+        return Drawn(problems=(f"The tensor {values['tensor']} does not match the filter: {where.sentence()}.",))
     rows = listed(opened, where, tensor_id)
     try:
         x = opened.load(tensor_id)

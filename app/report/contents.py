@@ -33,7 +33,7 @@ SECTIONS = (
     Section(
         "distributions",
         "Distributions",
-        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, by what divides the "
+        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, for each group of the "
         "selection.",
     ),
     Section(
@@ -56,7 +56,7 @@ SECTIONS = (
     Section(
         "hifp8",
         "HiFloat8",
-        text="HiFloat8 has no scale: the precision that a value gets is decided by its magnitude alone. "
+        text="HiFloat8 has no scale: the precision of a value depends on its magnitude alone. "
         "All values, from sketches; then the codes that its worst tensors use, from their values.",
     ),
     Section(

@@ -112,14 +112,14 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals().tensors:
         found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
-        advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
+        advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} cannot hold a report: give --output a folder of its own")
     if request.output.exists() and not request.output.is_dir():
-        raise UsageError(f"{request.output} is a file: give --output a folder, new or of an earlier report")
+        raise UsageError(f"{request.output} is a file: give --output a new folder, or one that holds an earlier report")
     if request.archive is not None and request.archive.is_dir():
         raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
     if request.archive is not None:
@@ -145,7 +145,8 @@ def _written_before(output: Path) -> set[str]:
         files = json.loads(manifest.read_bytes())["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{manifest} is not a report's: give --output another folder, or move that file") from None
+        advice = "give --output another folder, or move that file"
+        raise UsageError(f"{manifest} was not written by a report: {advice}") from None
     inside = (PurePosixPath(name) for name in names)
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
 
@@ -351,5 +352,5 @@ def _progress_line() -> Iterator[Progress]:
 def no_room(error: OSError) -> str:
     """An OSError as a sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full: nothing of the report was kept; free some space or give another --output"
+        return "the disk is full: no report was written; free some space or give another --output"
     return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"

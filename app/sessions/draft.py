@@ -153,7 +153,7 @@ def show(view: View) -> NoReturn:
     """Go to a view; if its page is not served, go to the open session with a notice."""
     state = st.session_state
     if view.page not in state["pages"]:
-        notice = f"The session's page, {view.page.upper()}, is not for viewers: its notes and pins are here."
+        notice = f"Viewers cannot open the session's page, {view.page.upper()}. Its notes and pins are here."
         notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
     state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets

@@ -39,7 +39,7 @@ def pages() -> tuple[str, ...]:
 
 def _known_page(page: str) -> str:
     if page not in pages():
-        raise ValueError(f"is none of {', '.join(pages())}")
+        raise ValueError(f"is not one of {', '.join(pages())}")
     return page
 
 

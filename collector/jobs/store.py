@@ -431,7 +431,10 @@ def problems(root: Path) -> list[str]:
         pass
     except (OSError, ValueError) as error:
         path = folder(root) / "queue.json"
-        found.append(f"one job at a time is run, since {path} is damaged: {describe(error)}; set At once again")
+        found.append(
+            f"only one job runs at a time, since {path} is damaged: {describe(error)}; set the number of "
+            "parallel jobs again"
+        )
     for number in numbers(root):
         try:
             if job := read_job(root, number):

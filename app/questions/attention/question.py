@@ -131,7 +131,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         figures.append(
             Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
         )
-        held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
+        held = "Flushed: the share of the nonzero probabilities that become 0."
         bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
         figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:

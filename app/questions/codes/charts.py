@@ -82,7 +82,7 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
             alt.Tooltip("tier:N", title="precision"),
             alt.Tooltip("share:Q", title="share of values", format=".3~p"),
             alt.Tooltip("used:Q", title="codes used"),
-            alt.Tooltip("codes:Q", title="codes there are"),
+            alt.Tooltip("codes:Q", title="codes of the format"),
         ],
     )
     x = alt.X(

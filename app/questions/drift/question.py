@@ -27,8 +27,8 @@ NOTHING = (
 )
 
 NOTE = (
-    "The quantized run’s tensor is as captured, before its own rounding. What differs from bf16’s then comes from "
-    "products rounded before it, in this iteration and in those before."
+    "The quantized run’s tensor is as captured, before its own rounding. So it differs from bf16’s only through "
+    "products that were rounded earlier, in this iteration or in previous ones."
 )
 WHAT = {
     "rounding": "bf16’s tensor, rounded: the format alone",
@@ -133,7 +133,7 @@ DRIFT = Question(
     text="Is the difference rounding or drift?",
     title="Rounding or drift",
     icon=":material/alt_route:",
-    help="bf16’s tensor, the same rounded, the quantized run’s",
+    help="bf16’s tensor, the same tensor rounded, and the quantized run’s",
     page="tensor",
     view="drift",
     draw=draw,

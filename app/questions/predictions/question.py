@@ -15,7 +15,8 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 
 NOTHING = (
-    "No recipe whose formats were all scored has trained beside a bf16 run of the same data: collect FA_… and linear_… "
+    "There is no run of a recipe whose formats were all scored, together with a bf16 run on the same data: collect "
+    "FA_… and linear_… "
     "recipes of the formats that were scored, with the same options and seeds."
 )
 CAPTION = (
@@ -53,7 +54,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS),
     )
     problems = (
-        (f"{left} recipes are left out: they round what was not recorded, or to formats that were not scored.",)
+        (
+            f"{left} recipes are left out: they round operands that were not recorded, or use formats that were not "
+            "scored.",
+        )
         if left
         else ()
     )
@@ -77,7 +81,7 @@ PREDICTIONS = Question(
     text="Do the predictions hold?",
     title="Predictions",
     icon=":material/fact_check:",
-    help="Predicted loss changes of recipes beside the gaps that were measured in training",
+    help="Predicted loss changes of recipes and the gaps measured in training",
     page="worst",
     view="predictions",
     ignores=frozenset(("metric", "format")),

@@ -63,7 +63,7 @@ def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]
     """The subtitle, with what shares per binade above 100 % mean if there are some."""
     if not (table["share"] > 1).any():
         return subtitle
-    dense = "per binade a share is a density: above 100 % where values crowd within a part of a binade"
+    dense = "shares per binade are densities: they exceed 100 % where values crowd into part of a binade"
     return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
