@@ -116,8 +116,8 @@ def _serve(
 
 
 def _login_host() -> str:
-    """The Host header of the address that users come back to from signing in. Raises SharingError where Streamlit's
-    settings of the provider are incomplete."""
+    """The Host header of the address that users return to after signing in. Raises SharingError if Streamlit's settings
+    for the provider are incomplete."""
     from streamlit import auth_util
     from streamlit.errors import StreamlitAuthError
 
@@ -134,7 +134,7 @@ def _login_host() -> str:
 
 @click.pass_context
 def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
-    """Write every chart into a folder, with one HTML of all of them."""
+    """Write every chart into a folder, and one HTML page with all of them."""
     where = filter_of(given)
     if given["session"] and where.items():
         raise FilterError("a session has its own filter: leave out the other filter options with --session")

@@ -121,7 +121,7 @@ def _remove(chips: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
 
 
 def _explain_hidden(chosen: Filter, everything: Counts, possible: Counts) -> None:
-    """Say how many tensors the filter hides, so that "filtered out" is not taken for "not recorded"."""
+    """Say how many tensors the filter hides, so that users do not mistake "filtered out" for "not recorded"."""
     total = sum(everything.get("run_id", {}).values())
     runs = possible.get("run_id", {})
     kept = sum(count for run, count in runs.items() if not chosen.run_id or run in chosen.run_id)
@@ -137,7 +137,7 @@ def explain_nothing(where: Filter) -> None:
 
 
 def offer_to_clear() -> None:
-    """A button that clears the filter, where it hides something."""
+    """A button that clears the filter, shown if it hides something."""
     hidden, _ = st.session_state.get("hidden", (0, 0))
     if hidden:
         st.button(
@@ -146,7 +146,7 @@ def offer_to_clear() -> None:
 
 
 def only(catalog: Catalog, values: Mapping[str, Any]) -> None:
-    """Restrict the filter to a mark's values by field. A value may be the text by which charts name it."""
+    """Restrict the filter to a mark's values, by field. A value may be the label that charts show for it."""
     shown = partial(group_name, names=given_names(catalog))
     for name, wanted in values.items():
         found = [value for value in catalog.facets().get(name, []) if wanted in (value, shown(value))]

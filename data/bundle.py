@@ -305,7 +305,7 @@ def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tu
         entries = _entries(archive)
         hashes, files = _read_list(archive, entries)
         if set(files) != set(entries) - {LIST}:
-            _refuse("its files are not those that its list names")
+            _refuse("its files do not match its list")
         total = sum(file.bytes for file in files.values())
         if total > shutil.disk_usage(staged).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
@@ -335,7 +335,7 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     for info in infos:
         name = info.filename
         if info.orig_filename != name or not (name == LIST or _EXTRA.fullmatch(name) or _RUN_FILE.fullmatch(name)):
-            _refuse(f"{name[:80]!a} is not a name that a bundle may hold")
+            _refuse(f"{name[:80]!a} is not a valid name for a file in a bundle")
         if name.casefold() in folded:
             _refuse(f"{name[:80]!a} is in it twice")
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -392,7 +392,7 @@ def _read_list(
         if run_id.startswith("index.duckdb"):
             _refuse(f"{run_id} is not allowed as the name of a run")
     if {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))} != set(hashes):
-        _refuse("its runs are not those that its list names")
+        _refuse("its runs do not match its list")
     return hashes, files
 
 
@@ -404,7 +404,7 @@ def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iter
             while block := source.read(CHUNK):
                 size += len(block)
                 if size > most:
-                    _refuse(f"{entry.filename!a} is longer than it says")
+                    _refuse(f"{entry.filename!a} is longer than its header says")
                 yield block
     except BundleError:
         raise
@@ -423,7 +423,7 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, tar
         sink.flush()
         os.fsync(sink.fileno())
     if size != listed.bytes or digest.hexdigest() != listed.sha256:
-        _refuse(f"{entry.filename!a} is not what the list says")
+        _refuse(f"{entry.filename!a} does not match the list")
 
 
 # What was unpacked
@@ -448,7 +448,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
         if state == RUNNING:
             _refuse(f"the run {run_id} says that it is still running")
         if found != wanted:
-            _refuse(f"the run {run_id} is not what the list says")
+            _refuse(f"the run {run_id} does not match the list")
     if not hashes:
         return
     with Catalog.open(runs) as catalog:

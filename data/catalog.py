@@ -840,11 +840,11 @@ class Catalog:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
         run_id, given, key, digest, config = rows[0]
         if given is None:
-            raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are there")
+            raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are available")
         if not Path(given).is_absolute():
             return self.root / run_id / given, False, None, digest
         if json.loads(config or "{}").get("kind") != IMPORT:
-            raise CatalogError(f"{tensor_id} names a file out of its run's directory, which only an import may do")
+            raise CatalogError(f"{tensor_id} names a file outside its run's directory, which only an import may do")
         return Path(given), True, key, None
 
     def load(self, tensor_id: str) -> Tensor:

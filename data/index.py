@@ -145,7 +145,7 @@ def _no_file(index: Path) -> str | None:
             continue
         if not stat.S_ISREG(mode):
             kind = KINDS.get(stat.S_IFMT(mode), "no file")
-            return f"{path} is {kind}: move it away. Until then the index is kept in memory and made at each start."
+            return f"{path} is {kind}: move it away. Until then the index is kept in memory and rebuilt at each start."
     return None
 
 

@@ -43,10 +43,10 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
         recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
-    known = "The name of its file does not describe it."
+    known = "Its file name does not describe it."
     if _there(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
-        known = f"The name of its file is that of version {version}." if numbered else f"Its file is {version}'s."
+        known = f"Its file name follows version {version}." if numbered else f"Its file is {version}'s."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
     if _there(row["corrections"]):
         sentences += row["corrections"].split("\n")
@@ -56,7 +56,9 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if _there(row["stage"]):
         sentences.append(f"It was taken {STAGES[row['stage']]}.")
     if not _there(row["contracted_axis"]):
-        sentences.append("Which of its axes a GEMM contracts is not known: formats are scored along the last.")
+        sentences.append(
+            "It is not known along which axis a GEMM sums it up, so formats are scored along the last axis."
+        )
     blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not _there(row[word])]
     if blank:
         names = ", ".join(NAMED.get(word, word.replace("_", " ")) for word in blank)

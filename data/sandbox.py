@@ -149,7 +149,7 @@ class _Process:
             kind, content = self._out.readline(), self._out.read()
             status = self._process.wait()
         if expired.is_set():
-            raise QueryError(f"stopped after {seconds:g} s: ask for less, or aggregate")
+            raise QueryError(f"stopped after {seconds:g} s: narrow the query, or aggregate")
         if kind == statement.ERROR:
             raise QueryError(content.decode())
         if status < 0:  # DuckDB may also abort where it cannot allocate

@@ -48,7 +48,7 @@ SHUT = (
     f"SET memory_limit = '{MEMORY}'",
     "SET lock_configuration = true",
 )
-TOO_MUCH = f"it needs more than {MEMORY} of memory: ask for less, or aggregate"
+TOO_MUCH = f"it needs more than {MEMORY} of memory: narrow the query, or aggregate"
 READY, ROWS, ERROR = b"ready\n", b"rows\n", b"error\n"
 PR_SET_PDEATHSIG = 1
 

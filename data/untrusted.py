@@ -87,7 +87,7 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
         raise RefusedError("its version is not a whole number")
     if found != version:
         raise RefusedError(
-            f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the Binade that wrote it"
+            f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the version that wrote it"
         )
     if _count(given, most_values) > most_values:
         raise RefusedError(f"it holds more than {most_values:,} values")

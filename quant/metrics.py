@@ -49,22 +49,22 @@ METRICS = {
     "cosine": Metric("Cosine", "⟨x,q⟩ / (‖x‖·‖q‖)"),
     "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
-    "flush_to_zero": Metric("Flushed to zero", "of the nonzero elements, those that become 0", "%", percent=True),
+    "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(
-        "Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True
+        "Underflow, of all", "share of all elements that are nonzero and become 0", "%", percent=True
     ),
     "saturated": Metric(
-        "Saturated", "elements with |x/scale| above the format's largest finite value, of all", "%", percent=True
+        "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
     "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x being the bf16 gradient of the same iteration and data"),
-    "codes_used": Metric("Codes used", "distinct codes that occur, of the format's"),
+    "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
     "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
     "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal; the excess kurtosis is this − 3"),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
-    "outlier_ratio": Metric("Outliers", "elements with |x−μ| > 6σ, of all", "%", percent=True),
+    "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
     "ks": Metric("Kolmogorov–Smirnov", "sup |F−G|"),
     "wasserstein": Metric("Wasserstein", "∫|F⁻¹−G⁻¹|"),
     "js": Metric("Jensen–Shannon", "divergence on shared sketch bins, base 2", "bits"),

@@ -115,7 +115,10 @@ class Spec:
         for item in filter(None, (item.strip() for item in ((found and found[2]) or "").split(","))):
             name, equals, value = (word.strip() for word in item.partition("="))
             if not equals:
-                raise SpecError(f"{item!r} in {text!r} sets no option: write option=value, of {', '.join(OPTIONS)}")
+                raise SpecError(
+                    f"{item!r} in {text!r} sets no option: write option=value, the option being one of "
+                    f"{', '.join(OPTIONS)}"
+                )
             if name in given:
                 raise SpecError(f"{name} is given twice in {text!r}: give it once")
             given[name] = value

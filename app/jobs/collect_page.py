@@ -1,4 +1,4 @@
-"""Collect: choose what to record, see what it will take, and queue it."""
+"""Collect: choose what to record, see the estimated cost, and queue the runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def page() -> None:
 
 
 def _begin() -> None:
-    """Fill the fields: from the job that the address names, else as they were left, else from the quick preset."""
+    """Fill the fields from the job in the address, or with their last values, or from the quick preset."""
     state = st.session_state
     number = st.query_params.get("from")
     if number and state.get("collect_from") != number:
@@ -79,7 +79,7 @@ def _begin() -> None:
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: str = "", tags: str = "") -> None:
-    """Set every field. A value above what the form takes is lowered to that, with a warning."""
+    """Set every field. A value above the form's maximum is lowered to it, with a warning."""
     state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
         most = collecting.OPTIONS[name].option.form_maximum
@@ -98,7 +98,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
 
 
 def _fill_start(start: SlurmOptions) -> None:
-    """Set where the runs are started, and what the form has no field for of how."""
+    """Set where the runs are started, and the start options that the form has no field for."""
     state = st.session_state
     state[_key("kept")] = start
     state[_key("target")] = start.target or (CLUSTER if start.launcher == Launcher.SLURM else HERE)
@@ -214,7 +214,7 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
 
 
 def _summary() -> None:
-    """The estimate, the command and the button, for what is chosen."""
+    """The estimate, the command and the button for the chosen runs."""
     root = resolve_root()
     values = {name: _value(name) for name in collecting.FIELDS}
     base = st.session_state[_key("base")]
@@ -271,7 +271,7 @@ def _summary() -> None:
 
 
 def _start() -> SlurmOptions | None:
-    """How the runs are started: the choice is shown if there is one. None for a target that is not there any more."""
+    """How the runs are started. The field is shown if there is a choice. None for a target that no longer exists."""
     kept: SlurmOptions = _value("kept")
     choices = [HERE, CLUSTER] if kept.launcher == Launcher.SLURM else [HERE]
     try:

@@ -87,8 +87,8 @@ def _empty(root: Path) -> None:
 
 
 def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int] | None = None) -> None:
-    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs has changed, or the
-    catalog from the version that was seen: it may know the last tensors of a job only after that has ended."""
+    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs or the version of the
+    catalog has changed: the last tensors of a job may appear in the catalog only after the job has ended."""
     if any(view.active for view in shown):
         redraw_when(lambda: True, PULSE)
         return
@@ -101,7 +101,7 @@ def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int
 
 
 def _ensure_runner(root: Path, views: list[JobView]) -> None:
-    """Start the runner if jobs wait and none runs, as after a restart of the machine."""
+    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
     if any(view.active for view in views) and not read_only() and not jobs.has_runner(root):
         _do(partial(jobs.start_runner, root))
 
@@ -214,7 +214,8 @@ def _title(root: Path, view: JobView) -> None:
 
 
 def _actions(root: Path, view: JobView) -> None:
-    """Callbacks act before the page is drawn: a click counts even if the page finds the job changed and starts over."""
+    """The actions are callbacks, which run before the page is drawn: a click counts even if the job has changed and the
+    page starts over."""
     job = view.job
     with st.container(horizontal=True, gap="small"):
         if view.active:
@@ -282,7 +283,7 @@ def _remove(root: Path, number: int, with_run: bool) -> None:
 
 
 def _do(action: Callable[[], object], done: str = "") -> None:
-    """Act, and show the message `done`, or the error."""
+    """Run an action and show the message `done`, or the error."""
     try:
         action()
     except FAILED as error:

@@ -1,4 +1,4 @@
-"""Recipes on the Collect page without Streamlit: what is known of one, the table of its operands, the user's own files.
+"""Recipes on the Collect page, without Streamlit: their sources, the table of operands, and the user's own files.
 
 A recipe that is saved here is <root>/.recipes/<name>.toml, in the format of `collector.recipes.files`.
 """
@@ -43,7 +43,7 @@ def saved(root: Path) -> list[str]:
 
 
 def warnings_of(recipe: Recipe) -> list[str]:
-    """What to know of a recipe before its results are believed, in a few words each."""
+    """Warnings about a recipe's results, a few words each."""
     words = []
     if recipe.about.read == "recalled":
         words.append("from memory, source not read")
@@ -73,7 +73,7 @@ def biased_specs(recipe: Recipe) -> tuple[str, ...]:
 
 
 def biased(specs: Iterable[Spec]) -> tuple[str, ...]:
-    """Those of the specs whose stochastic rounding is biased, each once."""
+    """The specs, each once, whose stochastic rounding is biased."""
     return tuple(dict.fromkeys(str(spec) for spec in specs if spec.biased))
 
 
@@ -129,8 +129,8 @@ def schedule_of(recipe: Recipe) -> pd.DataFrame:
 
 
 def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Recipe, name: str) -> Recipe:
-    """The recipe of an edited table and schedule, with the layers of `keep` in bf16. What is known of it is from
-    `start`, from which they were made. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
+    """The recipe of an edited table and schedule, with the layers of `keep` in bf16. Its `about` is that of `start`,
+    the recipe that they were made from. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
     wrong."""
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
     given = about | _tables(table) | {"keep": {"layers": keep.strip()}, "schedule": []}
@@ -164,7 +164,7 @@ def _tables(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _stage(changes: str, before: Recipe) -> dict[str, Any]:
-    """The tables of a stage of a schedule: of the name of a recipe, or of changes, such as "linear.forward = bf16;
+    """The tables of a stage of a schedule, given as the name of a recipe or as changes such as "linear.forward = bf16;
     linear.dgrad.weight = mxfp8". Raises RecipeError."""
     if not changes:
         raise RecipeError(
@@ -186,7 +186,7 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
 
 
 def _same(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes do the same; their names do not count."""
+    """Whether two recipes are the same apart from their names."""
     return to_toml(replace(one, about=other.about)) == to_toml(other)
 
 
@@ -205,9 +205,9 @@ def path_of(root: Path, name: str) -> Path:
 
 
 def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
-    """Write a recipe to a file of `path_of`, which appears whole or not at all.
+    """Write a recipe to a file of `path_of`, atomically.
 
-    Raises RecipeError if there is one and `replace` is not set, ReadOnlyError, OSError.
+    Raises RecipeError if the file exists and `replace` is not set, ReadOnlyError, OSError.
     """
     check_writable("saving a recipe")
     if path.exists() and not replace:
@@ -218,6 +218,6 @@ def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file of `path_of`. Raises ReadOnlyError, or OSError where there is none."""
+    """Delete a file of `path_of`. Raises ReadOnlyError, or OSError if it does not exist."""
     check_writable("deleting a recipe")
     path.unlink()

@@ -1,4 +1,4 @@
-"""The recipes of the Collect page: the picker, what is known of the chosen ones, and the editor."""
+"""The recipes of the Collect page: the picker, notes on the chosen ones, and the editor."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def picker(key: str) -> None:
 
 
 def about(chosen: Sequence[str]) -> None:
-    """What is known of the chosen recipes: the title of each, with what to be careful about; all else on request."""
+    """Notes on the chosen recipes: the title and the warnings of each; the rest is shown on request."""
     known = {}
     for name in chosen:
         try:
@@ -160,7 +160,7 @@ def _begin(start: str) -> None:
 
 
 def _operands(modules: Sequence[str]) -> pd.DataFrame:
-    """The table of operands, as it was edited, with rows for the modules that are chosen above it."""
+    """The edited table of operands, with rows for the modules chosen above it."""
     state = st.session_state
     own = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
@@ -174,7 +174,7 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
 
 
 def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFrame:
-    """A table as it was edited."""
+    """The edited table."""
     state = st.session_state
     key = f"recipe_{name}_{state['recipe_count']}"
     if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
@@ -194,7 +194,7 @@ def _delete(place: Any, path: Path, picked: str) -> None:
 
 
 def _deleted(path: Path, picked: str) -> None:
-    """Delete a recipe, also from what is chosen."""
+    """Delete a recipe and remove it from the chosen ones."""
     state = st.session_state
     try:
         recipe_table.delete(path)
@@ -208,7 +208,7 @@ def _deleted(path: Path, picked: str) -> None:
 
 
 def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:
-    """The button that saves the recipe. It says so beforehand where that replaces a file."""
+    """The button that saves the recipe, with a warning if that replaces a file."""
     exists = path.exists()
     done = False
     with suppress(OSError):

@@ -31,7 +31,7 @@ def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) ->
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    """All runs, whatever the filter."""
+    """All runs, regardless of the filter."""
     opened = selection.opened
     runs = opened.runs()
     runs = runs[runs["recipe"].notna()]  # an import has none, and no loss

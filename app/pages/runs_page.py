@@ -73,7 +73,7 @@ def _totals(runs: pd.DataFrame) -> None:
 
 
 def _course(opened: Catalog, runs: pd.DataFrame) -> dict[str, list[float]]:
-    """The losses of the newest runs by run_id, at most SPARKS of each."""
+    """The losses of the newest runs by run_id, at most SPARKS points per run."""
     found = losses_of(opened, runs["run_id"].head(MOST_RUNS).tolist())
     every = {run: [record["loss"] for record in records] for run, records in found.items()}
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}
@@ -124,7 +124,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
 
 
 def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
-    """A form for what users say of a run: its name and color are used on all pages."""
+    """A form for the name, note and color of a run, which all pages use."""
     if runs.empty or read_only():
         return
     with st.expander("Name a run"):

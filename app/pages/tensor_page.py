@@ -65,7 +65,7 @@ def _allowed(params: Params) -> list[str]:
 
 
 def _load(opened: Catalog, row: pd.Series) -> Tensor | None:
-    """The tensor's values; None if they cannot be read, and then the page says why."""
+    """The tensor's values. None if they cannot be read; the page then shows the reason."""
     try:
         return opened.load(row["tensor_id"])
     except CatalogError:

@@ -69,7 +69,7 @@ SECTIONS = (
 
 
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:
-    """The report of what a filter selects, which must be something. command: that the report was made by."""
+    """The report of a filter's selection, which must not be empty. command: the command line that made the report."""
     yield from SECTIONS
     panels = overview.panels(opened, where)
     yield Section("overview", figures=[replace(f, name=f.name.removeprefix("panel_")) for f in panels])
@@ -94,7 +94,7 @@ def _as_on_its_page(selection: ReportSelection, question: Question) -> Section:
 
 
 def quick_analysis(panels: Section) -> Figure | None:
-    """The overview's panels as one picture; None if there is none."""
+    """The overview's panels as one picture; None without panels."""
     if not panels.figures:
         return None
     charts = [figure.chart.properties(width=640, height=280) for figure in panels.figures]

@@ -118,8 +118,8 @@ class Advice:
         text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {self.change:+.3g}"
         other = self.uniform
         if other is None:
-            return f"{text}; no single format takes so few bits."
-        return f"{text}; {other['name']} alone, with {other['bits']:.2f} bits, is predicted {other['change']:+.3g}."
+            return f"{text}; no single format takes as few bits."
+        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {other['change']:+.3g}."
 
     @property
     def doubts(self) -> list[str]:
@@ -142,7 +142,7 @@ class Advice:
             )
         if not self.backward.empty:
             found.append(
-                "What backward operands do to the loss is not predicted: they are chosen for the least noise in "
+                "The effect of backward operands on the loss is not predicted: they are chosen for the least noise in "
                 "gradients."
             )
         return found

@@ -128,14 +128,14 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     runs = catalog.runs()
     chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
     if chosen.empty:
-        raise AdviceError("no run with recorded tensors is here: collect one, as in binade run bf16")
+        raise AdviceError("there is no run with recorded tensors: collect one, as in binade run bf16")
     plain = [_rounds_nothing(catalog, run) for run in chosen["run_id"]]
     if any(plain):
         chosen = chosen[plain]
     for name in ("recipe", "model", "size", "dataset"):
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
-                f"the runs are of several {name}s, {', '.join(several)}, whose losses do not add up: choose with "
+                f"the runs are of several {name}s, {', '.join(several)}, whose losses cannot be added: choose with "
                 f"--{name} or --run"
             )
     return tuple(chosen["run_id"])

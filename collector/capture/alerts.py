@@ -36,7 +36,8 @@ def webhook(url: str) -> Callable[[Event], None]:
         try:
             urllib.request.urlopen(request, timeout=TIMEOUT).close()
         except (OSError, ValueError, HTTPException) as error:  # URLError and HTTPError are OSErrors
-            warnings.warn(f"the webhook missed iteration {event.iteration}: {describe(error)}", stacklevel=2)
+            text = f"the webhook did not receive the event of iteration {event.iteration}: {describe(error)}"
+            warnings.warn(text, stacklevel=2)
 
     def alert(event: Event) -> None:
         Thread(target=post, args=(event,), name="webhook").start()

@@ -78,16 +78,16 @@ class _Call:
         """(order, place, what happened) where something not finite begins."""
         name = self.name or "the model"
         if any(note.bad for note in self.parameters):
-            text = "has a parameter that was not finite before the step: the last update of the weights made it"
+            text = "has a parameter that was not finite before the step: it comes from the last update of the weights"
             yield self.started, name, f"{name} {text}"
         elif any(note.bad for note in self.operands):
             if not self.name:
-                yield self.started, "data", "the model's input is not finite: the data made it"
+                yield self.started, "data", "the model's input is not finite: it comes from the data"
         elif (at := _first(self.results)) is not None:
             yield at, name, f"{name}, {FORWARD}: its inputs are finite, its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
-                yield at, "loss", "the gradient of the model's result is not finite: the loss made it"
+                yield at, "loss", "the gradient of the model's result is not finite: it comes from the loss"
         elif (at := _first(self.leaving)) is not None:
             yield at, name, f"{name}, {BACKWARD}: the gradient of its result is finite, the one that it computes is not"
 

@@ -173,7 +173,9 @@ class Recorder:
         self.config = dict(config or {})
         for word in WORDS:
             if not isinstance(self.config.get(word), str | None):
-                raise ConfigError(f"config has {word} {self.config[word]!r}: a word was expected, as {word}='mine'")
+                raise ConfigError(
+                    f"config has {word} {self.config[word]!r}: a string was expected, such as {word}='mine'"
+                )
         self.tensors = frozenset(_names("tensors", tensors))
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
@@ -316,13 +318,13 @@ class Recorder:
             if self.evaluations_left_out and not self._count:
                 warnings.warn(
                     f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
-                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    "gradients; call model.train(), or record them with Recorder(evaluation=True)",
                     stacklevel=2,
                 )
             missing = [name for place in Other for name in tensor_names(place) if name in self.tensors - self._shown]
             if missing and self._count:
                 warnings.warn(
-                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be seen; DTensors, "
+                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be recorded; DTensors, "
                     "FSDP's parameters and copies that an optimizer steps are not recorded",
                     stacklevel=2,
                 )
@@ -839,7 +841,7 @@ def _version(x: Tensor) -> int:
 
 def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):  # its letters would be taken for the names
-        raise ConfigError(f"{option}={given!r} is one word: a tuple was expected, as {option}=({given!r},)")
+        raise ConfigError(f"{option}={given!r} is a single string: a tuple was expected, such as {option}=({given!r},)")
     return tuple(given)
 
 
@@ -862,12 +864,12 @@ def _check_record(
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"{name} is {_dtype(tensor)}, which is not recorded: convert it to float32 or bfloat16")
     if not tensor.dim():
-        raise ConfigError(f"{name} is a scalar: a tensor of at least one axis was expected, as x.reshape(1)")
+        raise ConfigError(f"{name} is a scalar: a tensor with at least one axis was expected, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
             raise ConfigError(f"{option}={value!r} of {name} is not an index: a whole number from 0 was expected")
     if not (isinstance(module, str) and module):
-        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, as module='norm'")
+        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, such as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
         if word not in known:
             raise ConfigError(f"{option}={word!r} of {name} is unknown: {', '.join(known)}")

@@ -43,15 +43,15 @@ class WatchOptions:
     capture_steps: int = option(2, group=WATCH, metavar="K", minimum=0,
         help="Steps recorded whole after a trigger fires")
     ring: int = option(0, group=WATCH, metavar="N", minimum=0, maximum=10_000,
-        help="Also record the N steps before a trigger fires. Every step is then measured like a watched one")
+        help="Also record the N steps before a trigger fires. Every step is then measured as a watched step is")
     ring_bytes: int = option(64 << 20, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Memory that those steps take at most", default_help="64M")
+        help="Limit of the memory that those steps take", default_help="64M")
     find_nan: bool = option(False, group=WATCH,
-        help="In every step, find the operation that makes the first NaN or Inf. This costs time in every step")
+        help="In every step, find the operation that produces the first NaN or Inf. This makes every step slower")
     cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,
-        help="Steps after a trigger fired in which it does not fire again")
+        help="Number of steps for which a trigger that has fired does not fire again")
     capture_bytes: int = option(1 << 30, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Triggers capture nothing more once captures take this much on the disk", default_help="1G")
+        help="Limit of the disk space for captures. Once it is reached, triggers capture nothing", default_help="1G")
     # fmt: on
 
     @property

@@ -284,7 +284,7 @@ class Writing:
             with suppress(Exception):  # the same again, or what follows from it
                 sink.close(error)
             warnings.warn(
-                f"the sink failed and receives nothing more: {one_line(error)}; binade export writes it later",
+                f"the sink failed and is no longer used: {one_line(error)}; write the data later with binade export",
                 stacklevel=2,
             )
 

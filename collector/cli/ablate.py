@@ -45,7 +45,7 @@ def _params() -> list[click.Parameter]:
         ["--seeds"],
         type=_seeds,
         metavar="N|A,B,...",
-        help="How many seeds, counted from --seed, or which; each has a bf16 run of its own  [default: 1]",
+        help="Number of seeds, counted from --seed, or a list of seeds; each also gets a bf16 run  [default: 1]",
     )
     return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
 
@@ -82,8 +82,8 @@ def _ablate(recipe: str, **params: Any) -> None:
     runs, start = runs_of(found, params)
     if runs[0].iterations == 1:
         fail(
-            "one iteration is trained, whose loss comes before the first backward pass: dgrad and wgrad show in the "
-            "losses of later ones. Give --train-iters"
+            "only one iteration is trained, and its loss is computed before any backward pass: dgrad and wgrad affect "
+            "later losses only. Give --train-iters"
         )
     if dry_run:
         print_text(_described(found, runs, start))

@@ -117,10 +117,10 @@ def _described(found: Advice) -> str:
         lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{name}")
     high = found.deciding.head(LISTED)
     if len(high):
-        lines += ["", "kept wider than the narrowest, and how much loss that saves"]
+        lines += ["", "operands kept wider than the narrowest format, and how much loss that saves"]
         lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
     if found.unplaced:
-        lines += ["", f"not placed, as not all of their formats were scored: {', '.join(found.unplaced)}"]
+        lines += ["", f"not shown, because some of their formats were not scored: {', '.join(found.unplaced)}"]
     return "\n".join([*lines, *([""] if found.doubts else []), *found.doubts])
 
 
@@ -131,12 +131,12 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--budget"], type=_positive, metavar="BITS", title=limits,
                help="Average bits per operand value, forward and backward each  [default: 5.5]"),
         Option(["--memory"], type=size, metavar="SIZE", title=limits,
-               help="Instead: the bytes that the forward operands of a micro-batch may take, such as 40M"),
+               help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         Option(["--loss"], type=_positive, metavar="X", title=limits,
-               help="Instead: the fewest bits whose predicted loss change is at most X"),
+               help="Instead of --budget: the fewest bits with a predicted loss change of at most X"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,
-               help="What gets formats of its own: each linear layer (site), each layer, each module in all layers, or "
-               "the model  [default: site]"),
+               help="Granularity, what is given formats of its own: each linear layer (site), each layer, each module "
+                   "in all layers, or the model  [default: site]"),
         Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
                help="linear, qk, pv, router; the others stay in bf16  [default: linear]"),
         Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
@@ -146,7 +146,8 @@ def _params() -> Sequence[click.Parameter]:
                help="At most N layers may have a GEMM in bf16"),
         Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
-               help="Queue the runs that test it, for as many seeds: bf16, the best single format of at most as many "
+               help="Queue the runs that test it, for this number of seeds: bf16, the best single format of at most "
+                   "as many "
                "bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these  [default: 200]"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LATEST = 10  # ended jobs that are listed without --all
 INTERVAL = 0.3  # seconds between two looks at a job that is followed
 SETTINGS: dict[str, Any] = {
-    "cancelled": "left; the jobs go on",
+    "cancelled": "stopped watching; the jobs continue",
     "failed": "the queue cannot be changed",
     "catches_signals": False,
 }

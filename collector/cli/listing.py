@@ -63,7 +63,7 @@ def _recipes() -> str:
     return "\n".join(
         [
             *lines,
-            "    FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything",
+            "    any format after FA_, linear_ or FA_linear_; without a prefix, everything is quantized",
             "    the path of a .toml file: see docs/recipes.md",
             "    RECIPE(without=A+B) leaves ingredients out:",
             *(f"        {name:<11} {meaning}" for name, meaning in INGREDIENTS.items()),

@@ -133,8 +133,8 @@ def training_params(command: str) -> list[click.Parameter]:
                 LENGTH,
                 "--resume",
                 metavar="RUN",
-                help="Continue a run of the root, that was killed for example, from its last checkpoint. All other "
-                "options are its own",
+                help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
+                "that it was started with",
             )
         ]
     shown = defaults(command)

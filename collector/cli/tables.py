@@ -43,7 +43,7 @@ LEGEND = (
     "the tensors; bias: ‖ĝ−g‖²/‖g‖² of the summed powers, g being bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
-    "nothing of hardware that has the format.",
+    "nothing about hardware that supports the format.",
     f"Over seeds: each seed's mean gap is to the bf16 run of that seed; sd: the deviation of these gaps. {SEPARATED} "
     "A rung of an ablation is compared with the step before, or with the whole recipe.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
@@ -230,17 +230,19 @@ def notes(section: Section) -> list[str]:
         if row.seed != usual:
             found.append(f"{row.label}: shown is seed {row.seed}.")
         if row.runs > len(row.seeds):
-            found.append(f"{row.label}: {row.runs} runs; shown is the longest, of these the newest, {row.run_id}.")
+            found.append(f"{row.label}: {row.runs} runs; shown is the longest (of several, the newest), {row.run_id}.")
         if (spread := row.figures.get("loss_spread_nats")) is not None:
             found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
     if len({row.figures.get("operand_values") for row in section.rows} - {None}) > 1:
-        found.append("Not every run recorded as many operands: SQNR, size and recorded time are of different tensors.")
+        found.append(
+            "The runs recorded different numbers of operands: SQNR, size and recorded time cover different tensors."
+        )
     backends: dict[str, list[str]] = {}
     for row in section.rows:
         backends.setdefault(row.backend, []).append(row.label)
     if len(backends) > 1:
         listed = "; ".join(f"{', '.join(labels)}: {backend}" for backend, labels in backends.items())
-        found.append(f"Times are not all of one set-up. {listed}.")
+        found.append(f"Times were measured on different set-ups. {listed}.")
     return [one_line(note) for note in found]
 
 

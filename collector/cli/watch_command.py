@@ -88,9 +88,9 @@ watch = Command(
     "watch",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--once"], is_flag=True, help="Print what there is, and end"),
+        Option(["--once"], is_flag=True, help="Print the events so far and exit"),
     ],
     callback=_watch,
     help="Follow the runs of a root: their events, such as triggers that fire, their iterations and losses.",
-    cancelled="no longer watched",
+    cancelled="stopped watching",
 )

@@ -292,7 +292,7 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
             try:
                 status = os.lstat(path)
             except OSError as error:
-                refuse(path, (error.strerror or "cannot be looked at").lower())
+                refuse(path, (error.strerror or "cannot be accessed").lower())
                 continue
             if not is_unicode(entry):
                 refuse(path, "its name is not valid Unicode")
@@ -313,12 +313,12 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
         try:
             target = Path(os.path.realpath(path, strict=True))
         except OSError:
-            return "a symbolic link that leads nowhere, or to itself"
+            return "a symbolic link whose target does not exist, or that points to itself"
         if not target.is_relative_to(source):
             return "a symbolic link out of the directory: links are not followed"
         return "a symbolic link: its target is found separately"
     if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     suffix = os.path.splitext(path)[1]
     if suffix in (".pkl", ".pickle"):
         return PICKLE
@@ -444,7 +444,9 @@ class _Import:
             else:
                 yield job, result
         if later:
-            self.report(f"{len(later)} files are read alone: there was no memory for them beside others")
+            self.report(
+                f"{len(later)} files are read one at a time: there was not enough memory to read them in parallel"
+            )
             yield from scatter((replace(job, room=self._room(1), alone=True) for job in later), read_file, 1)
 
     def _take(self, job: Job, result: Read | Death, done: int, total: int) -> None:
@@ -508,7 +510,7 @@ class _Import:
 def _cause(death: Death) -> str:
     causes = {
         "SIGKILL": "its reader was killed (SIGKILL), as happens when memory runs out",
-        "SIGBUS": "it was cut while it was read (SIGBUS)",
+        "SIGBUS": "it was truncated while it was read (SIGBUS)",
     }
     return causes.get(death.by, f"its reader crashed ({death.by})")
 

@@ -241,21 +241,21 @@ def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
     if log.version == "V3" and attention and log.component == "attention" and log.phase == "pre":
         if name == "attention_probs":
             return {"tensor_name": "query"}, (
-                "Logged as attention_probs before attention. In logs of version V3 that is in truth the query: only "
+                "Logged as attention_probs before attention. In logs of version V3 this is actually the query: only "
                 "post_FA holds the probabilities."
             )
         if name == "value":
             return {"tensor_name": "key", "contracted_axis": -2}, (
-                "Logged as value before attention. In logs of version V3 that is in truth the key, its last two axes "
+                "Logged as value before attention. In logs of version V3 this is actually the key, its last two axes "
                 "swapped: only post_FA holds the value."
             )
     if backward and log.phase == "pre" and name == "input":
         return {"tensor_name": "grad_output"}, (
-            "Logged as input of the backward pass: that is the gradient of the operation's output, grad_output."
+            "Logged as input of the backward pass: this is the gradient of the operation's output, grad_output."
         )
     if backward and log.phase == "post" and name == "output":
         return {"tensor_name": "grad_input"}, (
-            "Logged as output of the backward pass: that is the gradient of the operation's input, grad_input."
+            "Logged as output of the backward pass: this is the gradient of the operation's input, grad_input."
         )
     if linear and forward and name in ("output", "mm_output"):
         said = [f"as {log.tensor_name}"] * (name != "output") + ["with phase pre"] * (log.phase == "pre")

@@ -39,10 +39,10 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     notes, name, expert = [], file["layer"], None
     if grouped := _GEMM.fullmatch(name):
         name, expert = grouped["grouped"], grouped["number"]
-        notes.append("The expert is counted among those of its rank.")
+        notes.append("Experts are numbered within their rank.")
     layer = _LAYER.fullmatch(name)
     if layer and int(layer["number"][:20]) == 0:
-        notes.append("Layers are counted from 0 where a model has no layer_number: the layer is left blank.")
+        notes.append("The log has layer 0, which means that the model has no layer_number: the layer is left blank.")
     operation, phase, tensor_name = TENSORS[file["tensor"]]
     return make(
         NAME,

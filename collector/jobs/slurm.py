@@ -92,7 +92,7 @@ def script(target: Target, root: Path, folder: Path, working: Path, first: int, 
     for what, place in (("root", root), ("working directory", working)):
         if not str(place).isprintable() or set(str(place)) & set("%\\"):
             raise ConfigError(
-                f"the {what} {str(place)!r} has characters that Slurm gives a meaning to (%, \\ or unprintable ones): "
+                f"the {what} {str(place)!r} has characters that are special to Slurm (%, \\ or unprintable ones): "
                 "choose another" + " with --tensor-save-dir" * (what == "root")
             )
     # Shortly before the time limit the ranks get SIGUSR1 and end: what was recorded is kept. A node that fails ends the
@@ -143,7 +143,7 @@ def submit(text: str, path: Path) -> str:
         raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it gave no reason'}")
     number = done.stdout.strip().partition(";")[0]  # "id;cluster"
     if not number.isdecimal():
-        raise SubmissionError(f"sbatch named no job: its output is {done.stdout.strip()!r}")
+        raise SubmissionError(f"sbatch printed no job ID: its output is {done.stdout.strip()!r}")
     return number
 
 

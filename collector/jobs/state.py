@@ -45,9 +45,9 @@ ADVICE = {
         "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
     ),
     State.NO_MEMORY: (
-        "Take fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once."
+        "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer jobs at once."
     ),
-    State.NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
+    State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
     State.RESTARTED: "The machine went down while it ran. Retry.",
     State.TIME_LIMIT: "What was recorded is kept. Request more with --time, or train fewer iterations.",
     State.NODE_LOST: "Retry: the cluster will use another node.",
@@ -146,7 +146,7 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
         found, reason = how_it_ended(root, job, execution, run, None)
         state = after(state_of(run, cancelled, cluster), found)
     if state is State.DONE and run is None:
-        reason = "its run was deleted since"
+        reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
     # The status of a crashed run has only the last sign of life.
     ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
@@ -232,7 +232,7 @@ def how_it_ended(
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
         if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
-            return State.NO_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
+            return State.NO_MEMORY, f"{reason}; meanwhile the kernel killed a process because memory ran out"
         return State.KILLED, reason
     if cluster is None and execution.host == host() and execution.boot != boot():
         return State.RESTARTED, "the machine was restarted while the job ran"

@@ -141,7 +141,7 @@ def _compare(
     unused = {name for name in sizes if name.endswith(UNUSED) or (tied and name == HEAD)}
     for problem, names in (
         ("lacks", sorted(expected.keys() - sizes.keys())),
-        ("has, beyond those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
+        ("has, in addition to those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -87,7 +87,7 @@ def read_shape(path: Path) -> Shape:
         return _read(path, source, family, settings)
     except UnfitError as reason:
         if file:
-            raise ConfigError(f"checkpoint {path} {reason}, which is read of safetensors only") from reason
+            raise ConfigError(f"checkpoint {path} {reason}, which is supported for safetensors only") from reason
         return shape_of_transformers(path, str(reason))
 
 

@@ -102,11 +102,15 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
         _only(_table(stage, where), ("from", *PARTS, MODULES), where)
         start = str(stage.get("from", ""))
         if not START.fullmatch(start):
-            raise RecipeError(f'[[schedule]] from = {start or "nothing"}: an iteration from 1, or a part such as "90%"')
+            raise RecipeError(
+                f'[[schedule]] from = {start or "nothing"}: expected an iteration from 1, or a share such as "90%"'
+            )
         number = float(start.rstrip("%"))
         earlier = [each for each, _ in draft.schedule if each.endswith("%") == start.endswith("%")]
         if earlier and number <= float(earlier[-1].rstrip("%")):
-            raise RecipeError(f"[[schedule]] from = {start} follows {earlier[-1]}: each changes what was before it")
+            raise RecipeError(
+                f"[[schedule]] from = {start} follows {earlier[-1]}: list the changes in increasing order"
+            )
         latest = latest.copy()
         _fill(latest, stage, quant_type)
         draft.schedule.append((start, latest))

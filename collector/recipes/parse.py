@@ -101,7 +101,7 @@ def _draft(text: str) -> tuple[str, Draft]:
     for each in ingredients:
         found = [stage.leave_out(each) for stage in draft.stages()]
         if not any(found):
-            raise RecipeError(f"recipe {base} has nothing of {each!r} to leave out")
+            raise RecipeError(f"recipe {base} does not have the ingredient {each!r}")
     return name, draft
 
 

@@ -56,7 +56,7 @@ class Term:
         if found := NUMBERS.fullmatch(text):
             low, high = int(found[1]), int(found[2] or found[1])
             if low > high:
-                raise SelectionError(f"{text} runs backwards: write {high}-{low}")
+                raise SelectionError(f"{text} is reversed: write {high}-{low}")
             return cls(text, (low, high))
         try:
             return cls(text, pattern=re2.compile(text, QUIET))

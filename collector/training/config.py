@@ -47,7 +47,8 @@ LAYERS = (
 MODEL = Group("Model and data")
 FORMAT = Group(
     "What is quantized",
-    "FORMAT replaces the recipe's; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. The more "
+    "FORMAT replaces the format of the recipe; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. "
+    "The more "
     "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
     f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
@@ -151,8 +152,8 @@ class RunConfig(WatchOptions):
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
-        help="Also measure the error of each GEMM's result, what rounding does to the loss, single blocks, and what "
-        "follows channels and weights over iterations",
+        help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
+            "how channels and weights change over iterations",
         label="Also measured", form_help="", placeholder="nothing")
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",

@@ -181,7 +181,9 @@ def _environment_number(name: str) -> int:
     """A variable that torchrun sets. Raises ConfigError."""
     word = os.environ[name]
     if not re.fullmatch("[0-9]{1,9}", word):
-        raise ConfigError(f"the environment's {name} is {word!r}, not a number: torchrun sets it; without it, unset it")
+        raise ConfigError(
+            f"the environment's {name} is {word!r}, not a number: torchrun sets it; without torchrun, unset it"
+        )
     return int(word)
 
 

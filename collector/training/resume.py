@@ -97,11 +97,11 @@ class Resumed:
             if rows != position.tensors:
                 raise RunError(
                     f"{run.run_id} cannot be resumed: at its checkpoint rank {rank} had recorded {position.tensors} "
-                    f"tensors, its segments hold {rows}, so they were changed since"
+                    f"tensors, its segments hold {rows}, so they have been changed"
                 )
             for file, size in self._files(rank):
                 if _size(file) < size:
-                    raise RunError(f"{run.run_id} cannot be resumed: {file.name} has less than at its checkpoint")
+                    raise RunError(f"{run.run_id} cannot be resumed: {file.name} is shorter than at its checkpoint")
         first = self.positions[0]
         # The counts before the segments: rows that are not counted are no damage.
         for path in (run.directory / "ranks").glob("rank*.json"):

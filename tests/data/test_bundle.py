@@ -323,31 +323,31 @@ def rewrite(archive: Archive, table: pa.Table) -> None:
 
 LOSS = b'{"iteration": 0, "loss": 5.0, "seconds": 0.5, "recorded": true}\n'
 HOSTILE: dict[str, tuple[Callable[[Archive], None], str]] = {
-    "absolute": (put("/etc/cron.d/x"), "not a name that a bundle may hold"),
-    "parent": (put("runs/../../x.json"), "not a name that a bundle may hold"),
-    "parent in a run": (put("runs/a/tensors/../../../x.pt"), "not a name that a bundle may hold"),
-    "backslash": (put("runs\\a\\run.json"), "not a name that a bundle may hold"),
-    "drive": (put("C:/x.json"), "not a name that a bundle may hold"),
-    "nul": (put("aa\0.json"), "not a name that a bundle may hold"),
-    "hidden run": (put("runs/.sessions/run.json"), "not a name that a bundle may hold"),
-    "hidden file": (put("runs/a/tensors/.x.pt"), "not a name that a bundle may hold"),
-    "stranger": (put("runs/a/setup.py"), "not a name that a bundle may hold"),
-    "directory": (put("runs/a/", b""), "not a name that a bundle may hold"),
-    "the index": (put("index.duckdb"), "not a name that a bundle may hold"),
-    "two cases": (put("runs/A/run.json"), "runs are not those"),
+    "absolute": (put("/etc/cron.d/x"), "not a valid name for a file in a bundle"),
+    "parent": (put("runs/../../x.json"), "not a valid name for a file in a bundle"),
+    "parent in a run": (put("runs/a/tensors/../../../x.pt"), "not a valid name for a file in a bundle"),
+    "backslash": (put("runs\\a\\run.json"), "not a valid name for a file in a bundle"),
+    "drive": (put("C:/x.json"), "not a valid name for a file in a bundle"),
+    "nul": (put("aa\0.json"), "not a valid name for a file in a bundle"),
+    "hidden run": (put("runs/.sessions/run.json"), "not a valid name for a file in a bundle"),
+    "hidden file": (put("runs/a/tensors/.x.pt"), "not a valid name for a file in a bundle"),
+    "stranger": (put("runs/a/setup.py"), "not a valid name for a file in a bundle"),
+    "directory": (put("runs/a/", b""), "not a valid name for a file in a bundle"),
+    "the index": (put("index.duckdb"), "not a valid name for a file in a bundle"),
+    "two cases": (put("runs/A/run.json"), "its runs do not match its list"),
     "link": (link, "link"),
     "bomb": (bomb, "unpacks to more than 100 times"),
-    "other run": (other_run, "is not what the list says"),
-    "lie": (lie, "longer than it says"),
-    "shorter": (shorter, "longer than it says"),
-    "unlisted": (lambda archive: archive.files.update({"more.json": b"{}"}), "not those that its list names"),
-    "absent": (lambda archive: archive.files.pop("session.json"), "not those that its list names"),
+    "other run": (other_run, "does not match the list"),
+    "lie": (lie, "longer than its header says"),
+    "shorter": (shorter, "longer than its header says"),
+    "unlisted": (lambda archive: archive.files.update({"more.json": b"{}"}), "its files do not match its list"),
+    "absent": (lambda archive: archive.files.pop("session.json"), "its files do not match its list"),
     "version": (listed(binade_bundle=2), "version is 2"),
     "no version": (listed(binade_bundle="1"), "version is not a whole number"),
     "index as a run": (listed(runs=[{"run_id": "index.duckdb", "hash": "0" * 64}]), "index.duckdb is not allowed"),
     "no runs": (listed(runs={}), "runs is not a list"),
     "run of no name": (listed(runs=[{"run_id": "../x", "hash": "0" * 64}]), "runs.0.run_id does not have"),
-    "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "runs are not those"),
+    "more runs": (listed(runs=[{"run_id": "x", "hash": "0" * 64}]), "its runs do not match its list"),
     "outside path": (repath("../../../etc/passwd"), "that is not in the bundle"),
     "absolute path": (repath("/etc/passwd"), "that is not in the bundle"),
     "path of no file": (repath("tensors/9999.pt"), "that is not in the bundle"),
@@ -412,7 +412,7 @@ def live() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_name_twice(packed: Path, tmp_path: Path):
     refused(Archive(packed).write(tmp_path / "twice.zip", twice="session.json"), tmp_path, "twice")
-    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "not a name")
+    refused(Archive(packed).write(tmp_path / "cased.zip", twice="Session.json"), tmp_path, "not a valid name")
 
 
 def refused(path: Path, tmp_path: Path, words: str = "") -> None:

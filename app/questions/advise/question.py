@@ -1,4 +1,5 @@
-"""Which format for which operand? The least predicted loss under a budget of bits, and whether it came true."""
+"""Which format for which operand? The least predicted loss under a budget of bits, and whether training confirmed
+it."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def came_true(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
-    """(the advised recipes and those of one format that trained, predicted and measured; whether advice held)."""
+    """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
+    held)."""
     table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))

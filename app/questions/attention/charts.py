@@ -14,7 +14,7 @@ BY_HEAD = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap
 
 
 def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of attention.entropy: mean over queries, with the range; the dashed line is attention that looks everywhere."""
+    """Of attention.entropy: mean over queries, with the range; the dashed line is uniform attention."""
     tooltip = [
         alt.Tooltip("head:O", title="head"),
         alt.Tooltip("entropy:Q", title="mean entropy (bits)", format=".3f"),

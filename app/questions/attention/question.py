@@ -176,7 +176,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 def _of_layer(selected: SelectedTensor) -> list[Figure]:
-    """What is known by head, and the maps of the most focused head."""
+    """The statistics by head, and the maps of the most focused head."""
     maps = maps_of(selected)
     if maps is None:
         return []

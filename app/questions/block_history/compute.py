@@ -44,7 +44,8 @@ def summary(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
 
 
 def quantile(part: pd.DataFrame, q: float) -> float:
-    """Of a histogram's columns low, high and count: values lie evenly in their bin. NaN of nothing."""
+    """Quantile of a histogram given as columns low, high and count, with values spread evenly over their bin. NaN if it
+    is empty."""
     merged = part.groupby(["low", "high"], as_index=False)["count"].sum()
     if merged.empty:
         return math.nan

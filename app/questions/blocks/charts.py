@@ -56,7 +56,7 @@ def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
 def block_values(
     table: pd.DataFrame, spec: Spec, title: str, subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of compute.block_values: each value as it is (ring) and as it was rounded (dot), and the way between."""
+    """Of compute.block_values: each value (ring), its rounded value (dot), and the line between them."""
     tooltip = [
         alt.Tooltip("index:Q", title="place in the block"),
         alt.Tooltip("value:Q", title="value", format=".5~g"),

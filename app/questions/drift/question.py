@@ -75,7 +75,7 @@ def candidates(selected: SelectedTensor) -> Candidates | None:
 
 
 def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) -> str:
-    """The run that is wanted, else the tensor's own, else the first."""
+    """The requested run, else the tensor's own, else the first."""
     if wanted in runs:
         return str(wanted)
     return selected.row["run_id"] if selected.row["run_id"] in runs else runs[0]

@@ -1,4 +1,4 @@
-"""What does rounding cost in loss? The predicted change of the loss by operand, beside its SQNR."""
+"""What does rounding cost in loss? The predicted change of the loss by operand, and its SQNR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient to noise by iteration, with the line below which noise is most of a step."""
+"""Gradient to noise by iteration, with the line below which noise dominates the step."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
     """Every sampled weight tensor in every recorded iteration: PLACE, place, iteration, tensor_id, format, sampled (how
     many values), before (recorded iterations of the same weight before this one), at_bin_edge, oscillating (the share
     of values with a ratio of RATIO or more over the window that ends here, NaN before LEAST iterations), and returned
-    (over the window, the share whose rounded value left a value and came back to it; of the last iteration only)."""
+    (over the window, the share whose rounded value changed and later changed back; for the last iteration only)."""
     table = catalog.sampled_weights(where)
     table = table[table["layer_index"].notna()].reset_index(drop=True)
     keys = [name for name in SAME_IN_ITERATIONS if name != "micro_batch"]

@@ -95,7 +95,7 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
 def _other(
     selected: SelectedTensor, against: str, tensor_id: str | None
 ) -> tuple[Distribution | None, tuple[str, ...]]:
-    """(what the tensor is held against, what is to be said of it)."""
+    """(what the tensor is compared with, a note on it)."""
     if against == "selection":
         found = [d for d in distributions.distributions(selected.opened, selected.where) if d.total]
         if not found:

@@ -1,4 +1,4 @@
-"""Predicted loss changes of recipes beside the gaps that were measured when they trained."""
+"""Predicted loss changes of recipes, and the gaps measured in their training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the predictions hold? Predicted loss changes of recipes beside the gaps that were measured."""
+"""Do the predictions hold? Predicted loss changes of recipes, and the measured gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a NaN or Inf through a step, and statistics of the steps before."""
+"""The path of a NaN or Inf through a step, and statistics of the steps before."""
 
 from __future__ import annotations
 

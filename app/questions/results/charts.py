@@ -1,4 +1,4 @@
-"""Errors of GEMM results by layer, and against what their operands predict."""
+"""Errors of GEMM results by layer, and compared with the prediction from their operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which GEMM has the most error? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
+"""Which GEMM has the most error? The errors of forward, dgrad and wgrad results, compared with those of their
+operands."""
 
 from __future__ import annotations
 

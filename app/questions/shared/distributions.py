@@ -1,4 +1,4 @@
-"""How values lie: histograms and boxes, all from one representation.
+"""Distributions of values: histograms and box plots from one representation.
 
 A Distribution is values in ascending order with their counts. It is exact (low == high, a tensor's own values), or made
 of bins: the binade sketch's, an eighth of a binade wide, or a large float32 tensor's values by their upper 16 bits,
@@ -48,7 +48,7 @@ class Distribution:
 
     @property
     def smallest(self) -> float:
-        """The smallest magnitude told apart from zero."""
+        """The smallest magnitude that is distinguished from zero."""
         return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
 
     @property
@@ -102,7 +102,7 @@ class Pool:
         self.counts[bins] += counts * times
 
     def distribution(self) -> Distribution:
-        """Mean and standard deviation are not known."""
+        """The distribution, without mean and standard deviation."""
         bins = np.flatnonzero(self.counts)
         return _of_upper(self.group, bins, np.rint(self.counts[bins]).astype(np.int64), (math.nan, math.nan))
 

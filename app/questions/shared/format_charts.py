@@ -1,4 +1,4 @@
-"""Formats beside each other: SQNR, flush and saturation."""
+"""Formats side by side: SQNR, flush and saturation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a page has selected, which a question draws its answer from."""
+"""The selection of a page, from which a question draws its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from binade.quant.specs import Spec
 
 @dataclass(frozen=True)
 class Selection:
-    """A catalog and a filter. tensors: the ids of tensors that are chosen one by one, where a page offers that."""
+    """A catalog and a filter. tensors: the ids of tensors chosen one by one, if the page allows it."""
 
     opened: Catalog
     where: Filter
@@ -43,7 +43,7 @@ class Board(Selection):
         return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
 
     def named(self, figures: Iterable[Figure]) -> list[Figure]:
-        """Figures of this board beside those of others: each by its name and the board's."""
+        """The figures of this board renamed to include the board, so that they differ from those of other boards."""
         return [replace(figure, name=f"{figure.name}_{self.name}") for figure in figures]
 
     @property

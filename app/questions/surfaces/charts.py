@@ -14,7 +14,7 @@ from binade.app.style import Measure
 
 
 def surface(table: pd.DataFrame, measure: Measure, events: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.surface, of one run: bright is bad, and red what overflows."""
+    """Draws compute.surface of one run: brighter is worse, and overflow is red."""
     shown = with_labels(table, measure)
     paint = _paint("figure:Q", color_scale(shown, measure), measure.axis)
     tooltip = [

@@ -62,7 +62,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
 
 
 def _chosen(options: Any, wanted: Any) -> Any:
-    """The option that is wanted, of a dict its value; else the first."""
+    """The requested option (or its value, for a dict), else the first."""
     name = wanted if wanted in options else next(iter(options))
     return options[name] if isinstance(options, dict) else name
 

@@ -189,7 +189,7 @@ class SdpaMode(CoreMode):
 
     def check(self) -> None:
         if not self.calls:
-            self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
+            self.missing("did not call F.scaled_dot_product_attention, so its products were not intercepted")
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class WrittenMode(SdpaMode):
         if (self.attended, calls) not in ((2, 0), (0, 1)):
             self.missing(
                 f"called F.scaled_dot_product_attention {calls} times and made {self.attended} products of its own "
-                "where one call or two products were expected, so that they were not intercepted"
+                "where one call or two products were expected, so they were not intercepted"
             )
 
     def _scores(self, written: Written) -> Tensor:

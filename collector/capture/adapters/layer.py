@@ -94,7 +94,7 @@ def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str
     for pattern, names in alike.items():
         fits = all(name in reasons for name in modules if fnmatchcase(name, pattern))
         patterns += [pattern] if fits else names
-    return f"{'; '.join(texts)}. Leave out on purpose with exclude={patterns}"
+    return f"{'; '.join(texts)}. To leave them out on purpose: exclude={patterns}"
 
 
 def numbers_left_out(name: str) -> str:

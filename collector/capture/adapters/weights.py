@@ -138,8 +138,8 @@ class OwnProducts:
                 result = forward(*args, **kwargs)
             if isinstance(self.module, nn.Linear) and not mode.products:
                 raise InstrumentError(
-                    f"{self.name} ({type(self.module).__name__}) made no product of torch's functions with its weight, "
-                    f"so that none was intercepted: leave it out with exclude=[{self.name!r}]"
+                    f"{self.name} ({type(self.module).__name__}) did not multiply by its weight with a function of "
+                    f"torch, so nothing was intercepted: leave it out with exclude=[{self.name!r}]"
                 )
             return result
 
