@@ -67,7 +67,7 @@ def _indented(text: str) -> str:
 
 
 def _parameters(question: Question) -> dict[str, str]:
-    """What each parameter of a question takes, in words."""
+    """A description of each parameter of a question."""
     of_page = {
         name: text.format(metric=question.link.get("metric", METRICS[0]))
         for name, text in _OF_PAGE.get(question.page, {}).items()

@@ -5,8 +5,8 @@
     runs/<run_id>/...        run directories as they are on disk; a tensor left out has no path in its row
 
 A bundle is untrusted input. It is unpacked under limits into a hidden directory of the root, checked against its own
-list and by indexing it, and only then are its runs renamed into the root. Whatever is wrong with it: one sentence, and
-nothing has changed.
+list and by indexing it, and only then are its runs renamed into the root. If anything is wrong with it, the error is
+one sentence, and nothing has changed.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True)
 class Written:
-    """What went into a bundle: runs, tensors by row, those with their values, chosen ones whose values are not in
-    their run's directory and were left out, and the archive's bytes."""
+    """The content of a bundle: the number of runs, of rows of tensors, of tensors with values, of chosen ones whose
+    values are not in their run's directory and were left out, and the archive's bytes."""
 
     runs: int
     tensors: int
@@ -85,7 +85,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: run ids that are new here, those that were here already, and the extra files."""
+    """The result of an import: run ids that were added, those that already existed, and the extra files."""
 
     added: tuple[str, ...]
     kept: tuple[str, ...]
@@ -109,7 +109,7 @@ def write(
     extras: dict[str, bytes] | None = None,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Written:
-    """Write runs of a root as a bundle; target appears whole or not at all.
+    """Write runs of a root as a bundle, atomically.
 
     tensor_ids: tensors whose values are included, as the catalog names them ("<run_id>/..."); None for all. extras:
     other files by name. done is called with the files written so far and their number. Raises BundleError.
@@ -180,7 +180,7 @@ class _Writer:
         self.listed: dict[str, dict[str, Any]] = {}
 
     def plan(self, run: RunInfo, wanted: set[str] | None) -> _Plan:
-        """The files of a run; rows are written anew where values are left out, and the status tells so."""
+        """The files of a run. Where values are left out, rows and status are rewritten accordingly."""
         prefix = f"runs/{run.run_id}"
         files, raw, left_out, tensors = [], [], 0, 0
         digests: dict[str, str] = {}
@@ -298,8 +298,8 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files that the list names, none longer than
-    it says, every name of a form that a bundle has."""
+    """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files of the list are unpacked, none longer
+    than stated there, with names that a bundle may have."""
     extras = {}
     with _opened(source) as archive:
         entries = _entries(archive)
@@ -397,7 +397,7 @@ def _read_list(
 
 
 def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iterator[bytes]:
-    """An entry's content, refused where it is longer than it may be or its checksum is wrong."""
+    """An entry's content, refused if it is too long or its checksum is wrong."""
     size = 0
     try:
         with archive.open(entry) as source:
@@ -430,8 +430,7 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, tar
 
 
 def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
-    """That each is a whole run whose losses are such, whose rows the catalog takes, and whose fingerprint is the one
-    that is named."""
+    """Check that each run is complete, has valid losses, rows that the catalog accepts, and the listed fingerprint."""
     for run_id, wanted in hashes.items():
         directory = runs / run_id
         (directory / "tensors").mkdir(exist_ok=True)
@@ -457,7 +456,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
 
 
 def _check_rows(directory: Path) -> None:
-    """Columns, how much memory they take, and that a path is that of a tensor file which came along."""
+    """Check the columns, their size in memory, and that each path names a tensor file of the bundle."""
     for segment in sorted((directory / "segments").iterdir()):
         for name, path in table_files(segment).items():
             schema = pq.read_schema(path)
@@ -493,7 +492,7 @@ def _in_memory(path: Path) -> int:
 
 
 def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]:
-    """(runs that are new here, runs that are here with the same content)."""
+    """(runs to add, runs that already exist with the same content)."""
     added, kept = [], []
     for run_id, wanted in hashes.items():
         if not os.path.lexists(root / run_id):

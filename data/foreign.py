@@ -51,7 +51,8 @@ class ForeignTensor:
     """A tensor of a file: float32, bfloat16 or float16 on the CPU, with at least one element.
 
     key       its name in a file of several tensors, else None
-    metadata  the file's metadata, unchecked; of a dict that is neither of the fork's, all of it that is no tensor
+    metadata  the file's metadata, unchecked; for a dict in another form than the fork's, everything in it that is not a
+              tensor
     note      a sentence on how the values were converted, or None
     dtype     its dtype in the file
     refused   why it cannot be used; tensor is then None
@@ -122,7 +123,7 @@ def _open(path: Path) -> int:
 
 
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
-    """The same tensors; any exception that a damaged file causes is raised as a TensorFileError."""
+    """The same tensors; any exception caused by a damaged file is raised as TensorFileError."""
     while True:
         try:
             with warnings.catch_warnings():
@@ -196,7 +197,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
 
 
 class StandIn:
-    """What an object of Transformer Engine becomes: nothing. Its class is not imported, and its content is dropped."""
+    """Replaces an object of Transformer Engine. Its class is not imported, and its content is dropped."""
 
     def __new__(cls, *content: object) -> StandIn:
         return object.__new__(cls)
@@ -207,7 +208,7 @@ class StandIn:
 
 
 class _Attribute(StandIn):
-    """getattr, by which Transformer Engine 2.15 names a constructor of a class: the class."""
+    """Replaces getattr, through which Transformer Engine 2.15 refers to a constructor: returns the class."""
 
     def __new__(cls, owner: Any, name: str) -> Any:
         return owner

@@ -1,4 +1,4 @@
-"""What a tensor's card says beside its words and numbers: where an imported tensor comes from, what was corrected."""
+"""Notes on a tensor's card: where an imported tensor comes from, and what was corrected."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def on_a_grid(config: str) -> str | None:
 
 
 def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
-    """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. Of a tensor
-    of Binade's own they tell only that its layer was recomputed, and of a weight that it lies on a grid.
+    """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. For a tensor
+    that Binade recorded, they say only that its layer was recomputed or that its weight lies on a grid.
 
-    Plain text, of which the names of files and the log's own words are a part only where they are plain words: shown as
-    text it is harmless, as HTML or Markdown it should still be escaped.
+    The notes are plain text and include file names and words of the log only if these are plain words. They are
+    harmless as text, but must still be escaped as HTML or Markdown.
     """
     if not (_there(row["path"]) and str(row["path"]).startswith("/")):
         grid = on_a_grid(config) if row["tensor_name"] == "weight" else None

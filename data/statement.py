@@ -1,8 +1,8 @@
 """One SQL statement of a user, in a process of its own: the child of `data.sandbox`.
 
-DuckDB neither counts one value of a gigabyte in its memory limit nor interrupts it in time. So the operating system
-enforces the limits: of the address space here, and the parent kills the process at its timeout. Imports are few,
-because every statement waits for them.
+DuckDB neither counts a single value of a gigabyte in its memory limit nor interrupts its computation in time. So the
+operating system enforces the limits: of the address space here, and the parent kills the process at its timeout.
+Imports are few, because every statement waits for them.
 
     python -m binade.data.statement PARENT COPY    the parent's pid, and the open file of the index's copy
     stdin    {"sql": text, "limit": rows} as JSON

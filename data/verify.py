@@ -1,6 +1,6 @@
-"""Compares what is on disk with the checksums that were written with it: what `binade verify` does.
+"""Compares files on disk with the checksums that were written with them, for `binade verify`.
 
-The index does this for rows when it takes a segment in, and for a tensor's values when they are read. This reads
+The index does this for rows when it adds a segment, and for a tensor's values when they are read. This module reads
 everything.
 """
 
@@ -26,8 +26,8 @@ UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 
 @dataclass
 class Verified:
-    """How many runs and files were read; damaged: a line for each file that is not what was written; unchecked: the
-    runs of earlier versions, which have no checksums."""
+    """The number of runs and files read; damaged: a line for each file that differs from what was written; unchecked:
+    the runs of earlier versions, which have no checksums."""
 
     runs: int = 0
     files: int = 0
@@ -44,7 +44,8 @@ def verify(
     """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
     found, done with the segments read so far and their number. Runs that are being recorded may be among them.
 
-    Raises RunError if the root is no directory or has no such run, TensorFileError if an object store cannot be read.
+    Raises RunError if the root is not a directory or has no such run, TensorFileError if an object store cannot be
+    read.
     """
     if not root.is_dir():
         raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")

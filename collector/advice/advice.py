@@ -1,4 +1,4 @@
-"""The advice: a choice of specs as a recipe, beside uniform and published recipes, and the runs that test it."""
+"""The advice: a choice of specs as a recipe, compared with uniform and published recipes, and the runs that test it."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ COLUMNS = ["kind", "name", "bits", "change"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A request for advice.
 
     bits       the budget: average bits per operand value, of forward and of backward operands each
     change     instead of it, how much the loss may rise
-    by         what gets a choice of its own: a key of GROUPS
+    by         the granularity of the choice: a key of GROUPS
     specs      those to choose from beside bf16; all that were scored if empty
     tiles      round weights in tiles only
     most_bf16  how many layers may have a GEMM in bf16; None for any number
@@ -91,8 +91,7 @@ class Advice:
 
     @property
     def uniform(self) -> pd.Series | None:
-        """Of the recipes with one spec for all and at most as many bits, that with the least change; None if there is
-        none."""
+        """The best recipe with one spec for all operands and at most as many bits; None if there is none."""
         found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
         return None if found.empty else found.sort_values("change").iloc[0]
 
@@ -123,7 +122,7 @@ class Advice:
 
     @property
     def doubts(self) -> list[str]:
-        """A sentence for each reason not to act on it."""
+        """A sentence for each reason not to rely on it."""
         found = []
         if self.costs.micro_batches == 1:
             found.append(
@@ -148,7 +147,7 @@ class Advice:
         return found
 
     def recipe(self, name: str) -> Recipe:
-        """The choice as a recipe, the most common one for [linear]."""
+        """The choice as a recipe; the most common specs become [linear]."""
         given = self.request
         limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
         about = About(
@@ -223,7 +222,7 @@ def _specs(costs: Costs, request: Request) -> list[str]:
 
 
 def _rows(table: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table that a choice takes."""
+    """The rows of a table that belong to a choice."""
     long = pd.concat(
         [best[["group"]].assign(spec=best["a"], first=True), best[["group"]].assign(spec=best["b"], first=False)]
     )

@@ -26,11 +26,12 @@ GROUPS = {
     "module": ("module",),
     "model": (),
 }
-"""What gets one choice for each of its GEMMs, by what tells the groups apart."""
+"""The groups that share a choice for each of their GEMMs, with the columns that distinguish them."""
 
 
 def family(spec: str) -> tuple[str, int | None]:
-    """Specs of one family can be the two operands of a GEMM: their scales are of one kind, over runs of one length."""
+    """The family of a spec. The two operands of a GEMM need specs of one family: the same kind of scale, over runs of
+    the same length."""
     if spec == BF16:
         return BF16, None
     chosen = Spec.of(spec)

@@ -1,4 +1,4 @@
-"""A Recorder writes a run: the tensors of an instrumented model, and those that `record` is called with.
+"""A Recorder writes a run: the tensors of an instrumented model, and those passed to `record`.
 
 A tensor of a GEMM is recorded before quantization, with the error that quantization made. Its statistics, sketch and
 scores are computed at once, on its device; its values are copied while the byte budget lasts. A thread writes files and
@@ -74,7 +74,8 @@ SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def saving_enabled() -> bool:
-    """What TENSOR_SAVE_ENABLED says; on without it. Raises ValueError for a word that is neither yes nor no."""
+    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word that is neither yes nor
+    no."""
     word = os.environ.get(ENABLED_VARIABLE) or "1"
     if word.lower() not in SWITCH:
         raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
@@ -89,7 +90,7 @@ Captured = tuple[Pass, Path | None, Callable[[bool], TensorRow]]
 
 
 class RecorderError(RuntimeError):
-    """A Recorder is used while it has no run, or entered while it has one."""
+    """A Recorder is used outside its context, or entered twice."""
 
 
 class Recorder:
@@ -216,7 +217,7 @@ class Recorder:
         self._reset()
 
     def _reset(self) -> None:
-        """Count from 0, as before the first run."""
+        """Reset all counts, as before the first run."""
         self.recording = True
         self.evaluating = False  # within a forward pass that does not train
         self.evaluations_left_out = 0
@@ -351,29 +352,30 @@ class Recorder:
             end(self.iteration)
 
     def settle(self) -> None:
-        """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
+        """Wait until everything published is on the disk. Raises OSError if a write failed."""
         if self.entered:
             self._writing.settle()
 
     def position(self) -> dict[str, int]:
-        """How far this rank's part of the run is, with all that was published on the disk. Raises OSError."""
+        """The position of this rank's part of the run, once everything published is on the disk. Raises OSError."""
         self.settle()
         return {"segments": self.writer.segments, "recorded": self._count, **self._writing.counts}
 
     def save_state(self, directory: Path | None = None) -> None:
-        """Have those in `savers` write to a directory, or to the run's own if it has one. Raises OSError."""
+        """Call the functions in `savers` with a directory, by default that of the run if there is one. Raises
+        OSError."""
         if self.entered:
             for save in self.savers:
                 save(directory or self.writer.directory)
 
     def step(self) -> None:
-        """Publish what was captured and count one iteration on. Iterations are counted by this method alone from then
+        """Publish what was captured and go to the next iteration. Iterations are counted by this method alone from then
         on, not by the steps of optimizers."""
         self.stepped = True
         self.go_to(self.iteration + 1)
 
     def check_steps(self) -> None:
-        """Warn if several forward and backward passes have run and nothing tells the iterations apart."""
+        """Warn if several forward and backward passes have run without anything that separates iterations."""
         known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
         if len(self.arrived) > 1 and not known:
             warnings.warn(
@@ -384,7 +386,7 @@ class Recorder:
             )
 
     def go_to(self, iteration: int) -> None:
-        """Publish what was captured, if that was another iteration; what follows belongs to this one."""
+        """Go to this iteration. Publishes what was captured if it belongs to another one."""
         if iteration == self.iteration:
             return
         self._end_pass()
@@ -401,23 +403,23 @@ class Recorder:
             follow()
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Tell the triggers the loss of this iteration, in nats per token; nothing waits for a GPU."""
+        """Report the loss of this iteration to the triggers, in nats per token. Nothing waits for a GPU."""
         if self.entered and self.watching.trigger:
             iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The conditions, as they are written."""
+        """The trigger conditions, as text."""
         return tuple(trigger.text for trigger in self.watching.triggers)
 
     @property
     def fired(self) -> tuple[str, ...]:
-        """Those that have fired in this run, as far as is known."""
+        """The triggers known to have fired in this run."""
         return self._monitor.fired if self.entered else ()
 
     def changed(self, text: str, trigger: str | None) -> None:
-        """Write that what is quantized has changed with this iteration."""
+        """Write an event: what is quantized has changed with this iteration."""
         if self.entered:
             announce = self._monitor.announce
             self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
@@ -427,12 +429,12 @@ class Recorder:
         self._writing.run(task)
 
     def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
-        """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
+        """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
         self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site, iteration: int | None = None) -> None:
-        """Record a tensor of the pass that runs, or of the first of an earlier iteration, whether or not it is recorded
-        otherwise."""
+        """Record a tensor of the current pass, or of the first pass of an earlier iteration, even if that is not
+        recorded otherwise."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
         identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
@@ -449,14 +451,14 @@ class Recorder:
 
     @property
     def _measures(self) -> bool:
-        """Whether a trigger or the watch has this micro-batch measured."""
+        """Whether this micro-batch is measured for a trigger or because its step is watched."""
         if self.iteration in self._capture:
             return True
         return self.micro_batch == 0 and not self.evaluating and self.watching.follows_step(self.iteration)
 
     @property
     def _whole(self) -> bool:
-        """Whether all of this iteration is recorded, not its basic statistics alone."""
+        """Whether this iteration is recorded in full, not only its basic statistics."""
         watched = self.watching.stats == Stats.FULL and self.watching.watches(self.iteration) and self.micro_batch == 0
         return self._asked or watched or self.iteration in self._capture
 
@@ -467,19 +469,19 @@ class Recorder:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is recorded before this changes by `at`, or another run."""
+        """Whether nothing more is recorded, unless `at` or another run changes that."""
         if self.positioned or not self.enabled:
             return not (self.recording and self.enabled)
         return self._first is not None and self._is_over() and not self._measures
 
     def idle(self) -> bool:
-        """Whether nothing of this iteration is recorded, whatever the micro-batch."""
+        """Whether nothing of this iteration is recorded, in any micro-batch."""
         if self.paused or not self.enabled:
             return True
         return not self.positioned and self.over
 
     def _is_over(self) -> bool:
-        """Whether all iterations that are to be recorded were."""
+        """Whether all requested iterations have been recorded."""
         return self.iterations is not None and self.iteration - (self._first or 0) >= self.iterations
 
     def moment(self) -> Moment:
@@ -496,11 +498,11 @@ class Recorder:
         return Moment(self.iteration, self.micro_batch, recording, self.evaluating, recording and not whole)
 
     def moment_of_step(self) -> Moment:
-        """The current iteration, and whether a step of the optimizer is recorded now."""
+        """The current iteration, and whether an optimizer step would be recorded now."""
         return Moment(self.iteration, self.micro_batch, self.enabled and self._recorded == self.iteration)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
-        """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
+        """Mark a layer's forward pass at that moment as recomputed; its rows will say so when they are published."""
         self._recomputed.add((site, moment))
 
     def record(
@@ -527,8 +529,8 @@ class Recorder:
         operation  "forward", "backward" or "optimizer", which has no micro-batch
         phase      "pre" for an input of the operation, "post" for an output
         expert     the index of a routed expert, from 0
-        dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along it, else
-                   along the last axis
+        dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along this axis,
+                   else along the last
         scores     formats that the tensor is tried in; default: those of the Recorder
 
         The row has the statistics and sketch of the tensor in its own units, quant_type bf16 and the layer type of a
@@ -568,13 +570,13 @@ class Recorder:
         self._record(seen, identity, moment, scores, None, None, layer.shard(kind.observed))
 
     def publish_step(self) -> None:
-        """Queue what was captured of the optimizer's step, where `at` does not publish it."""
+        """Queue what was captured of the optimizer's step, unless `at` publishes it."""
         if self.positioned:
             self._publish()
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
-        product is a second one of the same, of which only the gradients are recorded."""
+        product is a recomputation, of which only the gradients are recorded."""
         if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
             return None
         key = layer.site, product, moment
@@ -607,8 +609,8 @@ class Recorder:
         shard: Shard,
         result_sqnr: Callable[[], float] | None = None,
     ) -> list[Tried]:
-        """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published. Returns its scores:
-        those of later GEMMs may be added to them until then."""
+        """Measure and copy a tensor; on a GPU, asynchronously until the rows are published. Returns its scores: those
+        of later GEMMs may be added to them until then."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x = seen.tensor
@@ -697,7 +699,7 @@ class Recorder:
 
     def _publish_reduced(self) -> None:
         """At the end of a watched step, or with `at` of its first micro-batch: queue what was measured of it to be
-        reduced over ranks. All ranks do, whether or not they have measured something."""
+        reduced over ranks. All ranks call this, even if they have measured nothing."""
         if not self.entered or self._reduction is None or not self.watching.watches(self.iteration):
             return
         if self.positioned and self.micro_batch:
@@ -827,7 +829,7 @@ def _squares(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:
-    """What the tensor is followed by over iterations."""
+    """The values for following the tensor over iterations."""
     hot, sample = hot_channels_later(shown), None
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
@@ -835,7 +837,7 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[]
 
 
 def _version(x: Tensor) -> int:
-    """Counts how often x's values were written over."""
+    """Counts how often x's values were overwritten."""
     return 0 if x.is_inference() else x._version
 
 

@@ -30,7 +30,7 @@ class Stats(StrEnum):
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a Recorder and `binade run` share. The fields are keywords of the one and options of the other."""
+    """The options that a Recorder and `binade run` share, as keywords and as command-line options."""
 
     # fmt: off
     watch: str | None = option(None, group=WATCH, metavar="WHEN", pattern=EVERY,
@@ -56,7 +56,7 @@ class WatchOptions:
 
     @property
     def every(self) -> int:
-        """One step in how many is watched; 0 for none."""
+        """One step in this many is watched; 0 for none."""
         found = EVERY.fullmatch(self.watch or "")
         return int(found[1] or 1) if found else 0
 
@@ -67,11 +67,11 @@ class WatchOptions:
 
     @property
     def follows(self) -> bool:
-        """Whether any step is measured that is not recorded anyway."""
+        """Whether steps are measured in addition to those that are recorded."""
         return bool(self.every or self.ring)
 
     def follows_step(self, iteration: int) -> bool:
-        """Whether a step is measured for being watched, or for the ring."""
+        """Whether a step is measured because it is watched, or for the ring."""
         return bool(self.ring) or self.watches(iteration)
 
     def watches(self, iteration: int) -> bool:

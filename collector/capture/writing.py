@@ -70,7 +70,7 @@ def _acquired() -> Lock:
 
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
-    to the sink once it is on the disk; a sink that fails gets no more, with a warning. The monitor sees every row.
+    to the sink once it is on the disk; a sink that fails is not used again, with a warning. The monitor sees every row.
     before: the counts of a run that is continued, see `counts`."""
 
     def __init__(
@@ -130,8 +130,8 @@ class Writing:
         self._raise()
 
     def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
-        """Queue the rows of a watched step to be reduced over ranks: each calls it for the same steps, then `publish`,
-        which raises a failure."""
+        """Queue the rows of a watched step to be reduced over ranks. Each rank calls this for the same steps, and then
+        `publish`, which raises any failure."""
         rows = list(pending)
         self._tasks.put(lambda: self._segment(rows, {}, iteration))
 
@@ -150,7 +150,7 @@ class Writing:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the status, as they are once `settle` has returned."""
+        """The counts of the status; valid once `settle` has returned."""
         return {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
 
     def close(self) -> Exception | None:
@@ -165,7 +165,7 @@ class Writing:
         self._thread.join()
 
     def _raise(self) -> None:
-        """Raise the first failure; those that followed it are dropped."""
+        """Raise the first failure; later ones are dropped."""
         if self._failures:
             first = self._failures[0]
             self._failures.clear()
@@ -220,7 +220,7 @@ class Writing:
         self._writer.update(**self.counts, **status)
 
     def _take(self, kept: list[Pending]) -> None:
-        """Make rows, and take those of the monitor's ring if a trigger has fired since."""
+        """Make rows, and add those of the monitor's ring if a trigger has fired meanwhile."""
         rows = self._made(kept)
         ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
         self._rows += self._monitor.see(rows, ring) if self._monitor else rows
@@ -242,14 +242,14 @@ class Writing:
 
     @property
     def _due(self) -> bool:
-        """Whether the rows that wait are to be written now."""
+        """Whether the pending rows should be written now."""
         now = time.monotonic()
         waited, longest = now - self._wrote, min(SHARE * (now - self._began), LONGEST)
         captured = self._monitor is not None and self._monitor.captured(self._rows)
         return len(self._rows) >= ROWS or waited >= longest or captured or any(row.path for row in self._rows)
 
     def _write(self) -> None:
-        """Write the rows that wait as a segment."""
+        """Write the pending rows as a segment."""
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -270,7 +270,7 @@ class Writing:
         self._attempt(lambda: self._send(rows))  # a warning may have been made an error
 
     def _send(self, rows: list[TensorRow] | None) -> None:
-        """Give rows to the sink, or None to close it."""
+        """Send rows to the sink, or close it for None."""
         sink = self._sink
         if sink is None:
             return

@@ -36,7 +36,7 @@ def _seeds(text: str) -> tuple[int, ...] | int:
 
 
 def _params() -> list[click.Parameter]:
-    """Those of `run`, but for what says what is quantized: the ladder does."""
+    """The parameters of `run`, without those that choose formats: the ladder sets these."""
     params = [p for p in training_params("run") if getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers"]
     for param in params:
         if isinstance(param, Option) and param.name == "skip_layers":
@@ -51,7 +51,7 @@ def _params() -> list[click.Parameter]:
 
 
 def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], SlurmOptions]:
-    """The rungs of the first seed, then of the next, checked, and where they run. Raises ConfigError."""
+    """The checked runs, seed by seed, and where they run. Raises ConfigError."""
     seeds = params.pop("seeds") or 1
     request = request_of("run", {"operand_quant": ()} | params)
     (base,) = request.runs

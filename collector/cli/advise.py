@@ -67,7 +67,7 @@ def _advise(
     """Choose a format for every operand: the least predicted loss under a budget of bits.
 
     ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
-    bf16 runs are used. The choice is among the formats that they were scored in.
+    bf16 runs are used. It chooses among the formats that the runs were scored in.
     """
     from binade.collector.advice.advice import Request, queue, verification
     from binade.collector.advice.advice import advise as choose
@@ -110,7 +110,7 @@ def _advise(
 
 
 def _described(found: Advice) -> str:
-    """The choice in words, the frontier, what decides, and why to doubt it."""
+    """A description of the choice, the frontier, the deciding operands, and reasons for doubt."""
     lines = [found.sentence, "", "bits per forward value   predicted loss change"]
     for row in found.frontier.sort_values("bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"

@@ -94,7 +94,7 @@ KINDS: dict[str, Callable[[], str]] = {
 
 
 def _format(fmt: Format) -> list[str]:
-    """A format, and the values of its options, the default first where it is one of several."""
+    """A format, and the values of its options, with the default first if there are several."""
     spec = Spec.of(fmt)
     lines = [
         f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"

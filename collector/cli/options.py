@@ -160,7 +160,7 @@ def scores_option() -> Option:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line of run, batch or quick asks for."""
+    """The request of a command line of run, batch or quick."""
 
     runs: list[RunConfig]
     start: SlurmOptions
@@ -232,6 +232,6 @@ def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def job_arguments(argv: Sequence[str]) -> list[str]:
-    """The command line without the options that say how it is started."""
+    """The command line without the options that say where it runs."""
     parser = click.Command("binade", params=start_params(), add_help_option=False, context_settings=PASS_ON)
     return list(parser.make_context("binade", list(argv)).args)

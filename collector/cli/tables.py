@@ -85,7 +85,7 @@ SEEDS = ("seeds", "mean gap", "sd", "95 % interval", "change", "verdict")
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown. The first `left` columns are words, aligned left, the others numbers."""
+    """Formatted cells. The first `left` columns are words, aligned left, the others numbers."""
 
     title: str
     header: tuple[str, ...]
@@ -102,7 +102,7 @@ def render(comparison: Comparison, kind: str) -> str:
 
 
 def heading(section: Section) -> str:
-    """What the runs of a section share, in words, and their seeds."""
+    """A description of what the runs of a section share, and their seeds."""
     s = section.settings
     seeds = [str(seed) for seed in section.seeds if seed is not None]
     parts = [
@@ -209,7 +209,7 @@ def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator
 
 
 def notes(section: Section) -> list[str]:
-    """What a reader should know of this section before believing it."""
+    """Notes that limit what a reader can conclude from this section."""
     found = []
     if section.reference is None:
         found.append("No bf16 run of these settings finished an iteration: there is no gap.")
@@ -252,7 +252,7 @@ def _rounding(row: Row, side: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share in %: a few are not shown as none."""
+    """A share in %. A small share is not shown as zero."""
     return "<0.01" if 0 < share < 0.00005 else f"{100 * share:.2f}"
 
 
@@ -301,7 +301,7 @@ def _markdown(comparison: Comparison) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As it is in Markdown: no cell, link, tag or emphasis is made of it."""
+    """Escape a text for Markdown, so that it creates no cell, link, tag or emphasis."""
     return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
 
 

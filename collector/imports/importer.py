@@ -80,8 +80,8 @@ class File:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to read. room: see `data.foreign.opened`; alone says that no other file is read meanwhile, so that there
-    will not be more room later."""
+    """A file to read. room: see `data.foreign.opened`; alone: no other file is read at the same time, so there will not
+    be more memory later."""
 
     number: int
     file: File
@@ -106,7 +106,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Read:
-    """The result of reading a file. later: there was no memory for it besides the others."""
+    """The result of reading a file. later: there was not enough memory for it next to the others."""
 
     rows: list[TensorRow] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of files.jsonl: an imported file, its tensors, and the keys of it that were refused, with the reasons."""
+    """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons."""
 
     file: str
     size: int
@@ -128,8 +128,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: tensors and files added, files that were known, files added by source (see
-    log.Log.version), and what was refused."""
+    """The result of an import: tensors and files added, files already known, files added by source (see
+    log.Log.version), and refusals."""
 
     run_id: str
     directory: Path
@@ -143,12 +143,12 @@ class Imported:
 
     @property
     def failed(self) -> bool:
-        """Whether there were files and not one could be used."""
+        """Whether there were files but none could be used."""
         return bool(self.refused) and not (self.files or self.known)
 
 
 def read_file(job: Job) -> Read:
-    """The rows of one file; what cannot be used is refused with a reason. Runs in a process of its own."""
+    """The rows of one file, and refusals with reasons for what cannot be used. Runs in a separate process."""
     torch.set_num_threads(1)
     rows, refused, version = [], [], None
     path, name = Path(job.file.path), job.file.name
@@ -215,8 +215,8 @@ def import_logs(
 ) -> Imported:
     """Index every tensor file under source in a run of root.
 
-    scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last where that is
-             not known
+    scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
+             unknown
     workers  processes; None for one a core
 
     Raises ConfigError if source is no directory, UnknownFormatError or SpecError, RunError if root cannot be written or
@@ -308,7 +308,7 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
 
 
 def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
-    """Why an entry other than a directory is not read, "" if nobody needs to know; None for a tensor file."""
+    """Why an entry other than a directory is not read, "" if this need not be reported; None for a tensor file."""
     if stat.S_ISLNK(status.st_mode):
         try:
             target = Path(os.path.realpath(path, strict=True))
@@ -331,7 +331,7 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
 
 @contextmanager
 def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
-    """The run of this import, found or created, and held by this process alone."""
+    """The run of this import, found or created, and locked by this process."""
     check_writable("recording a run")
     with ExitStack() as held:
         try:
@@ -436,7 +436,7 @@ class _Import:
         return int(available_host_memory() * SHARE) // shared_by
 
     def _results(self, fresh: list[File]) -> Iterator[tuple[Job, Read | Death]]:
-        """The result of each file. Those for which there is no memory besides others are read again, alone."""
+        """The result of each file. Files that do not fit into memory next to others are read again, one at a time."""
         later: list[Job] = []
         for job, result in scatter(self._jobs(fresh), read_file, min(self.workers, max(1, len(fresh)))):
             if (result.status == -signal.SIGKILL) if isinstance(result, Death) else result.later:
@@ -469,7 +469,7 @@ class _Import:
             self._reported = now
 
     def _publish(self) -> None:
-        """Publish the pending rows as a segment. After an interrupt it may be called again: the segment keeps its name
+        """Publish the pending rows as a segment. It may be called again after an interrupt: the segment keeps its name
         until it is published."""
         if self._rows:
             self._segment = self._segment or self.writer.next_segment_name()

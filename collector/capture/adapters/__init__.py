@@ -1,4 +1,4 @@
-"""Adapters: they find the matrix products of a model and replace them by ours, without changes to its source.
+"""Adapters find the matrix products of a model and replace them with ours, without changes to its source.
 
     layer.py          what an adapter returns for each layer: its site, its shards, how to attach and detach
     products.py       one product: as the model computes it with a tap, or quantized
@@ -48,7 +48,7 @@ EXCLUDED = "excluded"
 
 @dataclass(frozen=True)
 class Found:
-    """What the adapters make of a model.
+    """The modules of a model, as the adapters classify them.
 
     layers    those that are intercepted
     left      the modules that stay as they are on purpose, with the reason
@@ -134,7 +134,7 @@ def find(model: nn.Module, **options: Any) -> Found:
 
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
-    """Within it, the model's forward passes and updates are counted, and its first pass is watched."""
+    """A context in which the model's forward passes and updates are counted, and its first pass is watched."""
     forward: Callable[..., Any] = model.forward
 
     @wraps(forward)
@@ -161,8 +161,8 @@ _eager: list[Any] = []  # the stance of torch.compile, held by those who need ea
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Within it, what torch.compile made runs as the Python code that it was made from, whose products can be
-    intercepted. Contexts may overlap in any order."""
+    """A context in which compiled functions run as their original Python code, whose products can be intercepted.
+    Contexts may overlap in any order."""
     _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
     try:
         yield

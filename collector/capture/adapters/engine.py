@@ -3,8 +3,9 @@
 They are watched: TE quantizes by its own recipe and multiplies in its own kernels. A GEMM's operands are recorded as
 before that, its result and gradients as TE computes them. A LayerNormLinear never holds its GEMM's input, which is
 normalized again here; the gradient of that input is not recorded. A GroupedLinear is one layer: its weights one after
-the other, for its tokens in the order of the experts. Scores and probabilities of attention are never held: they are
-computed again, where the mask is causal or none. Weight gradients that are fused into their accumulation are not seen.
+the other, for its tokens in the order of the experts. TE never stores the scores and probabilities of attention: they
+are recomputed if the mask is causal or there is none. Weight gradients that are fused into their accumulation are not
+recorded.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def _normalized(module: Any, x: Tensor) -> Tensor:
 
 
 def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> Tap:
-    """A tap of the result that has the weights' gradients shown too, once they follow those of the result: other
-    passes may be on their way. They arrive at the weights themselves, which TE takes from its module."""
+    """A tap of the result that also shows the weights' gradients, once they arrive after the result's: other passes may
+    be in flight. They arrive at the weights themselves, which TE reads from its module."""
     arrived: dict[int, Tensor] = {}
     running = False
 

@@ -1,4 +1,4 @@
-"""What `instrument` and the adapters exchange: layers, how they run, and when."""
+"""The data that `instrument` and the adapters exchange: layers, how they run, and when."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class Layer:
     shard    how this rank's part of a tensor, by the name that a tap sees, relates to the whole
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
-    is_head  whether it is the LM head, which stays as it is unless it is asked for
-    kernels  why it can be watched only, if it cannot be quantized
-    exchanges  whether the adapter exchanges tensors in the module's place: all ranks stay attached, whoever records
+    is_head  whether it is the LM head, which is left alone unless requested
+    kernels  why it can only be watched, if it cannot be quantized
+    exchanges  whether the adapter communicates instead of the module: all ranks then stay attached, whichever of them
+               record
     part     which of the module's layers, where it has several: the weight and the expert
     """
 
@@ -108,7 +109,7 @@ def is_instrumented(module: nn.Module) -> bool:
 
 
 def is_a(module: str, name: str, value: object) -> bool:
-    """isinstance, for classes of modules that take a second to import. Before that, nothing is of such a class."""
+    """isinstance for classes of modules that take a second to import. False while the module has not been imported."""
     return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
@@ -159,12 +160,12 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
 
 
 def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:
-    """What attaches a quantization by replacing one method of the module with `method(quantization)`."""
+    """A function that attaches a quantization by replacing one method of the module with `method(quantization)`."""
     return lambda quantization: set_on(module, name, method(quantization))
 
 
 def distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The layers with a site each: where two share one, both are called by their path instead."""
+    """The layers with unique sites: if two share one, both are named by their path instead."""
     counts = Counter(layer.site for layer in layers)
     return tuple(
         replace(layer, site=replace(layer.site, module=layer.path)) if counts[layer.site] > 1 and layer.path else layer

@@ -73,7 +73,7 @@ class Weights:
         return _part(x, base, Source(name), False)
 
     def follow(self, func: Callable[..., Any], operands: Sequence[Tensor], result: Any) -> None:
-        """Note what func has made of its operands, if these are weights alone."""
+        """Note the result of func if all of its operands are weights."""
         operands = [x for x in operands if x.dim() > 1]
         sources = [self.source(x) for x in operands]
         if not (sources and sources[0] and all(sources)):
@@ -98,7 +98,7 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
 def functional_linear(
     name: str, how: Quantization, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """F.linear as `how` says, of this rank's parts where the weight is a DTensor."""
+    """F.linear computed by `how`, on this rank's parts if the weight is a DTensor."""
 
     def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(lambda a, b: F.linear(a, b, bias), x, weight, how, bias)
@@ -188,7 +188,7 @@ class WeightsMode(Interception):
         return found
 
     def _stacked(self, weight: Tensor) -> list[Quantization]:
-        """The same of each expert of a weight of three axes."""
+        """The same for each expert of a weight with three axes."""
         source = self.weights.source(weight) if weight.dim() == 3 else None
         if source is None or source.first is None:
             return []
@@ -251,7 +251,7 @@ def _by_expert(
 
 
 def _spread(taps: Mapping[int, Tap | None], places: Sequence[Any]) -> Tap:
-    """A tap of a product of all experts, which shows the taps of each what is theirs."""
+    """A tap for a product of all experts, which shows each expert's tap its own part."""
 
     def show(seen: Observed) -> None:
         of_weight = seen.name in ("b", "dgrad_b", "grad_b")
