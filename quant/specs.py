@@ -375,8 +375,8 @@ def known_specs(texts: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class GemmFormats:
-    """What the six operands of a product's three GEMMs are rounded to; None leaves the operand as it is. Names and
-    texts of specs become specs.
+    """The specs that the six operands of a product's three GEMMs are rounded to; None leaves the operand unrounded.
+    Names and texts of specs become specs.
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original.
@@ -414,7 +414,7 @@ class GemmFormats:
 
     @property
     def varies(self) -> bool:
-        """Whether equal operands are rounded differently from one pass to the next, by a seed or by former passes."""
+        """Whether rounding equal operands may differ between passes, because of a seed or of earlier passes."""
         return any(spec.random or spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
 
 

@@ -1,5 +1,5 @@
-"""What is kept of a tensor to follow it over iterations: its hot channels, and a few of its values beside what they
-were rounded to. Both are small and need no other iteration, so that whoever records keeps nothing from one to the next.
+"""Data for following a tensor over iterations: its hot channels, and a few of its values before and after rounding.
+Both are small and depend on a single iteration, so that recording keeps no state between iterations.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def sample_later(
 
 
 def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None) -> Tensor | None:
-    """What a code is multiplied by in these places of x, float64 [n] or [1]; None if the values of a block differ."""
+    """The factor of a code at these places of x, float64 [n] or [1]; None if it differs within a block."""
     scaling = SCALINGS[spec.scale]
     if scaling.per_element:
         return None

@@ -1,6 +1,6 @@
-"""How a Recorder follows a long run: which steps it measures, what makes it capture more, and for how long.
+"""Options for following a long run: which steps a Recorder measures, what makes it capture more, and for how long.
 
-Plain data, no torch: the command line declares its options here too.
+Plain data, no torch: the command-line options are declared here, too.
 """
 
 from __future__ import annotations

@@ -268,11 +268,10 @@ def _checked(source: Path, root: Path) -> Path:
 
 
 def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
-    """The tensor files under a directory in the order of their names, and the refusals of all other files but
-    those that a tool writes beside its tensors.
+    """The tensor files under a directory in the order of their names, and the refusals of all other files except those
+    that a tool writes next to its tensors.
 
-    Links are not followed: their targets in the directory are found anyway, others lie outside of it. The root of the
-    runs is left out.
+    Links are not followed: targets inside the directory are found anyway. The root of the runs is left out.
     """
     files: list[File] = []
     refused: list[Refusal] = []

@@ -31,8 +31,8 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersShape(Shape):
-    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, besides what else is
-    recorded where it is named."""
+    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, and the other parts
+    that are recorded if named."""
 
     family = "transformers"
     model_type = ""
@@ -164,7 +164,7 @@ def _other(model: Any, config: Any, product: Other, layer: Any) -> OtherSpec:
 
 
 def explained(path: Path, action: Callable[[], T]) -> T:
-    """What the action returns. Raises ConfigError for what transformers, instrument or a file raises."""
+    """The result of the action. Raises ConfigError for errors of transformers, instrument or files."""
     try:
         return action()
     except ConfigError:

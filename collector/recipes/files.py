@@ -59,7 +59,7 @@ def label(recipe: str) -> str:
 
 
 def read_draft(path: Path, quant_type: str) -> Draft:
-    """The recipe of a file, as a draft. quant_type is recorded for the operands that it quantizes.
+    """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes.
 
     Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
@@ -74,7 +74,7 @@ def read_draft(path: Path, quant_type: str) -> Draft:
 
 
 def draft_of(text: str, quant_type: str) -> Draft:
-    """As `read_draft`, of TOML. Raises RecipeError."""
+    """As `read_draft`, from TOML text. Raises RecipeError."""
     try:
         return draft_from(tomllib.loads(text), quant_type)
     except tomllib.TOMLDecodeError as error:
@@ -82,7 +82,7 @@ def draft_of(text: str, quant_type: str) -> Draft:
 
 
 def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
-    """As `read_draft`, of the tables of a file. Raises RecipeError."""
+    """As `read_draft`, from the tables of a file. Raises RecipeError."""
     _only(given, (*ABOUT, *SECTIONS), "the recipe")
     draft = Draft(about=_about(given))
     _fill(draft, given, quant_type)
@@ -218,7 +218,8 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
-    """The operands that a stage of a schedule changes, as a file has them: {"linear.forward.input": '"bf16"', ...}"""
+    """The operands that a stage of a schedule changes, in the notation of a file: {"linear.forward.input": '"bf16"',
+    ...}"""
     former = before.by_name()
     found: dict[str, str] = {}
     for part, made in stage.by_name().items():
@@ -245,5 +246,5 @@ def _cells(part: str, made: Part) -> dict[str, str]:
 
 
 def _quoted(value: str | tuple[str, ...]) -> str:
-    """A string or list of TOML, which has JSON's escapes."""
+    """A TOML string or list, which has JSON's escapes."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -198,7 +198,7 @@ class RunConfig(WatchOptions):
 
     @property
     def model_name(self) -> str:
-        """The model for people. Raises ConfigError for a path without a model, as all that follow."""
+        """The name of the model for users. Raises ConfigError for a path without a model, as all that follow."""
         return name_of(Path(self.model)) if self.has_path else self.model
 
     @property
@@ -240,7 +240,7 @@ class RunConfig(WatchOptions):
         return self.ranks or tuple(range(self.world_size))
 
     def to_dict(self) -> dict[str, Any]:
-        """For run.json: plain values, train_iters as a number."""
+        """The configuration for run.json: plain values, train_iters as a number."""
         return asdict(self) | {"train_iters": self.iterations}
 
     @property
@@ -259,7 +259,7 @@ class RunConfig(WatchOptions):
 
     @property
     def recorded_iterations(self) -> range:
-        """Of the iterations under the recipe, from 0, those that are recorded."""
+        """The recorded iterations, of those under the recipe, from 0."""
         everyone = range(0, self.iterations if self.save_tensors else 0, self.capture_every)
         return everyone[: self.control_iter or None]
 
@@ -279,7 +279,7 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for the first choice that cannot be run."""
+    """Raise ConfigError for the first invalid setting."""
     config.check()
     published = shape_of(config.model, config.size)
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
@@ -344,7 +344,7 @@ def _check_iterations(config: RunConfig) -> None:
 
 
 def _check_sites(config: RunConfig) -> None:
-    """Layers, modules and tensors, against what the model has."""
+    """Check that the model has the layers, modules and tensors."""
     shape = config.shape()
     model = shape.sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):

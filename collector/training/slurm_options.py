@@ -1,4 +1,4 @@
-"""How a run is started: by this process, or as a Slurm job on other machines. No torch, no submitit."""
+"""Options for where a run is started: in this process, or as a Slurm job on other machines. No torch, no submitit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = Group("Where it runs", "All but --dry-run are for a cluster: they need -
 
 
 class Launcher(StrEnum):
-    """What starts the ranks."""
+    """The program that starts the ranks."""
 
     LOCAL = "local"  # this process
     SLURM = "slurm"  # a job on a cluster
@@ -62,13 +62,13 @@ class SlurmOptions:
         return {name: value for name, value in known.items() if value not in (None, Launcher.LOCAL)}
 
     def arguments(self) -> list[str]:
-        """These options as a command line has them."""
+        """These options as command-line arguments."""
         options = declared(SlurmOptions)
         return [word for name, value in self.given.items() for word in (options[name].flag, str(value))]
 
     def for_run(self, config: RunConfig) -> Target | None:
-        """The target with these options in place of its own, checked, with nodes and ranks_per_node filled in; None for
-        this machine. Raises ConfigError."""
+        """The checked target, with these options replacing its own, and with nodes and ranks_per_node filled in; None
+        for this machine. Raises ConfigError."""
         check_options(self)
         given = self.given
         if not self.on_cluster:
