@@ -589,7 +589,7 @@ def check_losses(directory: Path) -> None:
     """Raise RunError for a line that is not a loss or has a wrong checksum, except for a last line that a crash cut
     short; OSError."""
     for number, line in enumerate(_loss_lines(directory), 1):
-        record, reason = None, "is no loss"
+        record, reason = None, "is not a loss"
         try:
             record = json.loads(unsealed(line))
         except RecursionError:
