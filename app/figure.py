@@ -25,7 +25,7 @@ from binade.app.control import Control
 from binade.data.filter import Filter
 from binade.data.text import csv_table
 
-# What Streamlit and vl-convert can draw.
+# The Vega-Lite version that Streamlit and vl-convert support.
 Chart = (
     alt.Chart
     | alt.ConcatChart

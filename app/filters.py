@@ -28,7 +28,7 @@ GROUPS = {
 }
 
 MOST_CHIPS = 20
-MOST_LISTED = 12  # numbers that are chosen from a list; of more, a range is chosen with a slider
+MOST_LISTED = 12  # up to this many numbers are chosen from a list, more with a range slider
 Counts = Mapping[str, Mapping[Any, int]]
 
 
@@ -77,7 +77,7 @@ def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Ca
 def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:
     """A slider from the first of the chosen values to the last; all of them if none is chosen."""
     ends = min(chosen, default=values[0]), max(chosen, default=values[-1])
-    slider = f"range_{name}_{ends}"  # a slider whose default has changed is another one
+    slider = f"range_{name}_{ends}"  # to Streamlit, a slider with another default is another slider
     help = TERMS.get(TITLES[name].lower())
     st.select_slider(TITLES[name], values, ends, key=slider, help=help, on_change=_within, args=(name, values, slider))
 

@@ -67,7 +67,7 @@ def navigate(default: str = "overview") -> None:
     chosen = st.navigation(menu, position="top" if known else "hidden")
     if not known:
         return
-    users.panel()  # before the page, which may stop
+    users.panel()  # before the page, which may end the run with st.stop
     with uploads.page():
         try:
             draft.follow_link()

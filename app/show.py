@@ -48,7 +48,7 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
     options: dict[str, Any] = {}
     every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
     modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
-    # Streamlit keeps a chart's selections when its data change: one that has narrowed the filter becomes another chart.
+    # Streamlit keeps a chart's selections when its data change, so a chart that has narrowed the filter gets a new key.
     key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}"
     if modes:
         options = {"on_select": lambda: _tell(figure, key, modes, on_choose), "selection_mode": modes}
@@ -119,7 +119,7 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
     options: dict[str, Any] = {"height": table.height} if table.height else {}
     if choose := table.choose:
         ids = table.frame[choose].tolist()
-        key = f"table_{table.name}_{hash((tuple(ids), *columns))}"  # other rows: nothing is chosen among them yet
+        key = f"table_{table.name}_{hash((tuple(ids), *columns))}"  # a new key for other rows, so that none is selected
 
         def chosen(event: Any) -> Any:
             rows = event["selection"]["rows"]
@@ -199,7 +199,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int],
     def done(count: int, of: int) -> None:
         nonlocal shown, at
         percent = 100 * min(count, of) // max(of, 1)
-        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit heeds a click where something is drawn
+        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit handles clicks only while something is drawn
             shown, at = percent, time.monotonic()
             bar.progress(percent, text=f"{what} … {percent} %")
 

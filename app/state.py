@@ -81,7 +81,7 @@ class Watched:
 def _open(root: str) -> Watched:
     opened = Catalog.open(root)
     atexit.register(opened.close)
-    gc.freeze()  # modules stay: collecting garbage need not look at them
+    gc.freeze()  # modules are never freed, so the garbage collector can skip them
     atexit.register(gc.unfreeze)
     return Watched(opened)
 

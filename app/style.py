@@ -57,9 +57,9 @@ NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stan
 
 # Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
-# Of a difference: better, the same, worse.
+# For a difference: better, the same, worse.
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
-# Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
+# For ordered groups drawn as lines: the ramp without the ends that are invisible on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
 CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
@@ -334,7 +334,7 @@ def brushed(
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
         shown.transform_calculate(part=inside.replace("at[", f"{at}["))
-        # New fields: one that a formula overwrites would be its own input when the range moves.
+        # New fields, since a formula that overwrites its own input would be wrong when the range moves.
         .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
         .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group"])
         .transform_calculate(

@@ -11,7 +11,7 @@ from typing import Any
 from binade.app.style import GREY, PALETTE, RAMP
 
 MONO = "'JetBrains Mono', 'SF Mono', Menlo, Consolas, monospace"
-# The first that is there: pictures are drawn with fonts that the drawing library brings.
+# The first installed font is used: pictures are drawn with the fonts of the drawing library.
 FONT = "Inter, 'Liberation Sans', 'Segoe UI', system-ui, 'Helvetica Neue', Arial, sans-serif"
 
 

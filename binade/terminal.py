@@ -83,7 +83,7 @@ class Command(click.Command):
         except Exception as error:
             status = getattr(error, "exit_status", None)
             if status is None and not isinstance(error, (OSError, RuntimeError, MemoryError)):
-                raise  # a defect
+                raise  # a bug
             message = str(error).partition("\n")[0] or type(error).__name__
             if isinstance(error, OSError):
                 where = f" ({error.filename})" if error.filename else ""
@@ -162,7 +162,7 @@ def discard_output() -> None:
 
 def escape_unknown() -> None:
     """From now on, escape characters that the terminal cannot show."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
         stream.reconfigure(errors="backslashreplace")
 
 

@@ -53,7 +53,7 @@ LARGEST_TABLE = 2 << 30  # bytes of one Parquet file in memory
 LARGEST = 1 << 40  # bytes of all files together
 MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20, bombs 1000
 CHUNK = 1 << 20
-# What a damaged archive trips zipfile and zlib over.
+# The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "notes.json")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
@@ -184,7 +184,7 @@ class _Writer:
         prefix = f"runs/{run.run_id}"
         files, raw, left_out, tensors = [], [], 0, 0
         digests: dict[str, str] = {}
-        sizes: dict[str, int] = {}  # of tensor files: a copy of a store deletes them again to make room
+        sizes: dict[str, int] = {}  # of tensor files, which a copy of an object store may delete to make room
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
@@ -274,7 +274,7 @@ def import_runs(
     except OSError as error:
         raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
-        # On the root's disk, and not listed among its runs.
+        # On the root's disk, but not listed as a run.
         sweep(root, ".bundle.*")
         with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=f".{owner()}") as part:
             staged = Path(part)

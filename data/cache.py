@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 Done = Callable[[int, int], None]
-IDLE = 45.0  # seconds after which what nobody asks for is dropped
+IDLE = 45.0  # seconds after which unused results are dropped
 LOOK = 0.2  # seconds between looks of one who waits
 
 
@@ -87,7 +87,7 @@ class Cache:
                         step(*task.steps or (0, 1))
                 result: T = task.result()
                 return result
-            except AbandonedError:  # by one who asked for more than this
+            except AbandonedError:  # the computation was part of a larger request
                 if is_new:
                     raise
             finally:
@@ -100,11 +100,11 @@ class Cache:
             with self._lock:
                 if task.waiting:
                     return
-                self._tasks.pop(key, None)  # whoever asks now has it computed again
+                self._tasks.pop(key, None)  # the next request computes it again
             raise AbandonedError
 
         try:
-            done(0, 1)  # in a pool it may have waited longer than whoever asked for it
+            done(0, 1)  # in a pool, it may have started only after the caller gave up
             result = compute(done)
             nbytes = size_of(result, self._outside)
         except BaseException as error:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
+# The fields that identify a tensor within a rank, and that its parts on tensor-parallel ranks share.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
 SHOWN_ERRORS = RANKED
@@ -56,7 +56,7 @@ STATISTICS = {
     "zero_share": "zeros / nullif(numel, 0)",
     "non_finite": "(nans + infs) / nullif(numel, 0)",
 }
-# The score along the axis of the tensor's own GEMM, not of another that takes it too.
+# The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
 # The tokens of each micro-batch, whose mean the loss is.
@@ -71,9 +71,9 @@ _JOIN_TOKENS = "LEFT JOIN batch ON " + " AND ".join(
 PART = """CASE WHEN tensor.layer_type = 'attention'
                THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
                WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
-# What makes a tensor of one iteration the same tensor as one of another; its weights are those of all micro-batches.
+# The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
-# What makes a tensor of one run the same tensor as one of another.
+# The fields that identify a tensor across runs.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors

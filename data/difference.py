@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TOLERANCE = 2.0**-5
 """The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum
 in another order, or in parts, is rounded to bfloat16 once more, and a product adds up what its inputs differ by."""
-# What says which tensor of a step it is, and where it belongs; ranks and shards do not.
+# The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
     "tensor_name", "stage", "dp_rank",

@@ -24,7 +24,7 @@ class EventKind(StrEnum):
 
     TRIGGER = "trigger"  # a trigger's condition held
     CAPTURE = "capture"  # steps are recorded whole because of it
-    NON_FINITE = "non-finite"  # an operation made the first NaN or Inf
+    NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
     SCHEDULE = "schedule"  # what is quantized has changed
 
 

@@ -34,7 +34,7 @@ from binade.quant.formats import UnknownFormatError
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, SpecError
 
-if TYPE_CHECKING:  # it imports DuckDB, which a training environment may lack
+if TYPE_CHECKING:  # imports DuckDB, which may not be installed for training
     from binade.data.catalog import Catalog
 
 LOSS, HISTOGRAM = "loss", "histogram"

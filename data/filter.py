@@ -134,7 +134,7 @@ def _checked(name: str, value: Any) -> str | int:
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)  # NumPy's and pandas' integers are welcome
+        number = operator.index(value)  # also accepts integers of NumPy and pandas
     except TypeError:
         raise FilterError(f"filter {name}: {value!r} is not an integer") from None
     if not -(2**31) <= number < 2**31:

@@ -133,7 +133,7 @@ def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
             raise
         except MemoryError as error:
             raise TensorFileError(NO_MEMORY) from error
-        except Exception as error:  # KeyError, struct.error, SafetensorError: readers do not say which
+        except Exception as error:  # KeyError, struct.error, SafetensorError: the readers do not document which
             raise TensorFileError(_reason(error)) from error
         if found is None:
             return

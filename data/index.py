@@ -21,7 +21,7 @@ SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizer
 INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
 SPILLED = ".index.duckdb.tmp"
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left", "quota exceeded")
-# What DuckDB raises where blocks of the file are not what it wrote.
+# DuckDB's exceptions for damaged blocks of the file.
 DAMAGE = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
 KINDS = {
     stat.S_IFDIR: "a directory",
@@ -110,7 +110,7 @@ class Index:
         usable = self.root.is_dir() and not (reason or in_memory)
         for _ in ("as it is", "rebuilt") if usable else ():
             try:
-                # Its name begins with a dot: it is no run.
+                # The leading dot keeps it from being taken for a run.
                 limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(self.root / SPILLED)}
                 connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
             except duckdb.Error as error:

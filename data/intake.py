@@ -220,8 +220,8 @@ class Intake:
 
     def _on_disk(self, directory: Path) -> _OnDisk:
         """Raises RunError, and FileNotFoundError if a segment is deleted meanwhile."""
-        # The mark first: what changes meanwhile is seen next time. The segments last: a run that ends meanwhile may
-        # have published some that its status counts.
+        # The mark comes first, so that later changes are noticed next time. The segments come last, since a run that
+        # ends meanwhile may have published some that its status counts.
         mark = _mark(str(directory), segment_names(directory))
         run = read_run(directory)
         segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
@@ -232,7 +232,7 @@ class Intake:
             run = replace(run, notes=read_notes(directory))
         except (OSError, ValueError) as error:
             self.refused.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
-            mark = None  # it is said again next time
+            mark = None  # it is reported again next time
         try:
             if run.status.state != RUNNING:
                 check_losses(directory)
@@ -387,7 +387,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
         names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, rows), strict=True)))
         for name, table in segment.tables.items():
             if name == "tensor":
-                # The directory's name is the run's id, so a copied or renamed run speaks for itself.
+                # The directory's name is the run's id, so that a run may be copied or renamed.
                 ids = pc.binary_join_element_wise(segment.run_id, table["tensor_id"], "/")
                 table = table.set_column(0, "tensor_id", ids)
                 table = table.set_column(1, "run_id", pa.repeat(segment.run_id, len(table)))

@@ -35,7 +35,7 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from binade.data.access import check_writable
 from binade.data.json_files import (
@@ -408,7 +408,7 @@ def _written(directory: Path, segments: Iterable[str]) -> set[str]:
     for name in segments:
         merged: Mapping[str, str] = {}
         if name.startswith(MERGED):
-            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
                 merged = read_manifest(directory / "segments" / name, None).digests
         names.update(merged or [name])
     return names
@@ -494,7 +494,7 @@ def _is_gone(status: Status | RankStatus) -> bool:
     if status.host in ("", socket.gethostname()):
         return status.boot not in ("", boot()) or process_start(status.pid) != status.pid_started
     if isinstance(status, RankStatus):
-        return True  # only its run's heartbeat tells
+        return True  # only its run's heartbeat shows that
     try:
         return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
     except (TypeError, ValueError):
@@ -538,7 +538,7 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
             runs.append(read_run(directory))
         except RunError as error:
             refused.append(str(error))
-    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name tells seconds only
+    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name has only seconds
     return runs, refused
 
 

@@ -536,7 +536,7 @@ def replaced_names(directory: Path, names: Set[str]) -> set[str]:
     found = set()
     for merged in names:
         if merged.startswith(MERGED):
-            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
                 replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
                 found |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
     return found

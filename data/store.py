@@ -248,7 +248,7 @@ def load(path: Path, expected: str | None = None) -> Tensor:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
     except TensorFileError:
         raise
-    except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
+    except Exception as error:  # a damaged pickle raises almost anything: KeyError, IndexError, struct.error
         raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")

@@ -153,11 +153,11 @@ TENSOR_KINDS: list[TensorKind] = [
 ]
 
 
-# What a product shows an operand as in a later GEMM, and what it showed it as before.
+# The name of an operand in a later GEMM, and its name in the forward product.
 LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 
 
-# Attention maps: their last axis is no channel.
+# Attention maps, whose last axis is not a channel.
 MAPS = frozenset(kind.name for kind in TENSOR_KINDS if kind.size == "scores")
 
 

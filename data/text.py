@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# Text that a spreadsheet would treat as a formula: it begins so, and is no number.
+# Text that a spreadsheet would treat as a formula: it begins like one, and is not a number.
 _FORMULA = re.compile(r"\s*[=@]|[\t\r]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
-_CELLS = re.compile(r"([,;])")  # what ends a cell, in one country or another
+_CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
 def one_line(message: object, longest: int = 400) -> str:

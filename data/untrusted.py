@@ -110,7 +110,7 @@ def _read_json(content: bytes) -> Any:
         raise RefusedError("it is nested too deeply") from None
     except RefusedError:
         raise
-    except ValueError:  # no JSON, or an integer of thousands of digits
+    except ValueError:  # not JSON, or an integer with thousands of digits
         raise RefusedError("it is not JSON") from None
 
 

@@ -73,7 +73,7 @@ def verify(
             found.unchecked.append(run.run_id)
         before, rows = len(found.damaged), 0
         with ExitStack() as held:
-            with suppress(OSError):  # no locks here: then nobody can merge segments either
+            with suppress(OSError):  # the file system has no locks, so nothing can merge segments either
                 held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # so that no segments are merged meanwhile
             segments = run.segments if run.status.state != RUNNING else segments
             for name in segments:
@@ -108,7 +108,7 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
     if "tensor.parquet" in damaged:
         return 0
     for path, digest in zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True):
-        if path is not None and not Path(path).is_absolute():  # an imported file is not ours
+        if path is not None and not Path(path).is_absolute():  # Binade did not write imported files
             _check_tensor(fetched(run.directory / path), digest, found, refuse)
     return len(rows)
 

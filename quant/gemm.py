@@ -148,7 +148,7 @@ class _Matmul(torch.autograd.Function):
             if tap:
                 exact = how.exact("dgrad", lambda: grad @ (b if transpose_b else b.transpose(-1, -2)))
                 tap(Observed("grad_a", da, exact=exact))
-        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b has not
+        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b lacks
             source = how.forward_again(a, "wgrad_a", "forward_a", -1)
             if b.dim() == 2:
                 grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)

@@ -77,7 +77,7 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
         if not x.numel():
             return torch.zeros((), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x)
-        return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
+        return torch.maximum(-low, high).float().abs()  # never -0, whose sign would carry over
     if block == ROW and x.numel():
         return x.abs().amax(dim, keepdim=True).float().expand(x.shape)
     blocks = to_blocks(x, dim, block)
@@ -116,7 +116,7 @@ def quantize_dequantize(x: Tensor, spec: Spec, dim: int, absmax: Tensor, seed: i
 
     absmax: of each element's outer block, as `absmax_over` gives it, or a scalar.
     """
-    block = spec.block or TENSOR  # nothing is shared: one row will do
+    block = spec.block or TENSOR  # no shared scale, so one row is enough
     flat = block == TENSOR
     u = noise_blocks(x.reshape(-1) if flat else x, spec, 0 if flat else dim, block, seed)
     if flat:

@@ -231,7 +231,7 @@ def _blocks(chosen: Chosen) -> str:
 def _block_fits(block: Block, chosen: Chosen) -> bool:
     if size := RUNS.get(chosen["scale"]):
         return block == Block(1, size)
-    if chosen["scale"] == ScaleRule.NVFP4_ROW:  # each row has a scale of its own, which a tile would cross
+    if chosen["scale"] == ScaleRule.NVFP4_ROW:  # each row has its own scale, which a tile would cross
         return block.rows == 1 and block.columns is not None
     return block.columns is not None or chosen["scale"] in TENSOR_OR_BLOCK
 

@@ -23,7 +23,7 @@ from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
-LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
+LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while another page is shown
 MOST_SEEDS = 20
 SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
@@ -75,7 +75,7 @@ def _begin() -> None:
         state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
-            state[name] = state[name]  # or it would be lost where its widget is not drawn this time
+            state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn this time
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: str = "", tags: str = "") -> None:
@@ -137,7 +137,7 @@ def _fields() -> None:
     try:
         shape, modules = config.shape(), jobs.modules_of(config)
         layers, most = shape.layers, shape.max_sequence
-    except ConfigError:  # a path without a model, which the summary says
+    except ConfigError:  # a path without a model: the summary shows the error
         layers, most, modules = None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):

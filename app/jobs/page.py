@@ -330,7 +330,7 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
     formats = first_formats(opened, where)
     worst = _worst(opened, where, formats[0]) if formats else None
     height = worst.height if worst else 300
-    several = len(losses) > 1  # a single one is no curve, and stands above
+    several = len(losses) > 1  # a single loss is not a curve, and is shown above
     cells = st.columns(1 + several, gap="medium")
     if several:
         note = thinned_note(step)

@@ -27,7 +27,7 @@ from binade.terminal import names
 
 FOLDER = ".recipes"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-CHANGE = re.compile(r"[\w.\"-]+\s*=")  # a recipe has its first = in parentheses
+CHANGE = re.compile(r"[\w.\"-]+\s*=")  # in the name of a recipe, = occurs only in parentheses
 REFUSED = (RecipeError, UnknownFormatError, SpecError)
 EDITED = ", edited"
 BIASED = "biased: it clips"

@@ -75,7 +75,7 @@ def about(chosen: Sequence[str]) -> None:
         try:
             recipe = parse_recipe(name)
         except recipe_table.REFUSED:
-            continue  # the summary says so
+            continue  # the summary shows the error
         if recipe.about.title or recipe_table.warnings_of(recipe):
             known[name] = recipe
     if not known:
@@ -177,7 +177,7 @@ def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFr
     """The edited table."""
     state = st.session_state
     key = f"recipe_{name}_{state['recipe_count']}"
-    if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
+    if key not in state:  # a new table, or one that was hidden for a while, whose edits Streamlit has dropped
         state[f"recipe_{name}_first"] = state[f"recipe_{name}"]
     table: pd.DataFrame = st.data_editor(
         state[f"recipe_{name}_first"], key=key, hide_index=True, column_order=list(columns), column_config=columns,

@@ -88,7 +88,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
         reason=runs["damage"].fillna(runs["reason"]),
         recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).astype(object).fillna(runs["recipe"]),
         source=source,
-        seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
+        seconds=seconds.where(source.isna()),  # an import may have been continued days later
         megabytes=runs["bytes"] / 1e6,
         course=runs["run_id"].map(course),
     )

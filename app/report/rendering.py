@@ -84,7 +84,7 @@ class Renderers:
         return self._pool.submit(lambda: self._request({})["script"])
 
     def _start(self) -> None:
-        # A process group of its own: Ctrl-C is for the parent, which ends it.
+        # In its own process group, so that Ctrl-C reaches only the parent, which then ends this process.
         self._own.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )

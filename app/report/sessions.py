@@ -59,7 +59,7 @@ def _drawn(opened: Catalog, session: Session) -> Iterator[tuple[Pin, Drawn]]:
                     yield first, drawn.result()
             for last, drawn in ahead:
                 yield last, drawn.result()
-        finally:  # whoever stops waits for those that are being drawn only
+        finally:  # after Ctrl-C, only wait for those that are being drawn
             pool.shutdown(wait=False, cancel_futures=True)
 
 

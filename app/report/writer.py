@@ -315,7 +315,7 @@ def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
 def run(root: Path, request: Request) -> int:
     """As `make`, with progress on stderr. Returns the exit status, except for KeyboardInterrupt. Raises ReportError,
     OSError."""
-    disable_debug_mode()  # the tests hold every chart to Vega-Lite's schema
+    disable_debug_mode()  # the tests check every chart against Vega-Lite's schema
     start = time.monotonic()
     with Catalog.open(root) as opened:
         for reason in opened.refused:

@@ -156,7 +156,7 @@ def show(view: View) -> NoReturn:
         notice = f"Viewers cannot open the session's page, {view.page.upper()}. Its notes and pins are here."
         notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
-    state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
+    state["page"] = None  # otherwise a view of the current page would be mistaken for a change of its widgets
     for name in ("left", "filter"):
         state.pop(name, None)
     st.switch_page(state["pages"][view.page], query_params=view.params)

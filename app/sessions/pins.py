@@ -66,7 +66,7 @@ def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None
 
     watched = copy(catalog)
     watched.load = load  # type: ignore[method-assign]
-    watched.cache = None  # else what is drawn already loads nothing
+    watched.cache = None  # otherwise cached charts would load nothing
     for pin in pins:
         draw(watched, pin, runs)
         loaded |= dict.fromkeys(_tensors(pin))

@@ -29,7 +29,7 @@ from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 POINTS = 12  # of the frontier
-AS_MANY = 0.01  # bits per value that do not count: an advice may not use all of its budget
+AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
 COLUMNS = ["kind", "name", "bits", "change"]

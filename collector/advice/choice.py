@@ -85,9 +85,9 @@ def choose(
     groups, group = np.unique(options["group"], return_inverse=True)
     bf16 = options.index[options["a"] == BF16] if most_bf16 is not None else options.index[:0]
     layers, layer = np.unique(options.loc[bf16, "layer"], return_inverse=True)
-    number, size = len(options), len(options) + len(layers)  # a variable more for each layer: 1 if it has bf16
+    number, size = len(options), len(options) + len(layers)  # one more variable for each layer: 1 if it uses bf16
     values = options.groupby("group")["values"].first().sum()
-    unit = options["cost"].max() or 1.0  # HiGHS compares with 1e-6: a hundredth of a bit would be much
+    unit = options["cost"].max() or 1.0  # HiGHS compares with a tolerance of 1e-6, so costs and bits are scaled
     costs, used = (
         np.concatenate([column, np.zeros(len(layers))]) for column in (options["cost"] / unit, options["bits"] / values)
     )

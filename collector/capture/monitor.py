@@ -23,7 +23,7 @@ from binade.data.text import describe
 
 LOG = logging.getLogger("binade")
 Alert = Callable[[Event], None]
-ROW_BYTES = 2048  # what a row of the ring takes, about
+ROW_BYTES = 2048  # approximate size of a row of the ring
 
 
 class Monitor:
@@ -38,7 +38,7 @@ class Monitor:
         self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
-        # One more than are asked for: the step in which the loss fires a trigger may be in it already.
+        # One more than requested: the step whose loss fires a trigger may already be in it.
         self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring + 1)
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)

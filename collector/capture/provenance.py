@@ -186,7 +186,7 @@ class Provenance:
         self.to_keep = deque[tuple[int, str, Tensor, Site]]()  # iteration, name, values
 
     def __deepcopy__(self, _: object) -> Provenance:
-        return self  # a copy of the model has its hooks, which do nothing there
+        return self  # a copy of the model also has the hooks, which do nothing there
 
     def attach(self, undo: ExitStack) -> None:
         for name, module in self.modules.items():

@@ -203,7 +203,7 @@ class Recorder:
             capture_bytes,
         ).check()
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
-        # What is watched is not recorded besides, unless it says how many iterations are.
+        # With watching, no iterations are recorded in full unless `iterations` is given.
         self.iterations = 0 if iterations is None and self.watching.follows else iterations
         self.micro_batches, self.evaluation = micro_batches, evaluation
         self.sink = sink
@@ -310,7 +310,7 @@ class Recorder:
         try:
             if state == DONE or not self.ranks.launcher_decides:
                 self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
-        except OSError as refused:  # not even a status fits: the run will be shown as crashed
+        except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
             failure = failure or refused
         if error is None and failure is not None:
             raise failure
@@ -793,7 +793,7 @@ class _Observer:
         if not is_operand:
             sqnr, self.result_sqnr = self.result_sqnr, None
         shard = self.layer.shard(seen.name)
-        if shard.count > 1 and recorder.ranks.tensor.size == 1:  # the mesh of a DTensor shows what Ranks cannot know
+        if shard.count > 1 and recorder.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
             recorder.replica = shard.replica
         return recorder._record(seen, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
 
@@ -806,12 +806,12 @@ class _Observer:
             self.factors = [*self.factors[:1], seen.tensor]
         elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
             operand, version = kept
-            if _version(operand.tensor) != version:  # written over since: its error is not known any more
+            if _version(operand.tensor) != version:  # overwritten since then: its error is no longer known
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
             squares = None
-            if seen.name == "grad_b" and len(self.factors) == 2:  # none of an expert that no token was routed to
+            if seen.name == "grad_b" and len(self.factors) == 2:  # none for an expert without tokens
                 squares = _squares(*self.factors)
                 if squares.shape != operand.tensor.shape:  # of several weights shown as one
                     return
@@ -842,7 +842,7 @@ def _version(x: Tensor) -> int:
 
 
 def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):  # its letters would be taken for the names
+    if isinstance(given, str):  # its letters would be taken as names
         raise ConfigError(f"{option}={given!r} is a single string: a tuple was expected, such as {option}=({given!r},)")
     return tuple(given)
 

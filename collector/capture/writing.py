@@ -43,9 +43,9 @@ OVERHEAD = 1 << 13
 # Values waiting to be written; callers that offer more block until there is room.
 IN_FLIGHT = 1 << 30
 
-# Rows that name no file are written together: so many, or once the last write was this share of the time since the run
-# began ago, which is LONGEST seconds at most. So a short run shows its rows at once, and the number of segments of a
-# long one grows with the logarithm of its time or, where it records much, with its rows.
+# Rows without files are written together: after this many rows, or once the time since the last write exceeds this
+# share of the run's age, at most LONGEST seconds. So a short run shows its rows at once, and the number of segments of
+# a long run grows with the logarithm of its time or, if it records much, with its rows.
 ROWS = 1000
 SHARE, LONGEST = 0.01, 600.0
 
@@ -91,7 +91,7 @@ class Writing:
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
-        # Only the thread writes the following.
+        # Only the thread writes the following variables.
         self._bytes = before.get("bytes", 0)
         self._published = before.get("tensors", 0)
         self._without_values = before.get("tensors_without_raw", 0)
@@ -281,7 +281,7 @@ class Writing:
                 sink.write(self._writer.directory, self._writer.rank, rows)
         except Exception as error:
             self._sink = None
-            with suppress(Exception):  # the same again, or what follows from it
+            with suppress(Exception):  # the same error again, or a consequence of it
                 sink.close(error)
             warnings.warn(
                 f"the sink failed and is no longer used: {one_line(error)}; write the data later with binade export",

@@ -33,7 +33,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     if output is None:
         print_text(written.removesuffix("\n"))
         return
-    target = output.resolve()  # through a link, not in its place
+    target = output.resolve()  # writes through a link instead of replacing it
     try:
         if target.exists() and not target.is_file():
             raise RunError(f"{output} is not a regular file: give another to --output")

@@ -96,7 +96,7 @@ def training_params(command: str) -> list[click.Parameter]:
     recipes = {"type": names, "metavar": "A,B,..." if command == "batch" else "RECIPE"}
     default = {"run": "  [default: bf16]", "batch": "  [default: the ten of `binade list`]", "quick": ""}[command]
     preset = "fast" if command == "quick" else "standard"
-    # Options that are no field of RunConfig stand before the one that they belong to.
+    # Options that are not fields of RunConfig come before the field that they belong to.
     others = {
         "recipe": [
             _option(

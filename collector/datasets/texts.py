@@ -188,7 +188,7 @@ class ParquetTexts:
         group = int(np.searchsorted(self.bounds, index, side="right")) - 1
         first, end = self.bounds[group : group + 2].tolist()
         if self._group != group:
-            self._column = pa.chunked_array([], pa.string())  # frees one before the next is read
+            self._column = pa.chunked_array([], pa.string())  # frees one group before the next is read
             self._column = self._file.read_row_group(group, columns=[COLUMN]).column(COLUMN)
             self._group = group
             if len(self._column) != end - first:

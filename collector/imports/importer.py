@@ -245,7 +245,7 @@ def import_logs(
             task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
             task.run(found)
         except BaseException as error:
-            if writer.status.state == RUNNING:  # it failed before `run`
+            if writer.status.state == RUNNING:  # the import failed before `run`
                 writer.finish(FAILED, str(error))
             with suppress(OSError):  # a full disk must not hide what happened
                 note(f"ended early: {type(error).__name__}: {error}")

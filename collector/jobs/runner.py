@@ -51,7 +51,7 @@ from binade.data.text import one_line
 
 TURN = 0.25  # seconds between two turns
 POLL = 3.0  # seconds between two looks at a cluster
-# Seconds after which a job that is to end is pressed harder: first all of its processes are asked, then killed.
+# Seconds until a job that should end gets the next signal: first to all of its processes, then SIGKILL.
 ASK_ALL, END_ALL = 12.0, 18.0
 NOTICE = 12.0  # seconds that the ranks have to notice that their launcher is gone, and to say so
 LEAST_SPACE = 1 << 20  # bytes free, or the next job waits
@@ -125,8 +125,8 @@ class Runner:
     process: Process = field(default_factory=_this_process)
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
-    pressed: dict[int, float] = field(default_factory=dict)  # since when a job is to end
-    orphaned: dict[int, float] = field(default_factory=dict)  # since when its first process is gone
+    pressed: dict[int, float] = field(default_factory=dict)  # when each job was first asked to end
+    orphaned: dict[int, float] = field(default_factory=dict)  # when its first process was first found to be gone
     polled: float = -POLL  # when the cluster was last asked
     reported: dict[int, str] = field(default_factory=dict)
 
@@ -136,11 +136,11 @@ class Runner:
         on_cluster = [(job, execution) for job, execution in opened if job.on_cluster]
         running = sum(self._attend(job, execution) for job, execution in opened if execution and not job.on_cluster)
         if on_cluster and time.monotonic() - self.polled > POLL:
-            with suppress(OSError):  # no more processes, for example: the next turn tries again
+            with suppress(OSError):  # for example, no more processes can be started: the next turn tries again
                 self._follow(on_cluster)
             self.polled = time.monotonic()
         places = at_once(self.root)
-        with suppress(OSError, RunError):  # the disk refuses: the next turn tries again
+        with suppress(OSError, RunError):  # a write failed: the next turn tries again
             while running < places and self._start_next():
                 running += 1
         return running > 0 or bool(on_cluster)
@@ -254,7 +254,7 @@ class Runner:
         """Whether the job still runs; if not, its end is recorded. A problem with one job does not affect others."""
         try:
             return self._look_after(job, execution)
-        except (OSError, ValueError) as error:  # the disk refuses, or a file is damaged: the next turn tries again
+        except (OSError, ValueError) as error:  # a write failed, or a file is damaged: the next turn tries again
             self._report(job.id, error)
             return execution.alive or job.id in self.children
 
@@ -264,7 +264,7 @@ class Runner:
         if cancelled_at(self.root, job) is not None:
             self._press(job, execution)
         child = self.children.get(job.id)
-        # A child lives until its exit status is known, which takes longer than until its number looks dead.
+        # A child counts as alive until its exit status is known, which may be later than its process looks dead.
         if child.poll() is None if child else execution.alive:
             if execution.runner != self.process:
                 with suppress(OSError):
@@ -322,7 +322,7 @@ class Runner:
             if end is State.CANCELLED and run and run.status.state != runs.CANCELLED:
                 settle(run.directory, runs.CANCELLED, None)
             elif execution.cluster and run and run.status.state in (runs.RUNNING, runs.CRASHED):
-                settle(run.directory, runs.FAILED, reason)  # its ranks could not say so
+                settle(run.directory, runs.FAILED, reason)  # its ranks could not report it
             self._note_end(job, execution, after(before, end), reason)
         self.children.pop(job.id, None)
 

@@ -32,8 +32,8 @@ PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait meanw
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take
 NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-UNKNOWN = "UNKNOWN"  # Slurm has forgotten the job
-# The states in which Slurm's word is final. In the others the run or its log says more, FAILED for example.
+UNKNOWN = "UNKNOWN"  # Slurm no longer knows the job
+# The states that determine how a job ended. For others, such as FAILED, the run or its log says more.
 ENDS = {
     "TIMEOUT": (State.TIME_LIMIT, "the job reached its time limit"),
     "DEADLINE": (State.TIME_LIMIT, "the job reached its deadline"),

@@ -107,7 +107,7 @@ _owners: dict[Path, tuple[tuple[int, int], Owner]] = {}  # by run directory: whi
 def owners(root: Path) -> dict[tuple[int, float, str], Path]:
     """The run directory that each process created or resumed last, by pid, start time and host."""
     found = {}
-    for entry in reversed(run_directories(root)):  # of copies, the first by name
+    for entry in reversed(run_directories(root)):  # for copied runs, the first by name
         with suppress(OSError, ValueError):  # no run, damaged, or just deleted
             written = (entry / "status.json").stat()
             mark = written.st_ino, written.st_mtime_ns
@@ -131,7 +131,7 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
             return JobView(job, execution.end.state, execution.end.reason, ended=execution.end.at)
         return JobView(job, state_of(None, cancelled))
     lives = execution.end is None and _lives(job, execution)
-    if not lives:  # nobody writes any more: what is on disk now is final
+    if not lives:  # nothing writes any more: the files are final
         execution = read_execution(root, job) or execution
     run = run_of(root, execution, known)
     if run is None and not lives:
@@ -148,7 +148,7 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
     if state is State.DONE and run is None:
         reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
-    # The status of a crashed run has only the last sign of life.
+    # For a crashed run, the status only has the last heartbeat.
     ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
     return JobView(job, state, reason, run, started, ended, cluster)
 
@@ -185,7 +185,7 @@ def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str],
     except RunError:
         return None
     another_boot = run.status.host == execution.host and run.status.boot != execution.boot
-    return None if another_boot else run  # the numbers may be another process's
+    return None if another_boot else run  # the numbers may belong to another process
 
 
 def has_runner(root: Path) -> bool:
@@ -217,7 +217,7 @@ def how_it_ended(
         return ENDS[cluster.state]
     if state == runs.CANCELLED or (run is None and exit_status == 130):
         return State.CANCELLED, None
-    # While a run is being cancelled it may fail: a rank whose neighbour has ended says so.
+    # A run may fail while it is being cancelled: a rank reports that its neighbour has ended.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
         return State.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)

@@ -181,7 +181,7 @@ def locked(root: Path) -> Iterator[None]:
     lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
-        with held(folder(root), fcntl.LOCK_SH):  # says why if that is impossible; FileLock would do without
+        with held(folder(root), fcntl.LOCK_SH):  # raises an error without locks; FileLock would do without them
             lock.acquire(poll_interval=0.01)
     except OSError as error:
         raise RunError(

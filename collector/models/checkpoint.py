@@ -30,7 +30,7 @@ from binade.data.text import describe
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Values of other dtypes are quantized: they mean something only with their scales.
+# Values of other dtypes are quantized, and meaningless without their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
 # Tensors that a file may hold and no model uses: buffers of old checkpoints, and the LM head of a tied embedding.
 UNUSED = ".rotary_emb.inv_freq"

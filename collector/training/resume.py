@@ -104,14 +104,14 @@ class Resumed:
                 if _size(file) < size:
                     raise RunError(f"{run.run_id} cannot be resumed: {file.name} is shorter than at its checkpoint")
         first = self.positions[0]
-        # The counts before the segments: rows that are not counted are no damage.
+        # The counts before the segments, since rows that are not counted are not taken for damage.
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
-        for name in sorted(later, reverse=True):  # the last first: killed meanwhile, the run has no gap
+        for name in sorted(later, reverse=True):  # the last one first, so that a run killed meanwhile has no gap
             remove_directory(segments[name])
-        for folder in self.folder.parent.iterdir():  # a rank's part in a later one counts segments that are gone
+        for folder in self.folder.parent.iterdir():  # a later checkpoint counts segments that are gone
             if folder.name > self.folder.name:
                 remove_directory(folder)
         named = {path for paths in tables.values() for path in paths}

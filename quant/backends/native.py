@@ -37,7 +37,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd", *
 
 BUILD_AT = 1 << 22
 BUILD_AFTER = 1 << 25
-# The fewest values for which another thread pays.
+# The smallest number of values that is worth another thread.
 PER_THREAD = 1 << 16
 PAGE = 1 << 21  # a huge one
 MADV_HUGEPAGE = 14

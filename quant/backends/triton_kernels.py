@@ -395,7 +395,7 @@ def quantize_dequantize_kernel(
             start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
             rows, columns = lane[:, None] * inner, group[None, :]  # [BLOCK, GROUPS]
             within = rows + columns
-            if GROUPS >= 64:  # so narrow that a thread has whole blocks, and does what is done for each block but once
+            if GROUPS >= 64:  # narrow enough that a thread has whole blocks, and computes per-block values only once
                 within = tl.max_contiguous(within, [1, GROUPS // 32])
         x = tl.load(x_ptr + start + within)
     else:

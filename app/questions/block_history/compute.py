@@ -11,7 +11,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.block_histograms import BLOCK_MEASURES
 
-BAD_DB = 10  # a block with less SQNR is called bad
+BAD_DB = 10  # a block with a lower SQNR is called bad
 ITERATION, LAYER = "iteration", "layer_index"
 
 

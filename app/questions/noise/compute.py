@@ -10,7 +10,7 @@ from binade.app.questions.shared.boards import PLACE, place_names
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.filter import Filter
 
-RATIO = 16  # from which a weight is called oscillating: TetraJet-v2's default
+RATIO = 16  # a weight with at least this ratio is called oscillating: TetraJet-v2's default
 WINDOW = 50  # iterations that the ratio is summed over, TetraJet-v2's
 LEAST = 3  # recorded iterations, for a ratio
 NOISE_LINE = 3**0.5  # of gradient to noise: an SQNR of 4.77 dB

@@ -24,7 +24,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.specs import SpecError
 
-REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or that Binade did not train
+REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
 
 
 @lru_cache(8)

@@ -77,7 +77,7 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     total = counts.sum()
     mean = float(counts @ values / total) if total else math.nan
     std = math.sqrt(counts @ (values - mean) ** 2 / total) if total else math.nan
-    if len(values) == 1:  # not what rounding in the mean leaves
+    if len(values) == 1:  # exactly 0, without the rounding error of the mean
         mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
 
@@ -186,7 +186,7 @@ def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
     low, high = ends[:, 0].min(), ends[:, 1].max()
-    if low == high:  # a single value: give it a bar of some width
+    if low == high:  # for a single value, give the bar a width
         low, high = low - 0.5 * max(abs(low), 1e-30), high + 0.5 * max(abs(high), 1e-30)
     edges = np.linspace(low, high, bins + 1)
     tables = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-UNNAMED = "unnamed"  # a tensor of which its log does not tell what it is
+UNNAMED = "unnamed"  # a tensor that its log does not identify
 
 
 def group_name(group: Any, names: Mapping[str, str] | None = None) -> str:

@@ -27,7 +27,7 @@ from binade.quant.metrics import METRICS
 from binade.quant.specs import OPTIONS
 
 OWN = "default"
-# A rule that is a format's only one is not a choice.
+# Formats with a single rule need no choice.
 RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) > 1 for rule in fmt.scale_rules)
 # Of each option the values to choose from; what it means is in OPTIONS.
 VALUES = {
@@ -40,7 +40,7 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
-SCALES = ("scale", "block", "error", "bound")  # these stand in a row of their own
+SCALES = ("scale", "block", "error", "bound")  # these are in a separate row
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, unless "

@@ -156,7 +156,7 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
         yield
 
 
-_eager: list[Any] = []  # the stance of torch.compile, held by those who need eager code
+_eager: list[Any] = []  # the torch.compile stance, shared by all contexts that need eager code
 
 
 @contextmanager
@@ -167,6 +167,6 @@ def without_compiling() -> Iterator[None]:
     try:
         yield
     finally:
-        stance = _eager.pop()  # the same object each
+        stance = _eager.pop()  # the same object for each
         if not _eager:
             stance.__exit__(None, None, None)

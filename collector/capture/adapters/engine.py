@@ -42,7 +42,7 @@ COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the mod
     "return_max_logit": (False,),
     **dict.fromkeys(("inference_params", "attention_bias", "packed_seq_params"), ()),
 }
-# What TE exchanges lies within the module: a summed result is whole. With sequence parallelism its tokens are divided.
+# TE communicates within the module, so a summed result is whole. With sequence parallelism its tokens are divided.
 SHARDS = {
     "column": {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns"},
     "row": {"a": "columns", "grad_a": "columns", "b": "columns", "grad_b": "columns"},

@@ -125,7 +125,7 @@ class _Replacement:
     def __init__(self, module: nn.Module, name: str, value: Callable[..., Any]) -> None:
         self._module, self._name, self._value = module, name, value
         self._before = vars(module).get(name)  # of the instance's own
-        update_wrapper(self, value, updated=())  # which else takes over what another replacement holds
+        update_wrapper(self, value, updated=())  # which would otherwise copy the state of another replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._value(*args, **kwargs)

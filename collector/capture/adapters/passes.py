@@ -159,7 +159,7 @@ class Clock:
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if not held.isdisjoint(map(id, self.model.parameters())):  # those of now: fully_shard replaces them
+            if not held.isdisjoint(map(id, self.model.parameters())):  # the current ones: fully_shard replaces them
                 self.recorder.updated = True
 
         def accumulated(parameter: Tensor) -> None:

@@ -62,7 +62,7 @@ PRODUCTS = frozenset(
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 FLEX = "flex_attention"
-NAMED = (FLEX, *GROUPED)  # some of them are operators of torch's, which have no one object
+NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not single objects
 
 
 class Watch(Interception):

@@ -220,7 +220,7 @@ class WeightsMode(Interception):
         hows = self._stacked(b) if offs is not None and a.dim() == 2 else []
         if not hows or offs is None:
             return func(a, b, offs, **options) if offs is not None else func(a, b, **options)
-        with torch.autocast(a.device.type, enabled=False):  # which grouped_mm knows nothing of
+        with torch.autocast(a.device.type, enabled=False):  # which grouped_mm does not support
             return _by_expert(lambda x, w: func(x, w.mT, offs=offs, **options), a, b.mT, hows, offs.tolist())
 
 

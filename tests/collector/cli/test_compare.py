@@ -728,7 +728,7 @@ class TestCommand:
             (lambda path: path.write_bytes(path.read_bytes()[:-9]), "loss.jsonl ends at iteration 1 of 2", "4.0"),
             (
                 lambda path: path.write_bytes(b'{"iteration": 0, "loss": 5.0}\n17\n'),
-                "line 2 of its loss.jsonl is no loss",
+                "line 2 of its loss.jsonl is not a loss",
                 "5.0",
             ),
             (lambda path: path.write_bytes(b'{"iteration": 0, "loss": NaN}\n'), "line 1 of its loss.jsonl", ""),
