@@ -137,7 +137,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
     """Write every chart into a folder, and one HTML page with all of them."""
     where = filter_of(given)
     if given["session"] and where.items():
-        raise FilterError("a session has its own filter: leave out the other filter options with --session")
+        raise FilterError("a session has its own filter: do not combine --session with filter options")
     from binade.app.report import writer
 
     request = writer.Request(
@@ -228,7 +228,7 @@ serve = Command(
         Option(
             ["--operators"],
             metavar="FILE|NAMES",
-            help="Users who may launch, cancel, delete, save and upload; others can only view  [default: all may]",
+            help="Users who may launch, cancel, delete, save and upload; others can only view [default: all users]",
         ),
         Option(["--read-only"], is_flag=True, help="Read-only for everyone; same as BINADE_READ_ONLY=1"),
     ],

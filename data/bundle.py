@@ -153,7 +153,7 @@ def write(
 def _bundled(root: Path, run_id: str) -> RunInfo:
     if not re.fullmatch(_NAME, run_id):
         raise BundleError(
-            f"The run {run_id[:80]!a} cannot be bundled: its name may have letters, digits and _+=@,.~- alone."
+            f"The run {run_id[:80]!a} cannot be bundled: its name may only have letters, digits and _+=@,.~-"
         )
     try:
         run = read_run(root / run_id)

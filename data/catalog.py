@@ -256,7 +256,7 @@ class Catalog:
                 if not (rebuild or is_unavailable(error)):
                     self.notices.append(
                         f"{self._index.path} cannot be used: {describe(error)}. Until the next start the index is kept"
-                        " in memory. If this happens again, delete the file: it is built again from the runs."
+                        " in memory. If this happens again, delete the file: it is rebuilt from the runs."
                     )
                 self._index.replace(in_memory=not rebuild)
         return self._catch_up()
@@ -655,7 +655,7 @@ class Catalog:
         )
 
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
-        """The selection's samples of rounded weights, one row a weight and iteration: the columns of
+        """The selection's samples of rounded weights, one row per weight and iteration: the columns of
         SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
         weight together, by iteration. Of several micro-batches the first is taken: they have the same weights. Of many
         rows the lists are thinned, evenly, to about `most` values in all."""

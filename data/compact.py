@@ -71,7 +71,7 @@ def compact(
     if not dry_run:
         check_writable("merging segments")
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
     found = Compacted()
     directories = run_directories(root)
     for number, directory in enumerate(directories, 1):

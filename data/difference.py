@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 2.0**-5
 """The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum
-in another order, or in parts, is rounded to bfloat16 once more, and a product adds up what its inputs differ by."""
+in another order, or in parts, is rounded to bfloat16 once more, and a product accumulates its inputs' differences."""
 # The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",

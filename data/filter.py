@@ -106,13 +106,13 @@ class Filter:
         kept: dict[str, Any] = {}
         problems = []
         for name in FIELDS:
-            wanted = "number" if name in INTEGER_FIELDS else "text"
+            wanted = "number" if name in INTEGER_FIELDS else "string"
             for text in query.get(name, []):
                 try:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
                     label = LABELS.get(name, name)
-                    problems.append(f"The address asks for {label} {text[:40]!r}, which is no {wanted}.")
+                    problems.append(f"The address asks for {label} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:
@@ -127,7 +127,7 @@ FIELDS = tuple(f.name for f in fields(Filter))
 def _checked(name: str, value: Any) -> str | int:
     if name not in INTEGER_FIELDS:
         if not isinstance(value, str):
-            raise FilterError(f"filter {name}: {value!r} is not a text")
+            raise FilterError(f"filter {name}: {value!r} is not a string")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise FilterError(f"filter {name}: {value!r} is not valid Unicode")
         return value

@@ -150,7 +150,7 @@ def _reason(error: Exception) -> str:
     if "Weights only load failed" in text:
         return "damaged, or it holds more than tensors and plain data, which is not loaded"
     line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
-    return f"damaged, or not what its name says: {line}"
+    return f"damaged, or not of the type that its name says: {line}"
 
 
 def _too_large(why: str, needed: int, room: int) -> str:
@@ -282,7 +282,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
         return ForeignTensor(key, metadata, None, dtype, refused=reason)
     copied = x.numel() * min(x.element_size(), 4)
     if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
-        raise TooLargeError(_too_large("its values must be rewritten", copied, room))
+        raise TooLargeError(_too_large("its values must be converted", copied, room))
     x = x.resolve_neg()
     if x.dtype == torch.float64:
         wide, x = x, x.float()

@@ -14,7 +14,7 @@ from binade.data.json_files import adapter_of
 
 T = TypeVar("T")
 REASONS = {
-    "string_type": "is not a text",
+    "string_type": "is not a string",
     "int_type": "is not a whole number",
     "list_type": "is not a list",
     "tuple_type": "is not a list",

@@ -48,10 +48,10 @@ def verify(
     read.
     """
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
     directories = run_directories(root)
     if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
-        raise RunError(f"{root} has no run {unknown[0]!r}: name a directory in it")
+        raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")
     found = Verified()
 
     def refuse(path: Path, reason: str) -> None:

@@ -85,7 +85,7 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     """
     p = np.asarray(p, np.float64)
     if not ((p >= 0) & (p <= 1)).all():
-        raise ValueError(f"a probability lies in 0 to 1, not {p[~((p >= 0) & (p <= 1))].flat[0]}")
+        raise ValueError(f"probabilities must be from 0 to 1, not {p[~((p >= 0) & (p <= 1))].flat[0]}")
     upto = np.cumsum(counts)
     total = int(upto[-1]) if len(upto) else 0
     if not total:

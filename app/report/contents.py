@@ -45,7 +45,7 @@ SECTIONS = (
     Section(
         "comparisons",
         "Comparisons",
-        text="What each format would do to the selected operands, as scored when they were captured, forward beside "
+        text="What each format would do to the selected operands, as scored when they were captured, forward next to "
         "backward; and each recipe’s loss and gradients against the bf16 run of the same data.",
     ),
     Section(

@@ -92,7 +92,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
         return drawn
     figure = drawn.get(pin.chart)
     if figure is None:
-        problems = (*drawn.problems, f"The view has no chart {pin.chart[:40]!r} now.")
+        problems = (*drawn.problems, f"The view no longer has the chart {pin.chart[:40]!r}.")
         return replace(drawn, items=(), problems=problems)
     return replace(drawn, items=(figure,))
 

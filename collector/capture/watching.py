@@ -51,7 +51,7 @@ class WatchOptions:
     cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,
         help="Number of steps for which a trigger that has fired does not fire again")
     capture_bytes: int = option(1 << 30, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Limit of the disk space for captures. Once it is reached, triggers capture nothing", default_help="1G")
+        help="Disk space limit for captures. Once it is reached, triggers capture nothing more", default_help="1G")
     # fmt: on
 
     @property

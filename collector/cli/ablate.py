@@ -111,6 +111,6 @@ ablate = Command(
     params=_params(),
     callback=_ablate,
     help=_ablate.__doc__,
-    cancelled="cancelled; the jobs that were queued stay",
+    cancelled="cancelled; jobs already queued are kept",
     failed="the queue cannot be changed",
 )

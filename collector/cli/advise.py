@@ -135,12 +135,12 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--loss"], type=_positive, metavar="X", title=limits,
                help="Instead of --budget: the fewest bits with a predicted loss change of at most X"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,
-               help="Granularity, what is given formats of its own: each linear layer (site), each layer, each module "
-                   "in all layers, or the model  [default: site]"),
+               help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
+                   "model  [default: site]"),
         Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
                help="linear, qk, pv, router; the others stay in bf16  [default: linear]"),
         Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
-               help="Formats to choose from beside bf16  [default: all that were scored]"),
+               help="Formats to choose from, in addition to bf16  [default: all that were scored]"),
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
         Option(["--most-bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),

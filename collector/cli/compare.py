@@ -394,7 +394,9 @@ def _gradients(
     found = {key: tensors[tensors["iteration"] == first] for key, tensors in found.items()}
     figures: dict[tuple[str, str], Figures] = {}
     if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
-        refused.append(f"gradients: {values:,} values are too many to compare here; the app's page Recipes does")
+        refused.append(
+            f"gradients: {values:,} values are too many to compare here; the app's page Recipes compares them"
+        )
         return figures
     for key, tensors in found.items():
         errors, unread = gradient_errors(catalog, tensors)

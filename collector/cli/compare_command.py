@@ -28,7 +28,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
         fail(f"skipped: {reason}")
     if not comparison.sections:
         found = "holds no runs that can be read" if runs.is_dir() else "does not exist"
-        raise RunError(f"{runs} {found}: name the root of some runs, or collect some with binade batch")
+        raise RunError(f"{runs} {found}: give a directory of runs, or collect some with binade batch")
     written = render(comparison, kind)
     if output is None:
         print_text(written.removesuffix("\n"))

@@ -44,7 +44,7 @@ def _export(
 export = Command(
     "export",
     params=[
-        Option(["--to"], type=click.Choice(TARGETS), required=True, help="Tool to write for"),
+        Option(["--to"], type=click.Choice(TARGETS), required=True, help="Target of the export"),
         Option(
             ["--output"], type=Path, required=True, metavar="DIR", help="New directory; each run gets a subdirectory"
         ),

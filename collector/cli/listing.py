@@ -33,7 +33,7 @@ def _models() -> str:
             )
         modules = dict.fromkeys(site.module for site in sizes["full"].sites())
         lines.append(f"        modules {', '.join(modules)}")
-    lines.append("    a path: a directory of Hugging Face with config.json and safetensors, or a GGUF file")
+    lines.append("    a path: a Hugging Face directory with config.json and safetensors, or a GGUF file")
     return "\n".join(lines)
 
 

@@ -37,8 +37,8 @@ LEGEND = (
     "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
     "times that of bf16.",
     "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
-    "dgrad); flushed: nonzero values that became 0, of the nonzero; saturated: values beyond the format's largest, of "
-    "all.",
+    "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
+    "largest.",
     "Gradients: of the weights, all seeds together, each against that of the bf16 run of its seed; cosine: mean over "
     "the tensors; bias: ‖ĝ−g‖²/‖g‖² of the summed powers, g being bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "

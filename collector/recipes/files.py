@@ -123,7 +123,7 @@ def _about(given: Mapping[str, Any]) -> About:
         value = given.get(name, [] if "tuple" in str(kind) else "")
         if "tuple" in str(kind):
             if not isinstance(value, list):
-                raise RecipeError(f"{name} is a list of texts")
+                raise RecipeError(f"{name} must be a list of strings")
             found[name] = tuple(_text(each, name) for each in value)
         else:
             found[name] = _text(value, name)
@@ -188,13 +188,13 @@ def _only(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
 
 def _table(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RecipeError(f"{where} is a table, not {value!r}")
+        raise RecipeError(f"{where} must be a table, not {value!r}")
     return value
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise RecipeError(f"{where} is a text, not {value!r}")
+        raise RecipeError(f"{where} must be a string, not {value!r}")
     return value
 
 

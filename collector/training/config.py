@@ -335,7 +335,7 @@ def _check_ranks(config: RunConfig) -> None:
 def _check_iterations(config: RunConfig) -> None:
     if config.train_iters is None:
         if config.control_iter == 0:
-            raise ConfigError("--control-iter 0 records every iteration: say how many there are with --train-iters")
+            raise ConfigError("--control-iter 0 records every iteration: give their number with --train-iters")
     elif config.train_iters < config.needed_iterations:
         raise ConfigError(
             f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "

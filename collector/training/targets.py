@@ -72,7 +72,7 @@ def targets_file() -> Path | None:
     """The file of the targets; None if there is none. Raises ConfigError if $BINADE_CONFIG does not name a file."""
     if named := os.environ.get(CONFIG):
         if not Path(named).is_file():
-            raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: name a {FILE}, or unset it")
+            raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: set it to a {FILE}, or unset it")
         return Path(named)
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     return next((path for path in (Path(FILE).absolute(), home / "binade" / FILE) if path.is_file()), None)

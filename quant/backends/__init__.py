@@ -21,7 +21,7 @@ class Backend(StrEnum):
     TRITON = "triton"
     """Triton kernels; on CPU tensors through Triton's interpreter."""
     TORCH = "torch"
-    """Compiled C++ for CPU tensors where it pays to build it, else plain torch."""
+    """Compiled C++ for CPU tensors if building it is worthwhile, else plain torch."""
 
 
 def resolve_backend(backend: str, x: Tensor) -> Backend:

@@ -39,7 +39,7 @@ CONTROLS = (
     ),
     Control(
         name="by", label="Granularity", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
-        help="What is given formats of its own. Its two operands and three GEMMs may still differ",
+        help="What formats are chosen for. The two operands and the three GEMMs of each may still differ",
     ),
     Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
 )  # fmt: skip

@@ -24,7 +24,7 @@ def tier_color(tier: str) -> str:
 
 
 def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
-    """Of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
+    """Chart of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
     shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(style.short))
     names = sorted(set(shown["tier"]), key=compute.tier_rank)
@@ -66,7 +66,7 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
 
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of compute.tiers: the share of the values that have each precision."""
+    """Chart of compute.tiers: the share of the values that have each precision."""
     rows = list(table.itertuples())
     shown = table.assign(
         label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]

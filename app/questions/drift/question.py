@@ -112,7 +112,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of one of the two tensors cannot be read: {error}.",))
     if reference.shape != own.shape or not reference.numel():
-        return Drawn(problems=("The two tensors are not of one shape: nothing to compare.",))
+        return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
     fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
     found = compute.three_way(reference, own, fmt, selected.dim)
     label = given.labels[run]

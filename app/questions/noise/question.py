@@ -72,7 +72,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 
 
 def _places(weights: pd.DataFrame) -> pd.DataFrame:
-    """One row a weight: its last iteration; over runs, ranks and experts the mean."""
+    """One row per weight: its last iteration, with the mean over runs, ranks and experts."""
     last = weights[weights["iteration"] == weights.groupby("place")["iteration"].transform("max")]
     shown = last.groupby("place", sort=False).agg(
         oscillating=("oscillating", "mean"),

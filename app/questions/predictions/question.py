@@ -69,7 +69,8 @@ def _verdict(table: pd.DataFrame) -> str:
     if math.isnan(mean.rho):
         return f"Only {len(table)} recipes can be compared: at least four are needed to check the ranking."
     text = (
-        f"Over {len(table)} recipes predictions rank the gap of the first iteration with {first.text} and the mean "
+        f"Over {len(table)} recipes, the predictions rank the gap of the first iteration with {first.text} and the "
+        "mean "
         f"gap over training with {mean.text}."
     )
     if mean.low <= 0:

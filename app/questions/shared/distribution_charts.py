@@ -74,7 +74,7 @@ LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "unifo
 def qq(
     table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None, law: str = "normal"
 ) -> alt.LayerChart:
-    """Of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
+    """Chart of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
@@ -84,7 +84,7 @@ def qq(
 def qq_between(
     table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
 ) -> alt.LayerChart:
-    """Of laws.qq_between, with the line for two equal distributions."""
+    """Chart of laws.qq_between, with the line for two equal distributions."""
     titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
     return _qq(table, by, groups, titles, style.title(f"Q–Q against {other}", subtitle))
 
@@ -143,7 +143,7 @@ BOX_TITLES = {
 def boxes(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
+    """Chart of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
 
     log2: the table is of distributions.magnitudes.
     """

@@ -31,7 +31,7 @@ def surface(table: pd.DataFrame, measure: Measure, events: pd.DataFrame, title: 
 def difference(
     table: pd.DataFrame, measure: Measure, names: tuple[str, str], events: pd.DataFrame, title: str, subtitle: str
 ) -> alt.LayerChart:
-    """Of compute.difference: red where the first run is worse, blue where the other is."""
+    """Chart of compute.difference: red where the first run is worse, blue where the other is."""
     shown = table.dropna(subset=["change"])
     shown = shown.assign(label=shown["value"].map(measure.text), other_label=shown["other"].map(measure.text))
     most = float(shown["change"].abs().max()) or 1.0

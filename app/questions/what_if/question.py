@@ -77,7 +77,7 @@ COLUMNS = {
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale shared out"),
+    "bits_per_value": Column("Bits a value", "%.3f", 94, "Including each value’s share of the block scale"),
     "nbytes": Column(
         "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
@@ -145,7 +145,7 @@ def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
 
 
 def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
-    """(a row a trial, the distributions before and after), from memory where the same was tried lately."""
+    """(one row per trial, the distributions before and after), from memory where the same was tried lately."""
     steps = len(made.ids) * len(made.trials)
 
     def found(_: object = None) -> Tried:
