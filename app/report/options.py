@@ -20,7 +20,7 @@ def params() -> list[click.Parameter]:
             ["--zip", "archive"],
             type=Path,
             metavar="FILE",
-            help="Also write a ZIP: PNG (except of a session), SVG, CSV, JSON",
+            help="Also write a ZIP: PNG (not for a session), SVG, CSV, JSON",
         ),
         Option(
             ["--theme"],

@@ -2,7 +2,7 @@
 draws one chart at a time.
 
 The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
-memory that the index and the analysis need, and they end when their input does, however their parent has ended.
+memory that the index and the analysis need, and they end when their input ends, even if their parent was killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 
 class Renderers:
-    """Processes that draw; a context manager that ends them. Requests are taken in their order."""
+    """A context manager with processes that draw. Requests are handled in order."""
 
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs or len(os.sched_getaffinity(0))
@@ -84,7 +84,7 @@ class Renderers:
         return self._pool.submit(lambda: self._request({})["script"])
 
     def _start(self) -> None:
-        # A process group of its own: Ctrl-C is for the parent, which ends it.
+        # In its own process group, so that Ctrl-C reaches only the parent, which then ends this process.
         self._own.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
@@ -133,7 +133,7 @@ def _numbered(svg: str) -> str:
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
-    """The drawing with its caption beneath, on the card's ground."""
+    """The drawing with its caption below, on the card's background."""
     sizes = dict(re.findall(r' (width|height)="([0-9.]+)"', svg[: svg.index(">") + 1]))
     chart_height = float(sizes["height"])
     width, height = max(float(sizes["width"]), caption["width"]), chart_height + caption["height"]
@@ -147,7 +147,8 @@ def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
 
 
 def supported(svg: str) -> str:
-    """The drawing in letters that Liberation Sans has: small digits become digits set small."""
+    """The drawing with letters that Liberation Sans has: superscript and subscript digits become small ordinary
+    digits."""
     return _TEXT.sub(lambda found: found[1] + _shifted(found[2].translate(SIMILAR)), svg)
 
 

@@ -45,12 +45,12 @@ class _Worker(Generic[J]):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
         self.process.start()
-        theirs.close()  # only the worker has that end now: when it dies, reading here fails
+        theirs.close()  # now only the worker has that end, so reading fails here when it dies
         self.held: deque[J] = deque()
 
     def give(self, job: J) -> None:
         self.held.append(job)
-        with suppress(OSError):  # it is dead, which is noticed when its result is read
+        with suppress(OSError):  # it is dead; this is noticed when its result is read
             self.connection.send(job)
 
     def stop(self) -> int:

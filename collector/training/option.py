@@ -31,7 +31,7 @@ class Group:
 class Option:
     """What is declared about a field.
 
-    choices        the values that are allowed, of a list for each item: a collection, or a function that returns one
+    choices        the allowed values, for a list those of each item: a collection, or a function that returns one
     or_path        the path of something that exists is allowed as well
     minimum, maximum, pattern
                    what a number or a text must satisfy. `expected` says in words what the pattern accepts

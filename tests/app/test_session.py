@@ -166,7 +166,7 @@ def test_hostile_files(raw: bytes, words: str):
         ({"name": "x" * 121}, "name is longer than 120"),
         ({"id": "../up"}, "id does not have the expected form"),
         ({"id": "ab\n"}, "id does not have the expected form"),
-        ({"notes": 3}, "notes is not a text"),
+        ({"notes": 3}, "notes is not a string"),
         ({"notes": "\ud800"}, "half a surrogate pair"),
         ({"notes": "x" * 50_001}, "notes is longer than 50000"),
         ({"pins": [{"page": "worst"}]}, "pins.0 lacks params, chart, caption"),

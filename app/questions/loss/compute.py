@@ -1,4 +1,4 @@
-"""What each forward operand's rounding is predicted to cost in loss, beside its SQNR, and how far to trust it."""
+"""The predicted cost in loss of rounding each forward operand, compared with its SQNR, and how reliable it is."""
 
 from __future__ import annotations
 

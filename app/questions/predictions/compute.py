@@ -1,4 +1,4 @@
-"""Predicted loss changes of recipes beside the gaps that were measured when they trained."""
+"""Predicted loss changes of recipes, and the gaps measured in their training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.specs import SpecError
 
-REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or that Binade did not train
+REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
 
 
 @lru_cache(8)

@@ -13,7 +13,8 @@ from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 LOSS_CHANGE = "loss_change"
-DATA = [name for name in MICRO_BATCH if name != "run_id"]  # a place in the data that runs of one seed share
+# Identifies a place in the data, which runs of one seed share.
+DATA = [name for name in MICRO_BATCH if name != "run_id"]
 METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 

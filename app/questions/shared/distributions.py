@@ -1,4 +1,4 @@
-"""How values lie: histograms and boxes, all from one representation.
+"""Distributions of values: histograms and box plots from one representation.
 
 A Distribution is values in ascending order with their counts. It is exact (low == high, a tensor's own values), or made
 of bins: the binade sketch's, an eighth of a binade wide, or a large float32 tensor's values by their upper 16 bits,
@@ -48,7 +48,7 @@ class Distribution:
 
     @property
     def smallest(self) -> float:
-        """The smallest magnitude told apart from zero."""
+        """The smallest magnitude that is distinguished from zero."""
         return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
 
     @property
@@ -77,7 +77,7 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     total = counts.sum()
     mean = float(counts @ values / total) if total else math.nan
     std = math.sqrt(counts @ (values - mean) ** 2 / total) if total else math.nan
-    if len(values) == 1:  # not what rounding in the mean leaves
+    if len(values) == 1:  # exactly 0, without the rounding error of the mean
         mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
 
@@ -102,7 +102,7 @@ class Pool:
         self.counts[bins] += counts * times
 
     def distribution(self) -> Distribution:
-        """Mean and standard deviation are not known."""
+        """The distribution, without mean and standard deviation."""
         bins = np.flatnonzero(self.counts)
         return _of_upper(self.group, bins, np.rint(self.counts[bins]).astype(np.int64), (math.nan, math.nan))
 
@@ -186,7 +186,7 @@ def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
     low, high = ends[:, 0].min(), ends[:, 1].max()
-    if low == high:  # a single value: give it a bar of some width
+    if low == high:  # for a single value, give the bar a width
         low, high = low - 0.5 * max(abs(low), 1e-30), high + 0.5 * max(abs(high), 1e-30)
     edges = np.linspace(low, high, bins + 1)
     tables = []

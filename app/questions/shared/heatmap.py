@@ -14,7 +14,7 @@ import pandas as pd
 from binade.app import style
 
 NO_VALUE = (0x9A, 0xA1, 0xB2)
-SHARP = 640  # pixels that a picture has at least, so that the browser does not blur its cells
+SHARP = 640  # minimum size of a picture in pixels, so that the browser does not blur its cells
 
 
 def _palette() -> np.ndarray:

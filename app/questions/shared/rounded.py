@@ -24,7 +24,7 @@ class Subject:
 
     @property
     def note(self) -> str:
-        """Empty, or what was left out."""
+        """What was left out, or ""."""
         if self.every == 1:
             return ""
         held = int(self.blocks.valid.sum())
