@@ -34,7 +34,6 @@ Chart = (
     | alt.RepeatChart
     | alt.VConcatChart
 )
-MAX_CSV_ROWS = 5000  # of what a page exports
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 _altair = threading.Lock()  # its data transformers are one for all threads
@@ -144,11 +143,6 @@ class Figure(_Item):
         _label_numbers(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
-    @cached_property
-    def page_csv(self) -> str:
-        """What a page exports as CSV."""
-        return self.csv(MAX_CSV_ROWS)
-
     def sized_spec(self, width: int | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
         if not {"concat", "hconcat", "vconcat"}.isdisjoint(self.spec):
@@ -156,9 +150,9 @@ class Figure(_Item):
         fit = {"type": "fit", "contains": "padding"}
         return self.spec | {"width": width, "height": self.height or HEIGHT, "autosize": fit}
 
-    def csv(self, rows: int | None = None) -> str:
-        """The table, or its first rows, as CSV; the caption before it as comments."""
-        return csv_table(self.table.head(len(self.table) if rows is None else rows), self.caption)
+    def csv(self) -> str:
+        """The table as CSV; the caption before it as comments."""
+        return csv_table(self.table, self.caption)
 
     @property
     def caption_svg(self) -> dict[str, Any]:
@@ -290,7 +284,7 @@ class Drawn:
     def prepared(self) -> Drawn:
         """Itself, with what pages need of its figures made ready for all that show it."""
         for figure in self.figures:
-            _ = figure.page_spec, figure.page_csv
+            _ = figure.page_spec
         return self
 
     def get(self, name: str) -> Figure | None:

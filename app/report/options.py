@@ -20,7 +20,13 @@ def params() -> list[click.Parameter]:
             ["--zip", "archive"],
             type=Path,
             metavar="FILE",
-            help="Also write a ZIP: PNG (except of a session), SVG, CSV, JSON",
+            help="Also write a ZIP: PNG (except of a session), SVG, CSV, JSON; tables also as Markdown and LaTeX",
+        ),
+        Option(
+            ["--paper", "papers"],
+            type=click.Choice(("84mm", "174mm")),
+            multiple=True,
+            help="Also draw each chart for a paper, this wide: SVG and PDF, 8 pt",
         ),
         Option(
             ["--theme"],
