@@ -10,6 +10,7 @@ export default function ({ data, parentElement, setTriggerValue }) {
         const top = Math.max(0, Math.min(bottom + 2, clientHeight - saves.offsetHeight - 4));
         Object.assign(saves.style, { right: `${clientWidth - right}px`, top: `${top}px` });
     };
+    if (!data.chart) menu.ariaLabel = menu.title = 'Save the table';
     const on = (button, act) => button.onclick = () => { saves.hidePopover(); act(); };
     for (const button of saves.querySelectorAll('.picture')) {
         button.hidden = !data.chart;

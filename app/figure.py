@@ -6,6 +6,7 @@ A page shows them, a session pins the figures, a report prints figures and table
 from __future__ import annotations
 
 import hashlib
+import json
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -37,6 +38,7 @@ Chart = (
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 _altair = threading.Lock()  # its data transformers are one for all threads
+NARROW = 400  # pixels: a narrower chart has its title broken into lines
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
@@ -141,6 +143,7 @@ class Figure(_Item):
         with _altair, alt.data_transformers.enable("arrow"):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         _label_numbers(spec)
+        _wrap_titles(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
     def sized_spec(self, width: int | str) -> dict[str, Any]:
@@ -315,6 +318,20 @@ def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
         _label_numbers(spec.get("layer", []), labelled)
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
+
+
+def _wrap_titles(spec: dict[str, Any]) -> None:
+    """Break a chart's title into lines where it is as narrow as on a phone. A title that is too long would leave the
+    chart less room."""
+    for layer in spec.get("layer", []):
+        _wrap_titles(layer)
+    title = spec.get("title")
+    if isinstance(title, dict):
+        for name, letters in (("text", NARROW // 11), ("subtitle", NARROW // 8)):
+            lines = [title[name]] if isinstance(title.get(name), str) else title.get(name, [])
+            if any(len(line) > letters for line in lines):
+                broken = [part for line in lines for part in textwrap.wrap(line, letters)]
+                title[name] = {"expr": f"width < {NARROW} ? {json.dumps(broken)} : {json.dumps(lines)}"}
 
 
 def _is_labelled(spec: dict[str, Any], channel: str) -> bool:
