@@ -27,7 +27,7 @@ LETTERS = 12  # pixels of the letters of our charts
 POINTS = 8  # of the same letters on paper
 TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
-_latex = UnicodeToLatexEncoder(unknown_char_policy="keep", unknown_char_warning=False).unicode_to_latex
+_ENCODER = UnicodeToLatexEncoder(unknown_char_policy="keep", unknown_char_warning=False)
 
 
 def of_figure(figure: Figure, end: str) -> bytes:
@@ -43,7 +43,8 @@ def of_figure(figure: Figure, end: str) -> bytes:
 
 def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:
     """A table as CSV, Markdown or LaTeX."""
-    return {".csv": csv_table, ".md": _markdown, ".tex": _tex}[end](frame, caption).encode()
+    text = {".csv": csv_table, ".md": _markdown, ".tex": _tex}[end]
+    return text(frame, caption).encode()
 
 
 def media_type(end: str) -> str:
@@ -53,28 +54,35 @@ def media_type(end: str) -> str:
 def paper_spec(figure: Figure, width: str) -> dict[str, Any]:
     """The specification of a figure for a column of a paper: without its title, which belongs in the caption."""
     pixels = COLUMNS[width] / 25.4 * 72 * LETTERS / POINTS
-    spec = _without_title(figure.sized_spec(pixels))
+    spec = _plain(figure.sized_spec(pixels))
     if "height" in spec and figure.title:
         spec["height"] -= TITLE
     return spec | {"config": PAPER.config() | {"background": None, "padding": 1}}
 
 
-def _without_title(spec: dict[str, Any]) -> dict[str, Any]:
-    """A chart's specification, or a layer's."""
-    layers = {"layer": list(map(_without_title, spec["layer"]))} if "layer" in spec else {}
-    return {name: value for name, value in (spec | layers).items() if name != "title"}
+def _plain(spec: dict[str, Any]) -> dict[str, Any]:
+    """A chart's specification, or a layer's, without its title and with letters of one size."""
+    changed: dict[str, Any] = {"layer": list(map(_plain, spec["layer"]))} if "layer" in spec else {}
+    if isinstance(spec.get("mark"), dict) and spec["mark"]["type"] == "text":
+        changed["mark"] = spec["mark"] | {"fontSize": LETTERS}
+    return {name: value for name, value in (spec | changed).items() if name != "title"}
 
 
 def _markdown(frame: pd.DataFrame, caption: str) -> str:
-    header, *rows = [list(map(markdown_text, row)) for row in (frame.columns, *cells(frame))]
+    header, *rows = [list(map(markdown_text, row)) for row in _texts(frame)]
     lines = [f"\n{markdown_text(line)}" for line in caption.splitlines()]
     return "\n".join([markdown_table(header, rows, _align(frame)), *lines]) + "\n"
 
 
 def _tex(frame: pd.DataFrame, caption: str) -> str:
-    header, *rows = [list(map(_latex, row)) for row in (frame.columns, *cells(frame))]
+    header, *rows = [list(map(_ENCODER.unicode_to_latex, row)) for row in _texts(frame)]
     comment = "".join(f"% {line}\n" for line in (*caption.splitlines(), r"Needs \usepackage{booktabs}"))
     return comment + pd.DataFrame(rows, columns=header).to_latex(index=False, column_format=_align(frame))
+
+
+def _texts(frame: pd.DataFrame) -> list[list[str]]:
+    """The names of the columns, then the cells of each row."""
+    return [list(map(str, frame.columns)), *cells(frame)]
 
 
 def _align(frame: pd.DataFrame) -> str:

@@ -146,7 +146,7 @@ class Figure(_Item):
         _wrap_titles(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
-    def sized_spec(self, width: int | str) -> dict[str, Any]:
+    def sized_spec(self, width: float | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
         if not {"concat", "hconcat", "vconcat"}.isdisjoint(self.spec):
             return self.spec

@@ -67,6 +67,6 @@
         printed();
     });
     addEventListener('afterprint', () => { delete root.dataset.print; again(); });
-    // For scripts and tests: every chart drawn, and its view.
-    window.binade = { drawAll: () => Promise.all(charts.map(draw)), view: name => draw(charts.find(c => c.dataset.name === name)) };
+    // For scripts and tests: a chart's view.
+    window.binade = { view: name => draw(charts.find(c => c.dataset.name === name)) };
 })();

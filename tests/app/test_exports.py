@@ -36,7 +36,9 @@ def letter_size(text: pypdfium2.PdfTextPage, at: int) -> float:
 
 @pytest.mark.parametrize(("width", "points"), [("84mm", 238.11), ("174mm", 493.23)])
 def test_a_figure_for_a_paper_is_as_wide_as_its_column_in_letters_of_8_points(width: str, points: float):
-    chart = LINES.properties(title=style.title("A title", "of something"))
+    chart = (LINES + LINES.mark_text(fontSize=11).encode(text="group")).properties(
+        title=style.title("A title", "of something")
+    )
     figure = Figure("x", chart, TABLE, "Data: x.", height=360)
     page = pypdfium2.PdfDocument(exports.of_figure(figure, f"-{width}.pdf"))[0]
     assert page.get_width() == pytest.approx(points, abs=0.01) and not list(page.get_objects([FPDF_PAGEOBJ_IMAGE]))
