@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -43,8 +44,8 @@ def of_figure(figure: Figure, end: str) -> bytes:
 
 def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:
     """A table as CSV, Markdown or LaTeX."""
-    text = {".csv": csv_table, ".md": _markdown, ".tex": _tex}[end]
-    return text(frame, caption).encode()
+    texts: dict[str, Callable[[pd.DataFrame, str], str]] = {".csv": csv_table, ".md": _markdown, ".tex": _tex}
+    return texts[end](frame, caption).encode()
 
 
 def media_type(end: str) -> str:
