@@ -9,5 +9,5 @@ section    what sections are made of, and what questions draw them from
 tables     names, units and numbers of tables
 stats      the numbers as JSON and text
 page       the report as one HTML file that needs nothing else: page.html, page.css, page.js
-rendering  charts to PNG and SVG, by processes of their own
+rendering  charts to PNG, SVG and PDF, by processes of their own
 """
