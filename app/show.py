@@ -22,6 +22,7 @@ from binade.app.sessions import draft
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, MEASURES, ONLY, short
 from binade.data.access import read_only
+from binade.data.text import plain_name
 
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: only this",
@@ -93,7 +94,7 @@ def _menu(name: str, data: dict[str, Any], content: Callable[[str], bytes], **op
             kind = exports.media_type(chosen["end"])
             st.session_state[waiting] = {"id": chosen["id"], "end": chosen["end"], "type": kind, "content": made}
 
-    given = {"name": f"binade-{name.replace('_', '-')}", "saved": st.session_state.pop(waiting, None)}
+    given = {"name": f"binade-{plain_name(name).replace('_', '-')}", "saved": st.session_state.pop(waiting, None)}
     _exporter()(key=key, data=data | given, on_saved_change=save, **options)
 
 
