@@ -45,7 +45,7 @@ def trial(fmt: str, **options: Any) -> Trial:
 
 
 def with_defaults(trials: list[Trial]) -> list[Trial]:
-    """Each trial after the same format's default, where it differs from it; none twice."""
+    """Each trial preceded by the default of its format, if different; without duplicates."""
     return [Trial(spec) for spec in dict.fromkeys(s for one in trials for s in (Spec.of(one.spec.format), one.spec))]
 
 

@@ -89,7 +89,7 @@ Tried = tuple[pd.DataFrame, list[Distribution]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tried on which tensors, and what is to be said of it."""
+    """The trials, the tensors they are applied to, and the notes on them."""
 
     trials: list[compute.Trial]
     ids: list[str]
@@ -171,7 +171,7 @@ def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:
 
 
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
-    """Numbers and charts of what was tried."""
+    """Numbers and charts of the trials."""
     table, shown = tried
     best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
     sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))

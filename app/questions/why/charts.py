@@ -22,7 +22,7 @@ def codebook(
     table: pd.DataFrame, zones: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
     """Chart of compute.codebook_histogram and zones: magnitudes over their scale, the format's codes as ticks beneath,
-    what flushes and what saturates shaded and told in percent."""
+    and the flushed and saturated ranges shaded and labelled in percent."""
     share = zones.set_index("zone")["share"]
     flush, clip = edges
     tail = table["low"][((table["high"] - table["low"]) * table["share"]).cumsum() >= TAIL]
