@@ -148,6 +148,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["jobs"],
         line_of(context.find_root().obj),
         given["session"],
+        given["papers"],
     )
     try:
         return writer.run(readable_root(root), request)

@@ -7,6 +7,7 @@ function.
 from __future__ import annotations
 
 import hashlib
+import json
 import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -35,10 +36,10 @@ Chart = (
     | alt.RepeatChart
     | alt.VConcatChart
 )
-MAX_CSV_ROWS = 5000  # of what a page exports
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 _altair = threading.Lock()  # its data transformers are one for all threads
+NARROW = 400  # pixels: a narrower chart has its title broken into lines
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
@@ -144,23 +145,19 @@ class Figure(_Item):
         with _altair, alt.data_transformers.enable("arrow"):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         _label_numbers(spec)
+        _wrap_titles(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
-    @cached_property
-    def page_csv(self) -> str:
-        """The CSV that a page exports."""
-        return self.csv(MAX_CSV_ROWS)
-
-    def sized_spec(self, width: int | str) -> dict[str, Any]:
+    def sized_spec(self, width: float | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
         if not {"concat", "hconcat", "vconcat"}.isdisjoint(self.spec):
             return self.spec
         fit = {"type": "fit", "contains": "padding"}
         return self.spec | {"width": width, "height": self.height or HEIGHT, "autosize": fit}
 
-    def csv(self, rows: int | None = None) -> str:
-        """The table, or its first rows, as CSV; the caption before it as comments."""
-        return csv_table(self.table.head(len(self.table) if rows is None else rows), self.caption)
+    def csv(self) -> str:
+        """The table as CSV; the caption before it as comments."""
+        return csv_table(self.table, self.caption)
 
     @property
     def caption_svg(self) -> dict[str, Any]:
@@ -292,7 +289,7 @@ class Drawn:
     def prepared(self) -> Drawn:
         """The same answer, with everything computed once that pages need from its figures."""
         for figure in self.figures:
-            _ = figure.page_spec, figure.page_csv
+            _ = figure.page_spec
         return self
 
     def get(self, name: str) -> Figure | None:
@@ -323,6 +320,20 @@ def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
         _label_numbers(spec.get("layer", []), labelled)
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
+
+
+def _wrap_titles(spec: dict[str, Any]) -> None:
+    """Break a chart's title into lines where it is as narrow as on a phone. A title that is too long would leave the
+    chart less room."""
+    for layer in spec.get("layer", []):
+        _wrap_titles(layer)
+    title = spec.get("title")
+    if isinstance(title, dict):
+        for name, letters in (("text", NARROW // 11), ("subtitle", NARROW // 8)):
+            lines = [title[name]] if isinstance(title.get(name), str) else title.get(name, [])
+            if any(len(line) > letters for line in lines):
+                broken = [part for line in lines for part in textwrap.wrap(line, letters)]
+                title[name] = {"expr": f"width < {NARROW} ? {json.dumps(broken)} : {json.dumps(lines)}"}
 
 
 def _is_labelled(spec: dict[str, Any], channel: str) -> bool:

@@ -1,7 +1,8 @@
-"""How a page shows a chart: the chart, its note, and its exports as PNG, SVG and CSV."""
+"""How a page shows a chart or a table: with its note and the menu that exports it."""
 
 from __future__ import annotations
 
+import base64
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -12,9 +13,11 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from binade.app import exports
 from binade.app.address import plain
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
 from binade.app.filters import offer_to_clear, only
+from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, MEASURES, ONLY, short
@@ -61,17 +64,37 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
         card.caption(note)
     data = {
         "chart": f"chart_{name}",
-        "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption_svg,
         "pin": pin and draft.on_a_view() and not read_only(),
-        "csv": figure.page_csv,
         "gestures": [text for kind, text in GESTURES.items() if any(each.startswith(kind) for each in every)],
     }
     with card:
-        _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
+        _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure))
     if not choose:
         return None
     return _picked(event, choose)
+
+
+def _menu(name: str, data: dict[str, Any], content: Callable[[str], bytes], **options: Any) -> None:
+    """The menu of a chart or a table. What the browser cannot make is made when it is chosen and sent with the next
+    drawing: content of the file whose name ends so, one of exports.TABLES and exports.PAPERS."""
+    key = f"export_{name}"
+    waiting = f"saved_{name}"
+
+    def save() -> None:
+        chosen = st.session_state[key].saved
+        if chosen["end"] not in (*exports.TABLES, *exports.PAPERS):
+            return
+        try:
+            made = base64.b64encode(content(chosen["end"])).decode()
+        except RenderError as error:
+            st.toast(f"{error}.", icon=":material/error:")
+        else:
+            kind = exports.media_type(chosen["end"])
+            st.session_state[waiting] = {"id": chosen["id"], "end": chosen["end"], "type": kind, "content": made}
+
+    given = {"name": f"binade-{name.replace('_', '-')}", "saved": st.session_state.pop(waiting, None)}
+    _exporter()(key=key, data=data | given, on_saved_change=save, **options)
 
 
 def _picked(event: Any, field: str) -> Any:
@@ -136,6 +159,13 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
         event = st.dataframe(shown, hide_index=True, placeholder="–", column_config=config, **options)
     if table.note:
         st.caption(plain(table.note))
+    with st.container(key=f"table_menu_{table.name}"):
+        read = shown.rename(columns={name: given["label"] for name, given in config.items()})
+        _menu(
+            f"table_{table.name}",
+            {"gestures": []},
+            lambda end: exports.of_table(table.frame if end == ".csv" else read, end),
+        )
     return chosen(event) if choose else None
 
 

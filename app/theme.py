@@ -64,4 +64,5 @@ class Theme:
 
 LIGHT = Theme("light", "#f4f5f9", "#ffffff", "#1c2030", "#596076", "#e1e4ec", "#4f46e5")
 DARK = Theme("dark", "#0f1219", "#181c27", "#e4e7ef", "#a3abbd", "#2a3040", "#a5abfc")
+PAPER = Theme("paper", "#ffffff", "#ffffff", "#000000", "#000000", "#c9ccd4", "#000000")
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}

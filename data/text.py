@@ -35,10 +35,14 @@ def describe(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
-    """A table in Markdown, of cells that are Markdown already. The first `left` columns are aligned left, all if it is
-    not given, the others right."""
-    rule = [":--" if left is None or place < left else "--:" for place in range(len(header))]
+def markdown_text(text: str) -> str:
+    """A text as it is in Markdown: no cell, link, tag or emphasis is made of it."""
+    return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
+    """A table in Markdown, of cells that are Markdown already. align: "l" or "r" for each column, all left if empty."""
+    rule = [{"l": ":--", "r": "--:"}[each] for each in align or "l" * len(header)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 

@@ -1,4 +1,4 @@
-"""Overview: the distribution of the selection's magnitudes, and the tensors that a format would damage most."""
+"""Overview: how the selection's magnitudes lie, and what a format would do worst to."""
 
 from __future__ import annotations
 

@@ -9,5 +9,5 @@ section    the parts of a section, and the selection that questions draw from
 tables     names, units and numbers of tables
 stats      the numbers as JSON and text
 page       the report as one HTML file that needs nothing else: page.html, page.css, page.js
-rendering  charts to PNG and SVG, in separate processes
+rendering  charts to PNG, SVG and PDF, in separate processes
 """

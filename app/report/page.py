@@ -59,6 +59,7 @@ def _style() -> str:
         f":root{{--font:{FONT};--mono:{MONO};{variables(LIGHT)}}}"
         f"@media (prefers-color-scheme: dark){{:root{{{variables(DARK)}}}}}"
         f":root[data-scheme=light]{{{variables(LIGHT)}}}:root[data-scheme=dark]{{{variables(DARK)}}}\n"
+        f":root[data-print]{{{variables(LIGHT)}}}\n"
     ) + (HERE / "page.css").read_text()
 
 

@@ -8,7 +8,7 @@
 
 A session's report has pins/ and view/ instead of these folders, and SVG instead of PNG, which takes three times as
 long. The ZIP has each chart as PNG (except for a session), SVG, CSV and its Vega-Lite specification, and each table as
-CSV and JSON.
+CSV, JSON, Markdown and LaTeX. --paper adds NAME-84mm.svg and .pdf to each chart.
 
 All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
 of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,12 +34,14 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 from altair.utils.schemapi import disable_debug_mode
 
+from binade.app import exports
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
 from binade.app.report import contents, sessions, stats
 from binade.app.report.page import of_page, page
-from binade.app.report.rendering import Picture, RenderError, Renderers
+from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
 from binade.app.report.section import Section, Table, merged
+from binade.app.report.tables import shown
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
@@ -47,7 +49,6 @@ from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import staged_file, staging_directory, sweep_beside, write_atomic
-from binade.data.text import csv_table
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
@@ -72,7 +73,8 @@ class UsageError(ReportError):
 @dataclass(frozen=True)
 class Request:
     """What to draw. archive: the path of a ZIP to write as well; command: the command line of the request; session: the
-    id of a saved session whose view, pins and notes are drawn instead of the filter's charts."""
+    id of a saved session whose view, pins and notes are drawn instead of the filter's charts; papers: the widths of
+    exports.COLUMNS in which to draw each chart for a paper."""
 
     output: Path
     where: Filter
@@ -81,6 +83,7 @@ class Request:
     jobs: int | None = None
     command: str = ""
     session: str | None = None
+    papers: tuple[str, ...] = ()
 
 
 def make(opened: Catalog, request: Request, progress: Progress) -> int:
@@ -211,11 +214,15 @@ class Files:
             entry.external_attr = 0o644 << 16
             self.archive.writestr(entry, content, ZIP_STORED if name.endswith(".png") else ZIP_DEFLATED)
 
-    def add_figure(self, path: str, figure: Figure, picture: Picture) -> None:
+    def add_figure(self, path: str, figure: Figure, picture: Picture, papers: Mapping[str, Paper]) -> None:
         pictures = {"svg": picture.svg} if picture.png is None else {"png": picture.png, "svg": picture.svg}
         if not path.startswith("overview/"):  # quick_analysis.png has these
             kind = next(iter(pictures))
             self.write(f"{path}.{kind}", pictures[kind])
+        for width, paper in papers.items():
+            for kind, drawn in paper._asdict().items():
+                self.write(f"{path}-{width}.{kind}", drawn)
+                self.add(f"{path}-{width}.{kind}", drawn)
         if self.archive:
             content = {"caption": figure.caption, "vega_lite": figure.spec}
             for kind, drawn in pictures.items():
@@ -225,7 +232,9 @@ class Files:
 
     def add_table(self, table: Table) -> None:
         if self.archive:
-            self.add(f"tables/{table.name}.csv", csv_table(table.frame))
+            self.add(f"tables/{table.name}.csv", exports.of_table(table.frame, ".csv"))
+            for end in (".md", ".tex"):
+                self.add(f"tables/{table.name}{end}", exports.of_table(shown(table.frame), end, table.title))
             self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
 
 
@@ -237,7 +246,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
         sessions.contributions(opened, session, command) if session else contents.contributions(opened, where, command)
     )
     found: list[Section] = []
-    waiting: deque[tuple[str, Figure, Future[Picture]]] = deque()
+    waiting: deque[tuple[str, Figure, Future[Picture], dict[str, Future[Paper]]]] = deque()
     embedded: dict[str, str] = {}
     done = total = 0
     expected = len(session.pins) if session else 0
@@ -246,9 +255,9 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
         def collect(most: int) -> None:
             nonlocal done
             while len(waiting) > most:
-                path, figure, picture = waiting.popleft()
+                path, figure, picture, papers = waiting.popleft()
                 drawn = picture.result()
-                files.add_figure(path, figure, drawn)
+                files.add_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
                 embedded[path] = drawn.embedded
                 done += 1
                 progress(done, max(total, expected), path)
@@ -263,7 +272,12 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
                 picture = renderers.render(spec, figure.caption_svg, colors, not session, of_page(figure))
-                waiting.append((path, figure, picture))
+                papers = {
+                    width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
+                    for width in request.papers
+                    if "/" in path  # the panels of quick_analysis have files of their own
+                }
+                waiting.append((path, figure, picture, papers))
                 collect(4 * renderers.jobs)
         collect(0)
         sections = merged(found)

@@ -26,7 +26,7 @@ from binade.collector.cli.compare import (
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import SEPARATED, Spread, no_gap, verdict
 from binade.data.runs import DONE
-from binade.data.text import csv_cell, markdown_table
+from binade.data.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import one_line
 
 WIDTH = 120
@@ -289,20 +289,15 @@ def _aligned(table: Table) -> str:
 def _markdown(comparison: Comparison) -> str:
     blocks = []
     for section in comparison.sections:
-        blocks.append(f"### {_escaped(heading(section))}")
+        blocks.append(f"### {markdown_text(heading(section))}")
         for table in tables(section):
             blocks.append(f"{table.title}:")
-            rows = [[_escaped(cell) for cell in row] for row in table.rows]
-            blocks.append(markdown_table(table.header, rows, table.left))
+            rows = [[markdown_text(cell) for cell in row] for row in table.rows]
+            blocks.append(markdown_table(table.header, rows, "l" * table.left + "r" * (len(table.header) - table.left)))
         if remarks := notes(section):
-            blocks.append("\n".join(f"* {_escaped(note)}" for note in remarks))
+            blocks.append("\n".join(f"* {markdown_text(note)}" for note in remarks))
     blocks.append("\n".join(f"* {line}" for line in LEGEND))
     return "\n\n".join(blocks) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """Escape a text for Markdown, so that it creates no cell, link, tag or emphasis."""
-    return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
 
 
 # CSV

@@ -321,7 +321,7 @@ def ladder(
 
 
 def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
-    """The steps that the spread over seeds separates, and those that it does not."""
+    """What the spread over seeds separates, and what it does not."""
     judged = rungs[rungs["verdict"] != ""]
     if judged["seeds"].max() == 1:
         return f"One seed cannot separate recipes. To collect more: binade ablate {chosen.name} --seeds 3."

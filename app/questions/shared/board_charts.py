@@ -70,4 +70,4 @@ def axis_domain(figures: pd.Series) -> list[float]:
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
     high = max(float(high), 0.0) if pd.notna(high) else 0.0
-    return [low * 1.1, high * 1.18 if high > low else low + 1.0]
+    return [low * 1.1, high * 1.3 if high > low else low + 1.0]
