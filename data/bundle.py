@@ -66,7 +66,8 @@ _EXTRA = re.compile(r"[a-z]{1,40}\.json")
 
 
 class BundleError(ValueError):
-    """A bundle cannot be written or imported. One sentence: what is wrong, and what to do where something can be."""
+    """A bundle cannot be written or imported. The message is one sentence: what is wrong, and what to do if
+    possible."""
 
     exit_status = 1
 

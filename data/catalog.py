@@ -82,7 +82,7 @@ PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
 class CatalogError(ValueError):
-    """The index does not hold what was requested. The message says what."""
+    """The index does not have the requested data. The message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ class Catalog:
     # Queries
 
     def runs(self, *, damaged: bool = False) -> pd.DataFrame:
-        """Every run, newest first: the columns of the table `run`. Those that are damaged on disk are left out, as they
-        are of every table, unless they are requested."""
+        """Every run, newest first: the columns of the table `run`. Runs that are damaged on disk are left out, here and
+        in every table, unless requested."""
         chosen = "run" if damaged else SOUND_RUNS
         runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC", of=self.progress)
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
@@ -778,8 +778,8 @@ class Catalog:
         )
 
     def parts(self) -> pd.DataFrame:
-        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router),
-        format (forward operands), gradient_format. A part that ran as it is has no row."""
+        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router), format
+        (forward operands), gradient_format. A part that was not quantized has no row."""
         return self._frame(
             f"""
             SELECT run_id, {PART} AS part,

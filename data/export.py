@@ -364,7 +364,7 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
     """Write what was recorded into the new directory output/<run_id> of each run that has any of it; to TABLES as
     `Catalog.write_tables` does.
 
-    Raises ExportError if output is there and not empty, or the target cannot be used; RunError if nothing is selected;
+    Raises ExportError if output exists and is not empty, or the target cannot be used; RunError if nothing is selected;
     OSError. Then nothing is left behind.
     """
     if to == TABLES and (choice.metrics != DEFAULT_METRICS or choice.formats):

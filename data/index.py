@@ -1,4 +1,4 @@
-"""The DuckDB database that a root's segments are indexed in: a file of the root, or memory where that is impossible."""
+"""The DuckDB database that a root's segments are indexed in: a file of the root, or memory if that is impossible."""
 
 from __future__ import annotations
 

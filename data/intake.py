@@ -324,7 +324,7 @@ def _at_once(
     write: Callable[[duckdb.DuckDBPyConnection, list[T]], None],
     refuse: Callable[[T, Exception], None],
 ) -> list[T]:
-    """Write a batch in one transaction, or if that fails one item at a time; returns what was written."""
+    """Write a batch in one transaction or, if that fails, one item at a time. Returns the items written."""
     if not batch:
         return []
     try:

@@ -169,8 +169,8 @@ class Mirror:
                 self._due = time.monotonic() + PAUSE * (time.monotonic() - start)
 
     def sync(self) -> None:
-        """Fetch what is new of the runs and drop those that are gone. Raises RunError; the runs are then unchanged or
-        partly updated, and each segment is complete."""
+        """Fetch new files of the runs and drop runs that no longer exist. Raises RunError; the runs are then unchanged
+        or partly updated, and each segment is complete."""
         try:
             with locked(self.root):
                 sweep(self.root, ".*")

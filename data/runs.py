@@ -420,7 +420,7 @@ def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_status(directory: Path) -> Status:
-    """status.json as it stands. Raises OSError, and ValueError if it is damaged."""
+    """The content of status.json. Raises OSError, and ValueError if it is damaged."""
     return read_json(Status, directory / "status.json")
 
 

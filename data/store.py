@@ -43,7 +43,7 @@ class TensorFileError(ValueError):
 
 
 def regular(path: str, flags: int) -> int:
-    """The opener of `open` for files that others may have put there. OSError for a FIFO or device, which may block."""
+    """The opener of `open` for files that others may have created. OSError for a FIFO or device, which may block."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

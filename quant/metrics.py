@@ -354,8 +354,8 @@ def errors_later(
 def score_blocks_later(
     x: Tensor, spec: Spec, dim: int, q: Tensor | None = None, scales: Tensor | None = None, absmax: Tensor | None = None
 ) -> tuple[Callable[[], Errors], Callable[[], dict[str, Histogram]]]:
-    """As `errors_later` and `block_histograms_later`, of an x with values, in one pass where there is a kernel
-    for both. Without q, x is rounded here."""
+    """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
+    Without q, x is rounded here."""
     found = None
     if q is None:
         found = cpu.score(x.detach(), spec, dim, blocks=True)

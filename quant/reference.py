@@ -93,7 +93,7 @@ def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
 
 
 def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int) -> Tensor | None:
-    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None where none is needed."""
+    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None if none is needed."""
     if spec.rounding != Rounding.STOCHASTIC and spec.scale != ScaleRule.EDEN:
         return None
     return to_blocks(noise(x.numel(), seed, x.device).reshape(x.shape), dim, block)

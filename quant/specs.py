@@ -182,7 +182,7 @@ Chosen = Mapping[str, Any]
 class Option:
     """An option of a spec.
 
-    default   its value where it is not given
+    default   its value if it is not given
     allowed   the values to choose from, or, in words, what fits; empty where the option does not apply
     read      a value of what was given, a text or the value itself. Raises SpecError
     fits      whether a value is possible where `allowed` is in words

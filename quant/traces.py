@@ -84,8 +84,8 @@ class Sample:
 def sample_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
 ) -> Callable[[], Sample] | None:
-    """A sample of x, which was rounded to q along `dim`; of a spec with a rotation both rotated. scales, absmax: as
-    `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
+    """A sample of x, which was rounded to q along `dim`; both are rotated if the spec has a rotation. scales, absmax:
+    as `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
     None for a rotation by signs that differ with each call, as the values then do, too."""
     if spec.signs == "random" or not x.numel():
         return None

@@ -55,7 +55,7 @@ def warnings_of(recipe: Recipe) -> list[str]:
 
 
 def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """Where a recipe comes from, what it leaves out and what is not certain: lists by title, none empty."""
+    """The sources of a recipe, what it leaves out and what is uncertain: nonempty lists by title."""
     about = recipe.about
     lists = {
         f"Source ({about.read})" if about.read else "Source": about.source,

@@ -80,7 +80,7 @@ class Question:
         return {control.name: control.param_in(opened) for control in self.controls}
 
     def controls_of(self, selected: Any, values: dict[str, Any]) -> list[Control]:
-        """The controls that stand above the answer."""
+        """The controls above the answer."""
         if self.narrow:
             return list(self.narrow(selected, values))
         return [control for control in self.controls if not control.inline]

@@ -24,7 +24,7 @@ from binade.data.filter import Filter
 
 
 def show_question(question: Question, selected: Selection, values: dict[str, Any]) -> None:
-    """Show the controls, and the answer for what is selected. values: of the page's parameters."""
+    """Show the controls, and the answer for the selection. values: those of the page's parameters."""
     values = values | show_controls(question.controls_of(selected, values), gap="large")
     drawn = _draw_stoppable(question, selected, values) if question.slow else _draw(question, selected, values)
     if drawn is not None:

@@ -1,4 +1,5 @@
-"""A report as one HTML file that needs nothing else: interactive charts, numbers as tables, what it was made from.
+"""A report as one HTML file that needs nothing else: interactive charts, numbers as tables, and the runs it was made
+from.
 
 The libraries that draw are inlined. The page's own policy forbids every request and every script but the two that it
 was written with, whose hashes it names; expressions are interpreted, never compiled. Everything that comes from

@@ -27,7 +27,7 @@ def filter_of(opened: Catalog, session: Session) -> Filter:
 
 
 def contributions(opened: Catalog, session: Session, command: str) -> Iterator[Section]:
-    """The report of a session, drawn again from its runs as they are now; what is missing is listed as a problem."""
+    """The report of a session, drawn again from the current state of its runs; missing parts are listed as problems."""
     yield from _pins(opened, session)
     yield _view(opened, session)
     yield _runs(opened, session)

@@ -137,7 +137,7 @@ def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalo
 
 
 def _gone(catalog: Catalog, pin: Pin, where: Filter, params: Params, tensors: Sequence[str]) -> str:
-    """Descriptions of what a pin refers to and is gone: fields of the filter, settings, tensors."""
+    """Descriptions of things that a pin refers to and that no longer exist: fields of the filter, settings, tensors."""
     lost = [name for name in FIELDS if pin.params.get(name) and not getattr(where, name)]
     for name, param in params.items():
         texts = pin.params.get(name, [])
@@ -185,7 +185,7 @@ def other_runs(catalog: Catalog, session: Session) -> list[str]:
 
 
 def missing_runs(root: Path, session: Session) -> list[str]:
-    """A sentence for each run of the session that is absent here, or differs from what it was."""
+    """A sentence for each run of the session that is missing here or has changed."""
     problems = []
     for run in session.runs:
         if not _is_here(root, run.run_id):

@@ -50,7 +50,8 @@ Params = Annotated[dict[Annotated[str, Field(max_length=40, pattern=r"^[a-z_]+$"
 
 
 class SessionError(ValueError):
-    """A session file or a saved session cannot be used. One sentence: what is wrong, what was expected."""
+    """A session file or a saved session cannot be used. The message is one sentence: what is wrong, and what was
+    expected."""
 
     exit_status = 1
 

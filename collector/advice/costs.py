@@ -22,7 +22,7 @@ BF16_BITS = 16.0
 
 
 class AdviceError(ConfigError):
-    """There is no advice. The message says what is missing and what to do."""
+    """Advice is not possible. The message says what is missing and what to do."""
 
     exit_status = 1
 
@@ -146,7 +146,7 @@ def _rounds_nothing(catalog: Catalog, run: str) -> bool:
 
 
 def _fields(table: pd.DataFrame) -> pd.Series:
-    """The field of GemmFormats of each operand, missing for what is none."""
+    """The field of GemmFormats of each operand; missing for tensors that are not operands."""
     fields = {
         (part, operand.field.partition("_")[0], operand.name): operand.field
         for part, operands in PARTS.items()

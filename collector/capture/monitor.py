@@ -47,8 +47,9 @@ class Monitor:
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
 
     def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
-        """Evaluate the triggers on the rows of a step. ring: the rows that are kept in memory only. Returns those to
-        write: the others, and what is in the ring if a trigger fires. Without rows, what the loss has left to write."""
+        """Evaluate the triggers on the rows of a step. ring: the rows that are kept in memory only. Returns the rows to
+        write: the others and, if a trigger fires, those in the ring. Without rows, returns those that a trigger on the
+        loss left to write."""
         kept = {id(row) for row in ring}
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger:

@@ -234,7 +234,7 @@ class Provenance:
         return (_seen(args, view := partial(self._listened, call)), _seen(kwargs, view))
 
     def _listened(self, call: _Call, x: Tensor) -> Tensor:
-        """x as the module takes it: a view, whose gradient is this call's share alone."""
+        """x as passed to the module: a view, whose gradient is this call's share alone."""
         if not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()) or is_dtensor(x):
             return x
         note, view = self._note(x), x.view_as(x)

@@ -425,7 +425,7 @@ class Recorder:
             self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
 
     def later(self, task: Callable[[], None]) -> None:
-        """Run a task on the writer's thread, in the order of what is written."""
+        """Run a task on the writer's thread, in order with the writes."""
         self._writing.run(task)
 
     def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:

@@ -67,7 +67,7 @@ class Trigger:
 
     @classmethod
     def parse(cls, text: str) -> Trigger:
-        """Raises ConfigError, which says what is allowed."""
+        """Parse a condition. Raises ConfigError, which says what is allowed."""
         words = " ".join(text.split())
         if words == NAN:
             return cls(words, NAN)

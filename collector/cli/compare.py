@@ -106,7 +106,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs must share to be compared, as run.json has it; None where it says nothing.
+    """The settings that runs must share to be compared, from run.json; None for what it lacks.
 
     layers is the number the model has, shortened or not; device is "cpu" or the GPU's name.
     """

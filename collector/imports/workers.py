@@ -81,9 +81,9 @@ def prepare(module: str) -> None:
 
 
 def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[tuple[J, R | Death]]:
-    """Each job with its result, as they come, from `count` processes; with a Death where a job killed its process.
+    """Each job with its result, as they come, from `count` processes; with a Death if a job killed its process.
 
-    work is a function of a module: it is imported there, once for all processes. What it raises kills its process.
+    work is a function of a module: it is imported there, once for all processes. An exception in it kills its process.
     Jobs are taken as they are needed. Ending the iteration early ends the processes.
     """
     prepare(work.__module__)

@@ -201,7 +201,7 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if any(kinds):
-            # The first iteration of a kind also compiles and fills caches: it counts only where it is alone.
+            # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
             found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 

@@ -77,7 +77,7 @@ class ClusterJob:
 
     @property
     def place(self) -> str:
-        """Why and where it waits."""
+        """The reason for waiting, and the place in the queue."""
         known = (
             f"number {self.position}" * bool(self.position),
             f"in partition {self.partition}" * bool(self.partition),

@@ -169,5 +169,5 @@ def explained(path: Path, action: Callable[[], T]) -> T:
         return action()
     except ConfigError:
         raise
-    except Exception as error:  # transformers raises every kind for what it cannot build or read
+    except Exception as error:  # transformers raises all kinds of exceptions for models that it cannot build or read
         raise ConfigError(f"checkpoint {path} cannot be run by transformers: {one_line(error)}") from error

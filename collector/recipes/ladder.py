@@ -96,7 +96,7 @@ def _text(base: str, off: Off) -> str:
 
 
 def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
-    """The ladder of these texts, by what they turn off."""
+    """The ladder of these texts, given by the ingredients they turn off."""
     steps = [off for off in (GEMMS, WGRAD, DGRAD, WHOLE) if off in texts]
     if DGRAD in steps[1:]:  # not a step on the way from forward to the whole recipe
         steps.remove(DGRAD)

@@ -35,7 +35,7 @@ from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
-# What a recipe that is named after a format covers, by what stands before the format; a longer prefix goes first.
+# What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 

@@ -203,7 +203,7 @@ class RunConfig(WatchOptions):
 
     @property
     def model_title(self) -> str:
-        """The model and, where there are several, its size."""
+        """The model and, if there are several sizes, its size."""
         return self.model_name if self.has_path else f"{self.model} {self.size}"
 
     @property

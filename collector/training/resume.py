@@ -174,7 +174,7 @@ class Checkpoints:
         self.position, self.save_scales = position, save_scales
 
     def write(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer, writer: RunWriter) -> None:
-        """Write one if it is due after so many iterations. Raises OSError."""
+        """Write a checkpoint if one is due after this many iterations. Raises OSError."""
         if not self.every or done % self.every:
             return
         position = self.position()

@@ -155,7 +155,7 @@ class Runs(ABC):
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Of x with runs in place of values."""
+        """The shape of x with runs instead of values."""
         shape = self.x.shape
         run = self.spec.run(shape[self.dim])
         assert run

@@ -171,7 +171,7 @@ def test_hostile_files(raw: bytes, words: str):
         ({"notes": "x" * 50_001}, "notes is longer than 50000"),
         ({"pins": [{"page": "worst"}]}, "pins.0 lacks params, chart, caption"),
         ({"pins": [{}] * 201}, "pins has more than 200"),
-        ({"view": {"page": "admin", "params": {}}}, "view.page is none of"),
+        ({"view": {"page": "admin", "params": {}}}, "view.page is not one of"),
         ({"view": {"page": "sql", "params": {"q": ["x" * 4001]}}}, "view.params.q.0 is longer than 4000"),
         ({"view": {"page": "sql", "params": {"__proto__ ": []}}}, "not have the expected form"),
         ({"extra": 1}, "unknown name"),

@@ -104,22 +104,22 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         missing = ", ".join(found.unplaced)
         items.append(Text(f"Not shown, because some of their formats were not scored: {missing}."))
     verdict = found.sentence
-    table, told = came_true(selection.opened, found)
+    table, held = confirmed(selection.opened, found)
     if not table.empty:
         columns = {"recipe": MEASURED["recipe"], "bits": BITS} | MEASURED
         items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
-        verdict = f"{verdict} {told}"
+        verdict = f"{verdict} {held}"
     return Drawn(tuple(items), verdict)
 
 
-def came_true(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
+def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
     """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
     held)."""
     table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
-    told = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
-    return table[advised | plain].sort_values("predicted", ignore_index=True) if told else table[:0], " ".join(told)
+    held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
+    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], " ".join(held)
 
 
 def _held(advised: pd.Series, plain: pd.DataFrame) -> str:

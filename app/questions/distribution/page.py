@@ -1,4 +1,4 @@
-"""Explore: filter the captured tensors, choose some, see how their values lie and what formats do to them."""
+"""Explore: filter the captured tensors, select some, see the distribution of their values and the errors of formats."""
 
 from __future__ import annotations
 

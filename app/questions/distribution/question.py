@@ -1,4 +1,4 @@
-"""Explore: how the selection's values lie, and what formats do to them."""
+"""Explore: the distribution of the selection's values, and the errors of formats."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _how(found: list[Distribution]) -> str:
 
 
 def _law_note(found: list[Distribution], law: str) -> str:
-    """How to read a Q-Q plot, and what was fitted if there is one group."""
+    """How to read a Q-Q plot, and the fitted law if there is one group."""
     reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading

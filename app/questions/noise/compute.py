@@ -1,4 +1,4 @@
-"""Whether rounded weights flip back and forth, and whether gradients stand out from their rounding noise."""
+"""Whether rounded weights flip back and forth, and whether gradients are larger than their rounding noise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
 
 
 def lowest(table: pd.DataFrame) -> pd.DataFrame:
-    """Of `gradients`, the lowest of each iteration and layer: a row of the table with tensors, how many it is of."""
+    """The lowest of `gradients` in each iteration and layer: rows of the table, with tensors, the number of
+    gradients."""
     groups = table.groupby(list(MOMENT))["value"]
     rows = table.loc[groups.idxmin()]
     return rows.drop(columns="tensors").merge(groups.size().rename("tensors").reset_index(), on=list(MOMENT))

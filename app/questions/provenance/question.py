@@ -1,4 +1,4 @@
-"""Where does a NaN come from? The operation that made the first one, what it reached, and the steps before."""
+"""Where does a NaN come from? The operation that produced the first one, what it reached, and the steps before."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from binade.app.style import Measure
 
 
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """Chart of compute.ranking: its first BARS rows, worst at the top, coloured by operation."""
+    """Of analysis.boards.ranking: its first BARS rows, worst at the top, coloured by operation."""
     shown = with_labels(table.head(BARS), measure)
     names = [name for name in style.OPERATIONS if name in set(shown["operation"])]
     scale = alt.Scale(domain=names, range=[style.OPERATIONS[name] for name in names])

@@ -12,16 +12,14 @@ from binade.app.questions.shared.loss_chart import MOST_POINTS
 
 
 def _gap(base: str) -> str:
-    """The title of axes and tooltips, without a name that users gave: Vega-Lite does not escape backslashes in their
-    titles."""
+    """Of axes and tooltips, without a name that users gave: Vega-Lite does not escape backslashes in their titles."""
     return "gap to bf16" if base == "bf16" else "gap"
 
 
 def gaps(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """Chart of `loss_gaps`: each run’s loss above that of `base`, which is the rule. colors: that users chose, by
-    run."""
+    """Of `loss_gaps`: each run’s loss above that of `base`, which is the rule. colors: that users chose, by run."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     lines = (
@@ -53,7 +51,7 @@ def gaps(
 def costs(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """Chart of `costs`: the mean gap of each run, the largest at the top. colors: those that users chose, by run."""
+    """Of `costs`: the mean gap of each run, the largest at the top. colors: those that users chose, by run."""
     order = table["label"].tolist()
     shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
@@ -96,7 +94,7 @@ AGREEMENT = {
 def agreement(
     table: pd.DataFrame, column: str, subtitle: str | list[str], colors: Mapping[str, str] | None = None
 ) -> alt.Chart:
-    """Chart of `gradient_summary` by group (a run) and place: a dot each. colors: those that users chose, by run."""
+    """Of `gradient_summary` by group (a run) and place: a dot each. colors: those that users chose, by run."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
     result: alt.Chart = (
@@ -130,7 +128,7 @@ def agreement_height(table: pd.DataFrame) -> int:
 
 
 def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChart:
-    """Chart of compute.rungs: one point per rung with the interval of its mean, and its seeds (columns rung, seed, gap)
+    """Of analysis.recipes.rungs: a point a rung with the interval of its mean, and its seeds (columns rung, seed, gap)
     as small dots; the rule is bf16 itself."""
     order = table["rung"].tolist()
     shown = table.dropna(subset="gap").assign(

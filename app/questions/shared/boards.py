@@ -19,7 +19,7 @@ METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 
 def of_format(metric: str) -> bool:
-    """Whether the metric says what a format does, and not how the values themselves lie."""
+    """Whether the metric describes the error of a format, not the values themselves."""
     return metric in SHOWN_ERRORS or metric == LOSS_CHANGE
 
 

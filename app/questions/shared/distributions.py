@@ -32,7 +32,7 @@ MAX_EXACT_FLOAT32 = 1 << 22  # a larger float32 tensor would have to be sorted: 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Finite values in ascending order: between low and high lie `count` of them. Arrays are float64, int64.
+    """Finite values in ascending order: `count` of them are between low and high. Arrays are float64, int64.
 
     bin_width is the bins' width where the values are not exact.
     """
@@ -59,7 +59,7 @@ class Distribution:
 def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None = None) -> Distribution:
     """A tensor's own values: exactly, or for a large float32 tensor in bins of 1/128 binade.
 
-    moments are its mean and standard deviation where they are known: else they are computed.
+    moments are its mean and standard deviation if known; otherwise they are computed.
     """
     flat = x.detach().reshape(-1)
     codes = counted(flat) if flat.dtype in (torch.bfloat16, torch.float16) else None
@@ -167,7 +167,8 @@ def magnitudes(d: Distribution) -> Distribution:
 
 
 def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
-    """Which bins hold nonzero values. The sketch's bin of zero holds the smallest subnormals too: not told apart."""
+    """Which bins hold nonzero values. The sketch's bin of zero also holds the smallest subnormals, which are treated as
+    zero."""
     return inner >= d.smallest
 
 

@@ -26,7 +26,7 @@ def tensor_label(row: pd.Series) -> str:
 
 
 def layer_names(layers: pd.Series) -> pd.Series:
-    """ "L1 ", to stand before a name; empty for what belongs to no layer."""
+    """ "L1 " as a prefix of a name; empty for tensors that belong to no layer."""
     return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ").astype(str)  # of no layers too
 
 
@@ -87,8 +87,8 @@ def thinned_note(step: int) -> str:
 
 
 def run_labels(runs: pd.DataFrame) -> list[str]:
-    """Of columns name, started, run_id: the name; where several share one, when they started, with the day if they are
-    of several; where that is the same, the end of the directory's name."""
+    """Labels from the columns name, started and run_id: the name; if several runs share it, also the time of the start,
+    with the date if the dates differ; if that is the same, the end of the directory's name."""
     if runs.empty:
         return []
     name = runs["name"]

@@ -66,7 +66,7 @@ class Board(Selection):
 
     @property
     def nothing(self) -> Drawn:
-        """The answer where no tensor has a value: what the filter selects instead, and what to do."""
+        """The answer if no tensor has a value: what the filter selects instead, and what to do."""
         tensors = self.opened.totals(self.where).tensors
         if not boards.of_format(self.measure.key):
             return Drawn(problems=(f"None of the {tensors:,} selected tensors has a value of this metric.",))

@@ -72,7 +72,7 @@ def try_formats(
     limit: int = LIMIT,
     done: Callable[[int], None] = lambda count: None,
 ) -> tuple[pd.DataFrame, list[Distribution]]:
-    """Round every (tensor, contracted axis) by every trial: (one row per trial, what the values became).
+    """Round every (tensor, contracted axis) by every trial: (a row a trial, what the values became).
 
     Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
     codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's

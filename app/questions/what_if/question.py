@@ -27,7 +27,7 @@ from binade.quant.metrics import METRICS
 from binade.quant.specs import OPTIONS
 
 OWN = "default"
-# Formats with a single rule need no choice.
+# A rule that is a format's only one is not a choice.
 RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) > 1 for rule in fmt.scale_rules)
 # Of each option the values to choose from; what it means is in OPTIONS.
 VALUES = {
@@ -40,7 +40,7 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
-SCALES = ("scale", "block", "error", "bound")  # these are in a separate row
+SCALES = ("scale", "block", "error", "bound")  # these stand in a row of their own
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; unbiased, unless "
@@ -77,7 +77,7 @@ COLUMNS = {
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits a value", "%.3f", 94, "Including each value’s share of the block scale"),
+    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale shared out"),
     "nbytes": Column(
         "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
@@ -145,7 +145,7 @@ def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
 
 
 def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
-    """(one row per trial, the distributions before and after), from memory where the same was tried lately."""
+    """(a row a trial, the distributions before and after), from memory where the same was tried lately."""
     steps = len(made.ids) * len(made.trials)
 
     def found(_: object = None) -> Tried:

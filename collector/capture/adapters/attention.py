@@ -138,7 +138,7 @@ def product(
 
 
 def _unscaled(tap: Tap, scale: float) -> Tap:
-    """A tap that sees the gradient of scale · a · b as that of a · b, which is what the quantized product takes."""
+    """A tap that gets the gradient of scale · a · b as that of a · b, which the quantized product uses."""
     if scale == 1.0:
         return tap
     gradients = ("grad", "wgrad_grad")

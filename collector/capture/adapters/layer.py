@@ -140,8 +140,9 @@ class _Replacement:
 
 
 def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
-    """Give one instance an attribute of its own, as `module.name = value` does without nn.Module's bookkeeping.
-    Returns what puts the instance's dictionary back exactly; it raises InstrumentError if another stands there now."""
+    """Set an attribute on one instance, as `module.name = value` does, but without nn.Module's bookkeeping. Returns a
+    function that restores the instance's dictionary exactly; it raises InstrumentError if the attribute has been
+    replaced since."""
     own = vars(module)
     had, before = name in own, own.get(name)
     replacement = own[name] = _Replacement(module, name, value)
