@@ -430,14 +430,12 @@ class Recorder:
         """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
         self._monitor.found_non_finite(iteration, text, place, **where)
 
-    def keep(self, name: str, x: Tensor, site: Site, iteration: int | None = None) -> None:
+    def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
         """Record a tensor of the pass that runs, or of the first of an earlier iteration, whether or not it is recorded
         otherwise."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
-        identity = partial(
-            self._identity, site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words
-        )
+        identity = partial(self._identity, site, moment, operation=operation, phase=Phase.PRE.value, **words)
         self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard())
 
     def _begin_capture(self) -> None:
@@ -810,13 +808,13 @@ class _Observer:
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradient, predict what its errors do to the loss."""
         if seen.name in ("a", "b"):
-            self.operands[seen.name] = seen, _version(seen.tensor)
+            self.operands[seen.name] = seen, version_of(seen.tensor)
             self.factors = [seen.tensor] if seen.name == "a" else self.factors
         elif seen.name == "grad" and self.product == Product.LINEAR:
             self.factors = [*self.factors[:1], seen.tensor]
         elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
             operand, version = kept
-            if _version(operand.tensor) != version:  # written over since: its error is not known any more
+            if version_of(operand.tensor) != version:  # written over since: its error is not known any more
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
@@ -846,7 +844,7 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[]
     return lambda: Trace(*hot(), sample() if sample else None)
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """Counts how often x's values were written over."""
     return 0 if x.is_inference() else x._version
 
