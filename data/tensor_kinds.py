@@ -171,11 +171,6 @@ def named_places(names: Collection[str]) -> frozenset[str]:
     return frozenset(k.place for k in TENSOR_KINDS if (k.name in names if names else isinstance(k.product, Product)))
 
 
-def kind_of(product: Product | Other, observed: str) -> TensorKind | None:
-    """The kind of the tensor that a product shows by that name; None if it is not recorded."""
-    return next((kind for kind in TENSOR_KINDS if (kind.product, kind.observed) == (product, observed)), None)
-
-
 def color_of(name: str) -> str:
     """NEUTRAL for a name that is not in the table."""
     return next((kind.color for kind in TENSOR_KINDS if kind.name == name), NEUTRAL)

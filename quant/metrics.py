@@ -339,8 +339,7 @@ def errors_later(
     if x.device.type == "cpu" and (largest := _absmax(x, spec)) is not None:
         found = cpu.measure(x, q, spec, dim, scales, largest)
         if found is not None:
-            result = _measured(found, numel)
-            return lambda: result
+            return lambda: _measured(found, numel)
     over = _saturated(x, spec, scales, dim, absmax)
     sums = torch.cat((_error_sums(x, q), over.double().reshape(1)))
 

@@ -86,9 +86,9 @@ def summarize_later(
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
     chosen = resolve_backend(backend, x)
-    if chosen == Backend.TORCH and not sketch and (sums := moments.measured(x)) is not None:
-        found = _from_pass(x.numel(), Pass.of(sums))
-        return lambda: found
+    if chosen == Backend.TORCH and not sketch and (sums := moments.measured_later(x)):
+        numel = x.numel()
+        return lambda: _from_pass(numel, Pass.of(sums()))
     x = x.detach().reshape(-1)
     if chosen == Backend.TRITON and x.numel():
         from binade.quant.backends import triton_summary  # imported at its first use, as only this needs triton
@@ -192,7 +192,7 @@ class Pass:
 
     @classmethod
     def of(cls, found: np.ndarray) -> Pass:
-        """A Pass from the result of `moments.measured`."""
+        """A Pass from the result of `moments.measured_later`."""
         *_, low, high, absmin, zeros, nans, infs, shift = found.tolist()
         return cls(np.zeros(0, np.int64), found[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 

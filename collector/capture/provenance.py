@@ -6,8 +6,8 @@ before those that contain it. Whatever a module computes between the calls of it
 
 On a GPU the notes stay there until the step ends, and are fetched in one asynchronous copy; so the operands of that
 operation are gone by the time it is known. Their largest values are kept: the GPU itself notes those of the first
-forward pass whose operands are finite and whose result is not. Whole operands are kept on a CPU, and on a GPU if it
-happens again in the steps after that.
+pass whose operands are finite and whose result is not. Whole operands are kept on a CPU, and on a GPU if it happens
+again in the steps after that. For the backward pass, a call holds its inputs until the gradients have passed it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,13 +28,14 @@ from binade.collector.capture.adapters import without_compiling
 from binade.collector.capture.adapters.dtensor import is_dtensor
 from binade.collector.capture.adapters.engine import place
 from binade.collector.capture.adapters.products import tensors_in
-from binade.collector.capture.recorder import Recorder
+from binade.collector.capture.recorder import Recorder, version_of
 from binade.collector.capture.writing import copy_later
 from binade.collector.models.site import Site
 from binade.data.events import Reached
 from binade.quant.quantizer import DTYPES
 
 FORWARD, BACKWARD = "forward", "backward"
+GRADIENT, OPERAND, RESULT = "grad_output", "operand", "result"  # how the names begin of what is kept
 MOST_CALLS = 1 << 16  # of modules, that a step may have
 MOST_REACHED = 256  # operations that an event lists
 WORST = 1024  # values of an operand that a GPU keeps
@@ -70,6 +71,10 @@ class _Call:
     results: list[tuple[int, _Note]] = field(default_factory=list)
     arriving: list[tuple[int, _Note]] = field(default_factory=list)  # gradients of its results
     leaving: list[tuple[int, _Note]] = field(default_factory=list)  # of its inputs and parameters
+    inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # with the version of the values
+    gradients: list[Tensor] = field(default_factory=list)  # of its results
+    awaited: int = 0  # gradients of its inputs that are still to come
+    unsound: Tensor | None = None  # on a GPU: whether an operand, a parameter or a result is not finite
 
     def made(self, operation: str) -> list[tuple[int, _Note]]:
         return self.results if operation == FORWARD else self.leaving
@@ -118,52 +123,75 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Largest:
-    """The largest values of the operands of the first call of a step that produced a value that is not finite;
+    """The largest values of the operands of the first pass of a step that produced a value that is not finite;
     determined and kept on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.made = torch.zeros((), dtype=torch.bool, device=device)
         self.order = torch.zeros((), dtype=torch.int64, device=device)
         self.kept: list[tuple[Tensor, Tensor]] = []  # of each operand: values, places
-        self.known: dict[int, tuple[Tensor, Tensor]] = {}  # by note
-        self.operands: dict[int, list[torch.Size]] = {}  # of each call, by its order
+        self.known: dict[int, tuple[Tensor, Tensor, torch.Size]] = {}  # by note
+        self.operands: dict[int, tuple[str, list[tuple[str, torch.Size]]]] = {}  # of each pass, by its order
 
-    def follow(self, call: _Call, order: int, operands: Sequence[tuple[Tensor, _Note]]) -> None:
+    def see(self, x: Tensor, note: _Note) -> None:
+        if x.dim() and x.device == self.made.device and id(note) not in self.known:
+            self.known[id(note)] = *largest(x), x.shape
+
+    def bad(self, notes: Sequence[_Note]) -> Tensor:
+        """Whether one of them is not finite."""
         device = self.made.device  # a model may be on several
-        before = [note.decided_on(device) for note in (*call.operands, *call.parameters)]
-        after = [note.decided_on(device) for _, note in call.results]
-        if not (operands and before and after):
+        return torch.stack([note.decided_on(device) for note in notes]).any()
+
+    def ended(self, call: _Call, order: int) -> None:
+        """The forward pass of a call."""
+        before, after = (*call.operands, *call.parameters), [note for _, note in call.results]
+        if not (before and after):
             return
-        first = torch.stack(after).any() & ~torch.stack(before).any() & ~self.made
+        bad, made = self.bad(before), self.bad(after)
+        call.unsound = bad | made
+        self._follow(order, FORWARD, made & ~bad, {OPERAND: before})
+
+    def left(self, call: _Call, order: int, note: _Note) -> None:
+        """A gradient has left the call."""
+        if call.unsound is not None and call.arriving:
+            arrived = [each for _, each in call.arriving]
+            operands = {GRADIENT: arrived, OPERAND: (*call.operands, *call.parameters)}
+            self._follow(order, BACKWARD, self.bad([note]) & ~call.unsound & ~self.bad(arrived), operands)
+
+    def _follow(self, order: int, operation: str, made: Tensor, operands: Mapping[str, Sequence[_Note]]) -> None:
+        first = made & ~self.made
         self.made |= first
         self.order = torch.where(first, order, self.order)
-        self.operands[order] = [x.shape for x, _ in operands]
-        for number, (x, note) in enumerate(operands):
-            found = self.known.get(id(note)) or largest(x)
-            self.known[id(note)] = found
+        shown = {
+            f"{what}{number}": self.known[id(note)]
+            for what, notes in operands.items()
+            for number, note in enumerate((each for each in notes if id(each) in self.known), 1)
+        }
+        self.operands[order] = operation, [(name, shape) for name, (_, _, shape) in shown.items()]
+        for number, (values, at, _) in enumerate(shown.values()):
             if number == len(self.kept):
-                self.kept.append(found)
-            self.kept[number] = (torch.where(first, found[0], self.kept[number][0]),
-                                 torch.where(first, found[1], self.kept[number][1]))  # fmt: skip
+                self.kept.append((values, at))
+            before = self.kept[number]
+            self.kept[number] = torch.where(first, values, before[0]), torch.where(first, at, before[1])
 
-    def copied(self) -> Callable[[int], list[tuple[Tensor, Tensor]]]:
-        """A function for the writer's thread: the values and coordinates of each operand of the call with this order,
-        none if another was the first."""
+    def copied(self) -> Callable[[int], tuple[str, list[tuple[str, Tensor, Tensor]]]]:
+        """A function for the writer's thread: the operation, and the name, values and coordinates of each operand of
+        the pass with this order, none if another was the first."""
         tensors = (self.order, torch.stack([v for v, _ in self.kept]), torch.stack([i for _, i in self.kept]))
         copies = [copy_later(x) for x in tensors]
 
-        def of(order: int) -> list[tuple[Tensor, Tensor]]:
+        def of(order: int) -> tuple[str, list[tuple[str, Tensor, Tensor]]]:
             for _, arrive in copies:
                 arrive()
             first, values, places = (x for x, _ in copies)
-            if not bool(first == order):
-                return []
+            operation, operands = self.operands.get(order, (FORWARD, []))
             found = []
-            for shape, value, flat in zip(self.operands[order], values, places, strict=False):
+            operands = operands if bool(first == order) else []
+            for (name, shape), value, flat in zip(operands, values, places, strict=False):
                 count = min(WORST, shape.numel())
                 coordinates = torch.stack(torch.unravel_index(flat[:count], shape), dim=1)
-                found.append((value[:count].clone(), coordinates.float()))
-            return found
+                found.append((name, value[:count].clone(), coordinates.float()))
+            return operation, found
 
         return of
 
@@ -183,7 +211,7 @@ class Provenance:
         self.later = False  # whether any step had one
         self.kept = False
         self.found = False  # only the writer's thread writes it, and this:
-        self.to_keep = deque[tuple[int, str, Tensor, Site]]()  # iteration, name, values
+        self.to_keep = deque[tuple[int, str, str, Tensor, Site]]()  # iteration, operation, name, values
 
     def __deepcopy__(self, _: object) -> Provenance:
         return self  # a copy of the model also has the hooks, which do nothing there
@@ -200,7 +228,7 @@ class Provenance:
     def _note(self, x: Tensor) -> _Note | None:
         if not (x.is_floating_point() and x.numel()) or is_dtensor(x):
             return None
-        version = 0 if x.is_inference() else x._version
+        version = version_of(x)
         known = self.known.get(id(x))
         if known and known[0]() is x and known[1] == version:
             return known[2]
@@ -229,6 +257,9 @@ class Provenance:
                 self.end(self.recorder.iteration)
         own = [p for p in module.parameters(recurse=False) if not p.is_meta]
         call = _Call(name, self._next(), self._notes((args, kwargs)), self._notes(own))
+        if not self.kept and torch.is_grad_enabled():
+            held = (x for x in tensors_in((args, kwargs)) if self.found or not stays(x))
+            call.inputs = [(x.detach(), version_of(x)) for x in held]
         self.open.append(call)
         self.last[module] = call
         return (_seen(args, view := partial(self._listened, call)), _seen(kwargs, view))
@@ -238,19 +269,49 @@ class Provenance:
         if not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()) or is_dtensor(x):
             return x
         note, view = self._note(x), x.view_as(x)
-        view.register_hook(partial(self._gradient, call.leaving))  # type: ignore[no-untyped-call]
+        call.awaited += 1
+        view.register_hook(partial(self._left, call))  # type: ignore[no-untyped-call]
         if note:
             self.known[id(view)] = weakref.ref(view), view._version, note
         return view
 
-    def _gradient(self, of: list[tuple[int, _Note]], gradient: Tensor) -> None:
+    def _gradient(self, of: list[tuple[int, _Note]], gradient: Tensor) -> _Note | None:
         if note := self._note(gradient.detach()):
             note.mask = False
             of.append((self._next(), note))
+        return note
+
+    def _arrived(self, call: _Call, gradient: Tensor) -> None:
+        """The gradient of a result of the call."""
+        note = self._gradient(call.arriving, gradient)
+        if note and self.largest and not self.kept:
+            self.largest.see(gradient.detach(), note)
+        elif note and call.inputs:
+            call.gradients.append(gradient.detach())
+
+    def _left(self, call: _Call, gradient: Tensor) -> None:
+        """The gradient of an input of the call."""
+        self._made(call, gradient)
+        call.awaited -= 1
+        if not call.awaited:
+            call.inputs.clear()
+            call.gradients.clear()
 
     def _parameter(self, module: nn.Module, gradient: Tensor) -> None:
         if call := self.last.get(module):
-            self._gradient(call.leaving, gradient)
+            self._made(call, gradient)
+
+    def _made(self, call: _Call, gradient: Tensor) -> None:
+        """A gradient that the call's backward pass has computed."""
+        note = self._gradient(call.leaving, gradient)
+        if note is None or self.kept or not self.recorder.entered:
+            return
+        if self.largest:
+            self.largest.left(call, self.order, note)
+        before = (*call.operands, *call.parameters, *(each for _, each in (*call.results, *call.arriving)))
+        if note.bad and call.arriving and not any(each.bad for each in before):
+            inputs = [x for x, version in call.inputs if version_of(x) == version]  # those that are not written over
+            self._keep(call.name, BACKWARD, call.gradients, inputs, [gradient.detach()])
 
     def _ends(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         call = next((each for each in reversed(self.open) if each is self.last.get(module)), None)
@@ -262,33 +323,37 @@ class Provenance:
             if note := self._note(y):
                 call.results.append((at, note))
             if y.requires_grad and not is_dtensor(y):
-                y.register_hook(partial(self._gradient, call.arriving))  # type: ignore[no-untyped-call]
+                y.register_hook(partial(self._arrived, call))  # type: ignore[no-untyped-call]
         self.ended.append(call)
         if self.waiting and not self.kept and self.recorder.entered:
             device = self.waiting[0].extremes[0].device
             self.largest = self.largest or _Largest(device)
-            own = module.parameters(recurse=False)
-            here = [x for x in (*tensors_in((args, kwargs)), *own) if x.device == device and x.dim()]
-            shown = [(x.detach(), self._note(x)) for x in here]
-            self.largest.follow(call, at, [(x, note) for x, note in shown if note])
+            for x in (*tensors_in((args, kwargs)), *module.parameters(recurse=False)):
+                if note := self._note(x):
+                    self.largest.see(x.detach(), note)
+            self.largest.ended(call, at)
         made = _first(call.results) is not None and not any(note.bad for note in (*call.operands, *call.parameters))
         if made and not self.kept and self.recorder.entered:
-            self.kept = True
-            self._keep(call.name, [("operand", x) for x in tensors_in((args, kwargs))], result)
+            self._keep(call.name, FORWARD, [], tensors_in((args, kwargs)), tensors_in(result))
 
     def _site(self, name: str) -> Site:
         return self.sites.get(name) or place(self.modules, name)[0]
 
-    def _keep(self, name: str, operands: list[tuple[str, Tensor]], result: Any) -> None:
+    def _keep(
+        self,
+        name: str,
+        operation: str,
+        gradients: Iterable[Tensor],
+        inputs: Iterable[Tensor],
+        results: Iterable[Tensor],
+    ) -> None:
         """Record the operands and the result of the culprit."""
-        site = self._site(name)
+        self.kept = True
         own = self.modules[name].parameters(recurse=False)
-        shown = [*operands, *(("operand", x) for x in own), *(("result", x) for x in tensors_in(result))]
-        counts = dict.fromkeys(("operand", "result"), 0)
-        for what, x in shown:
-            if isinstance(x, Tensor) and x.dtype in DTYPES and x.dim():
-                counts[what] += 1
-                self.recorder.keep(f"non_finite_{what}{counts[what]}", x, site)
+        for what, shown in ((GRADIENT, gradients), (OPERAND, (*inputs, *own)), (RESULT, results)):
+            known = [x for x in shown if x.dtype in DTYPES and x.dim()]
+            for number, x in enumerate(known, 1):
+                self.recorder.keep(f"non_finite_{what}{number}", x, self._site(name), operation)
 
     def end(self, iteration: int) -> None:
         """A step has ended: pass it to the writer's thread."""
@@ -312,8 +377,8 @@ class Provenance:
     def keep_largest(self) -> None:
         """Record what the writer's thread has selected."""
         while self.to_keep:
-            iteration, name, x, site = self.to_keep.popleft()
-            self.recorder.keep(name, x, site, iteration)
+            iteration, operation, name, x, site = self.to_keep.popleft()
+            self.recorder.keep(name, x, site, operation, iteration)
 
     def _judge(
         self,
@@ -321,7 +386,7 @@ class Provenance:
         calls: list[_Call],
         waiting: list[_Note],
         arrived: tuple[Tensor, Callable[[], None]] | None,
-        worst: Callable[[int], list[tuple[Tensor, Tensor]]] | None,
+        worst: Callable[[int], tuple[str, list[tuple[str, Tensor, Tensor]]]] | None,
     ) -> None:
         """On the writer's thread."""
         if arrived:
@@ -332,9 +397,11 @@ class Provenance:
             self.found = True
             order, where, text = origins[0]
             site = self._site(where) if where in self.modules else None
-            for number, (values, coordinates) in enumerate(worst(order) if worst else (), 1):
-                name, at = f"non_finite_operand{number}_largest", self._site(where)
-                self.to_keep.extend([(iteration, name, values, at), (iteration, f"{name}_at", coordinates, at)])
+            operation, operands = worst(order) if worst else (FORWARD, [])
+            for operand, values, coordinates in operands:
+                name, at = f"non_finite_{operand}_largest", self._site(where)
+                for each, x in ((name, values), (f"{name}_at", coordinates)):
+                    self.to_keep.append((iteration, operation, each, x, at))
             self.recorder.found_non_finite(
                 iteration,
                 text,

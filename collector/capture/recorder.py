@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from binade.collector.capture.adapters.dtensor import is_dtensor
@@ -50,7 +51,6 @@ from binade.data.tensor_kinds import (
     Phase,
     Product,
     TensorKind,
-    kind_of,
     named_places,
     tensor_names,
 )
@@ -181,6 +181,8 @@ class Recorder:
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
         self.places = named_places(self.tensors)
+        shown = (kind for kind in TENSOR_KINDS if not self.tensors or kind.name in self.tensors)
+        self.kinds = {(kind.product, kind.observed): kind for kind in shown}  # recorded, by what a product shows
         self.scores = _formats(scores)
         self.measures = frozenset(_names("measures", measures))
         for name in self.measures.difference(Measure):
@@ -432,13 +434,13 @@ class Recorder:
         """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
         self._monitor.found_non_finite(iteration, text, place, **where)
 
-    def keep(self, name: str, x: Tensor, site: Site, iteration: int | None = None) -> None:
+    def keep(self, name: str, x: Tensor, site: Site, operation: str, iteration: int | None = None) -> None:
         """Record a tensor of the current pass, or of the first pass of an earlier iteration, even if that is not
         recorded otherwise."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
-        identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
-        self._record(Observed(name, x.detach()), identity, moment, (), None, None, Shard())
+        identity = partial(self._identity, site, moment, operation=operation, phase=Phase.PRE.value, **words)
+        self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard())
 
     def _begin_capture(self) -> None:
         """Record whole steps if a trigger has fired: from this step on, or the next if this one has begun."""
@@ -551,9 +553,10 @@ class Recorder:
             known = {words for words in known if (words[0] == "attention") == (module == "core")}
         layer_type, component = next(iter(known), (None, None))
         words = {"layer_type": layer_type, "component": component, "tensor_name": name, "quant_type": BF16}
-        identity = self._identity(Site(layer, module, expert), moment, operation=operation, phase=phase, **words)
+        site = Site(layer, module, expert)
+        identity = partial(self._identity, site, moment, operation=operation, phase=phase, **words)
         seen = Observed(name, tensor.detach(), dim=axis)
-        self._record(seen, identity, moment, formats, None, None if dim is None else axis, Shard())
+        self._record(seen, site, identity, moment, formats, None, None if dim is None else axis, Shard())
 
     def show(self, kind: TensorKind, layer: Layer, x: Tensor, moment: Moment) -> None:
         """Record a tensor of a kind that belongs to no product, if `tensors` names it."""
@@ -561,13 +564,16 @@ class Recorder:
             return
         x = x.detach() if x.is_floating_point() else x.detach().float()
         if x.dtype not in DTYPES:
-            raise InstrumentError(f"{layer.name} has {kind.name} in {_dtype(x)}, which is not recorded: leave it out")
+            raise InstrumentError(
+                f"{layer.name} has {kind.name} in {_dtype(x.dtype)}, which is not recorded: leave it out"
+            )
         words = {"layer_type": None, "component": None, "tensor_name": kind.name, "quant_type": BF16}
         self._shown.add(kind.name)
-        identity = self._identity(layer.site, moment, operation=kind.operation.value, phase=kind.phase.value, **words)
+        site, operation, phase = layer.site, kind.operation.value, kind.phase.value
+        identity = partial(self._identity, site, moment, operation=operation, phase=phase, **words)
         seen = Observed(kind.observed, x)
         scores = () if kind.contracted_axis is None else self.scores
-        self._record(seen, identity, moment, scores, None, None, layer.shard(kind.observed))
+        self._record(seen, site, identity, moment, scores, None, None, layer.shard(kind.observed))
 
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless `at` publishes it."""
@@ -601,7 +607,8 @@ class Recorder:
     def _record(
         self,
         seen: Observed,
-        identity: Identity,
+        site: Site,
+        identity: Callable[[], Identity],
         moment: Moment,
         scores: Sequence[str],
         gemm: Gemm | None,
@@ -610,14 +617,16 @@ class Recorder:
         result_sqnr: Callable[[], float] | None = None,
     ) -> list[Tried]:
         """Measure and copy a tensor; on a GPU, asynchronously until the rows are published. Returns its scores: those
-        of later GEMMs may be added to them until then."""
+        of later GEMMs may be added to them until then. In a watched step, everything that needs no values is left to the
+        writer's thread: here, between the GEMMs of a step, Python takes several times as long."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
-        x = seen.tensor
-        shown = x.reshape(seen.shape or x.shape)
-        whole = not moment.basic
-        traced = whole and Measure.TRACE in self.measures and identity.tensor_name not in MAPS
-        trace = _trace_later(seen, shown, identity.tensor_name) if traced else None
+        x, whole = seen.tensor, not moment.basic
+        shape, dtype, nbytes = tuple(seen.shape or x.shape), x.dtype, x.numel() * x.element_size()
+        if whole:
+            identity = cache(identity)  # the file has it too
+        traced = whole and Measure.TRACE in self.measures and identity().tensor_name not in MAPS
+        trace = _trace_later(seen, x.reshape(shape), identity().tensor_name) if traced else None
         codes = counted(x) if whole and x.device.type == "cpu" else None
         summary = summarize_later(x, codes=codes, sketch=whole)
         summary = cache(summary) if whole else summary  # the file has it too
@@ -625,20 +634,20 @@ class Recorder:
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
         captured = datetime.now(UTC)
-        path = self._save(shown, identity, summary, fmt, captured) if whole else None
+        path = self._save(x.reshape(shape), identity(), summary, fmt, captured) if whole else None
         self._count += 1
-        tensor_id = f"r{self.rank:02d}-{self._count:06d}"
+        number = self._count
 
         def row(recomputed: bool) -> TensorRow:
             found = [each.score() for each in tried]
             return TensorRow(
-                tensor_id=tensor_id,
+                tensor_id=f"r{self.rank:02d}-{number:06d}",
                 run_id=self.writer.run_id,
-                identity=identity,
+                identity=identity(),
                 captured=captured.replace(tzinfo=None),
-                shape=tuple(shown.shape),
-                dtype=_dtype(shown),
-                nbytes=shown.numel() * shown.element_size(),
+                shape=shape,
+                dtype=_dtype(dtype),
+                nbytes=nbytes,
                 path=str(path) if path else None,
                 contracted_axis=contracted_axis,
                 summary=summary(),
@@ -652,7 +661,6 @@ class Recorder:
                 trace=trace() if trace else None,
             )
 
-        site = Site(identity.layer_index or 0, identity.module or "", identity.expert)
         self._captured.append(((site, moment), path, row))
         return tried
 
@@ -753,9 +761,9 @@ class _Observer:
         recorder, name = self.recorder, seen.name
         if self.layer.site.expert is not None and not seen.tensor.numel():  # no token was routed to it
             return
-        kind = kind_of(self.product, LATER.get(name, name))
         if self.moment.basic and name in LATER:
             return
+        kind = recorder.kinds.get((self.product, LATER.get(name, name)))
         if not self.moment.basic and seen.exact and Measure.RESULT in recorder.measures:
             self.result_sqnr = sqnr_later(seen.exact(), seen.tensor)
         if name in LATER:
@@ -765,7 +773,7 @@ class _Observer:
                 # Where the GEMM rounds what the forward pass had rounded, it is not the same tensor.
                 same = [] if name in self.part.formats.of_rounded else rows
                 rows += try_formats(seen, recorder.scores, gemm, before=same)
-        elif kind and (not recorder.tensors or kind.name in recorder.tensors) and not (self.again and name in FORWARD):
+        elif kind and not (self.again and name in FORWARD):
             self.rows[name] = self._record(seen, kind)
         if Measure.LOSS in recorder.measures and not self.moment.basic:
             self._wait_for_gradient(seen)
@@ -774,19 +782,23 @@ class _Observer:
         recorder, site = self.recorder, self.layer.site
         if seen.tensor.dtype not in DTYPES:
             raise InstrumentError(
-                f"{self.layer.name} ({site.name}) computes in {_dtype(seen.tensor)}, which is not recorded: convert "
-                "the model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
+                f"{self.layer.name} ({site.name}) computes in {_dtype(seen.tensor.dtype)}, which is not recorded: "
+                "convert the model and its inputs to float32, bfloat16 or float16, or leave this layer out of `capture`"
             )
-        identity = recorder._identity(
-            site,
-            self.moment,
-            quant_type=self.part.quant_type_of(kind.operand),
-            layer_type=kind.layer_type,
-            component=kind.component,
-            operation=kind.operation.value,
-            phase=kind.phase.value,
-            tensor_name=kind.name,
-        )
+        part, moment = self.part, self.moment
+
+        def identity() -> Identity:
+            return recorder._identity(
+                site,
+                moment,
+                quant_type=part.quant_type_of(kind.operand),
+                layer_type=kind.layer_type,
+                component=kind.component,
+                operation=kind.operation.value,
+                phase=kind.phase.value,
+                tensor_name=kind.name,
+            )
+
         is_operand = kind.contracted_axis is not None
         scores, axis = (recorder.scores, seen.dim) if is_operand else ((), None)
         sqnr = None
@@ -795,18 +807,18 @@ class _Observer:
         shard = self.layer.shard(seen.name)
         if shard.count > 1 and recorder.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
             recorder.replica = shard.replica
-        return recorder._record(seen, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
+        return recorder._record(seen, site, identity, moment, scores, kind.gemm, axis, shard, sqnr)
 
     def _wait_for_gradient(self, seen: Observed) -> None:
         """Keep a forward operand; with its gradient, predict what its errors do to the loss."""
         if seen.name in ("a", "b"):
-            self.operands[seen.name] = seen, _version(seen.tensor)
+            self.operands[seen.name] = seen, version_of(seen.tensor)
             self.factors = [seen.tensor] if seen.name == "a" else self.factors
         elif seen.name == "grad" and self.product == Product.LINEAR:
             self.factors = [*self.factors[:1], seen.tensor]
         elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
             operand, version = kept
-            if _version(operand.tensor) != version:  # overwritten since then: its error is no longer known
+            if version_of(operand.tensor) != version:  # overwritten since then: its error is no longer known
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
@@ -836,7 +848,7 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[]
     return lambda: Trace(*hot(), sample() if sample else None)
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """Counts how often x's values were overwritten."""
     return 0 if x.is_inference() else x._version
 
@@ -851,8 +863,8 @@ def _formats(scores: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(Spec.of(name)) for name in _names("scores", scores)))
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_record(
@@ -864,7 +876,7 @@ def _check_record(
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"{name} is a {type(tensor).__name__}: a torch.Tensor was expected")
     if tensor.dtype not in DTYPES:
-        raise ConfigError(f"{name} is {_dtype(tensor)}, which is not recorded: convert it to float32 or bfloat16")
+        raise ConfigError(f"{name} is {_dtype(tensor.dtype)}, which is not recorded: convert it to float32 or bfloat16")
     if not tensor.dim():
         raise ConfigError(f"{name} is a scalar: a tensor with at least one axis was expected, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):

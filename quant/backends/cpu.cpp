@@ -664,7 +664,8 @@ struct Sums {
 
     // The largest float x for which x · left is not beyond `most`.
     float limit_of(double most) const {
-        float x = static_cast<float>(most / left);
+        float x = static_cast<float>(left == 1 ? most : most / left);  // a division takes as long as several values
+        if (left == 1) return x > most ? from_bits(to_bits(x) - 1) : x;
         x = x * left > most ? from_bits(to_bits(x) - 1) : x;
         const float next = from_bits(to_bits(x) + 1);
         return next * left <= most ? next : x;

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +18,14 @@ UNITS = {
     torch.float32: native.Unit("moments.cpp", ("VALUE=float",)),
     torch.bfloat16: native.Unit("moments.cpp", ("VALUE=uint16_t",)),
 }
-ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+Sums = ctypes.c_double * 11
+ARGUMENTS = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, Sums)
 PART = 1 << 18  # another thread costs as much as so many values
 
 
-def measured(x: Tensor) -> np.ndarray | None:
-    """float64 [11], see moments.cpp; None if x is empty, float16 or not on the CPU, or a build is not worth it."""
+def measured_later(x: Tensor) -> Callable[[], np.ndarray] | None:
+    """A function that returns float64 [11], see moments.cpp, of x as it is now; None if x is empty, float16 or not on
+    the CPU, or a build is not worth it."""
     unit = UNITS.get(x.dtype)
     size = x.numel()
     library = native.built(unit, size) if unit and size and x.device.type == "cpu" else None
@@ -28,21 +33,32 @@ def measured(x: Tensor) -> np.ndarray | None:
         return None
     if not x.is_contiguous():  # a transposed tensor is not copied
         x = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True)).contiguous()
-    library.moments.argtypes, library.moments.restype = ARGUMENTS, None
-    address = x.data_ptr()
-    found: dict[int, np.ndarray] = {}
+    moments, address = _declare(library), x.data_ptr()
+    parts = [Sums() for _ in range(0, size, PART)]
 
-    def part(first: int, last: int) -> None:
-        found[first] = sums = np.empty(11)
-        library.moments(address, size, first * PART, min(last * PART, size), sums.ctypes.data)
+    def some(first: int, last: int) -> None:
+        for number in range(first, last):
+            moments(address, size, number * PART, min((number + 1) * PART, size), parts[number])
 
-    if size <= PART:
-        part(0, 1)
-        return found[0]
-    native.share_out(-(-size // PART), native.PER_THREAD, part)
-    total, *others = (found[first] for first in sorted(found))  # in one order, however the threads ran
-    for other in others:
-        extremes = np.minimum(total[4], other[4]), np.maximum(total[5], other[5]), np.minimum(total[6], other[6])
-        total[:10] += other[:10]
-        total[4:7] = extremes
+    if len(parts) > 1:
+        native.share_out(len(parts), native.PER_THREAD, some)
+    else:
+        some(0, 1)
+    return lambda: _added_up(np.array(parts))
+
+
+def _added_up(parts: np.ndarray) -> np.ndarray:
+    """[parts, 11] -> [11], in one order, however the threads ran."""
+    total: np.ndarray = parts.sum(0)
+    total[4:7] = parts[:, 4].min(), parts[:, 5].max(), parts[:, 6].min()
+    total[10] = parts[0, 10]
     return total
+
+
+@cache
+def _declare(library: ctypes.CDLL) -> Callable[..., None]:
+    """The function of the library, its arguments declared."""
+    moments: Any = library.moments
+    moments.argtypes, moments.restype = ARGUMENTS, None
+    found: Callable[..., None] = moments
+    return found

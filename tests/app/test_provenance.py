@@ -87,6 +87,18 @@ def test_the_answer_has_the_chain_the_ranks_and_the_steps_before(recorded, catal
     assert set(drawn.tables["operands"]["tensor_name"]) >= {"non_finite_operand1", "non_finite_result1"}
 
 
+def test_what_a_backward_pass_took_is_shown(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).half()
+    with Recorder(tmp_path, find_nan=True) as recorder, instrument(model, "bf16", recorder):
+        (model(torch.ones(40, 8).half()).float() * 6e4).sum().backward()
+    with Catalog.open(tmp_path) as catalog:
+        drawn = plots.provenance(catalog)
+    assert "1, backward" in drawn.verdict
+    operands = [f"non_finite_operand{number}" for number in (1, 2, 3)]
+    names = ["non_finite_grad_output1", *operands, "non_finite_result1"]
+    assert drawn.tables["operands"]["tensor_name"].tolist() == names
+
+
 def test_of_several_ranks_the_earliest_is_first(recorded, tmp_path):
     root = tmp_path / "root"
     (run,) = (path for path in recorded[0].iterdir() if (path / "run.json").exists())

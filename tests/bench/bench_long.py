@@ -13,6 +13,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -54,20 +55,21 @@ def sample(root: Path, process: Popen[str]) -> Sample:
     return Sample(run.status.iteration + 1, mebibytes, len(run.segments), rows, index)
 
 
-def measure(root: Path, iterations: int, *, kill: bool = False, samples: int = 10) -> list[Sample]:
+def measure(root: Path, iterations: int, *, kill: bool = False, samples: int = 10) -> Iterator[Sample]:
     """Train, and sample at each of these shares of the run."""
     every = max(1, iterations // (2 * samples))
     line = ("run", *OPTIONS, "--train-iters", str(iterations), "--checkpoint-every", str(every))
-    found: list[Sample] = []
+    taken = 0
     process = start_python("-m", "binade", *line, "--tensor-save-dir", root, stdout=DEVNULL)
     try:
         while process.poll() is None:
             time.sleep(0.05)
             runs = list_runs(root)[0]
             done = runs[0].status.iteration + 1 if runs else 0
-            if done >= iterations * (len(found) + 1) // (samples + 1) and len(found) < samples:
-                found.append(sample(root, process))
-                if kill and len(found) == samples // 2:
+            if done >= iterations * (taken + 1) // (samples + 1) and taken < samples:
+                yield sample(root, process)
+                taken += 1
+                if kill and taken == samples // 2:
                     process.kill()
                     process.communicate()
                     again = ("run", "--resume", runs[0].run_id, "--tensor-save-dir", root)
@@ -76,7 +78,6 @@ def measure(root: Path, iterations: int, *, kill: bool = False, samples: int = 1
     finally:
         process.kill()
         process.communicate()
-    return found
 
 
 def main() -> None:
@@ -89,7 +90,8 @@ def main() -> None:
         for each in measure(Path(root), given.iterations, kill=given.kill):
             print(
                 f"| {each.iteration:,} | {each.resident:.0f} | {each.segments:,} | {each.rows:,} "
-                f"| {each.index / (1 << 20):.1f} |"
+                f"| {each.index / (1 << 20):.1f} |",
+                flush=True,
             )
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_memory_is_flat_and_rows_grow_with_the_iterations(tmp_path: Path):
-    found = measure(tmp_path, 200, kill=True, samples=4)
+    found = [*measure(tmp_path, 200, kill=True, samples=4)]
     (run,) = list_runs(tmp_path)[0]
     assert run.status.state == DONE and [r["iteration"] for r in read_losses(run.directory)] == list(range(200))
     assert found[3].resident < 1.1 * found[2].resident  # both after the kill

@@ -22,6 +22,7 @@ from binade.data.events import read_events
 from tests.collector.small_model import batch, build, end_step
 
 pytestmark = pytest.mark.slow
+OVERFLOWS = [("bf16", torch.float16), ("hifp8(overflow=inf)", torch.float32)]  # recipe, dtype
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
@@ -148,7 +149,7 @@ def test_overflow_data_loss_weights_and_what_is_between_modules(tmp_path):
     assert culprits(tmp_path, model, steps) == ["data", "loss", "the model", "norm"]
 
 
-@pytest.mark.parametrize(("recipe", "dtype"), [("bf16", torch.float16), ("hifp8(overflow=inf)", torch.float32)])
+@pytest.mark.parametrize(("recipe", "dtype"), OVERFLOWS)
 def test_overflow_of_a_format(tmp_path, recipe, dtype):
     """A product beyond 65,504 in fp16; an operand beyond HiF8's range where that becomes Inf. The operands are kept."""
     x = torch.full((4, 8), 100.0, dtype=dtype)
@@ -194,6 +195,39 @@ def test_the_largest_values_of_the_operands_are_kept_where_nothing_waits(tmp_pat
             operand = operand.detach().float().cpu()
             assert torch.equal(operand[tuple(at.long().T)], values)
             assert torch.equal(values.abs(), operand.abs().flatten().topk(1024).values)
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), OVERFLOWS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_operands_of_a_backward_pass_are_kept(tmp_path, monkeypatch, recipe, dtype, device, waits):
+    """Of an overflow of the gradients, against what hooks saw: whole, or the largest values by torch.topk."""
+    monkeypatch.setattr(provenance, "stays", lambda x: not waits)
+    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(inplace=True), nn.Linear(300, 8)).to(device, dtype)
+    x = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    seen = {"operand2": model[2].weight, "operand3": model[2].bias}
+    model[2].register_forward_pre_hook(lambda module, args: seen.update(operand1=args[0].detach().clone()))
+    model[2].register_full_backward_hook(lambda module, computed, given: seen.update(grad_output1=given[0].clone()))
+
+    def run(scale=1.0):
+        (model(x).float() * scale).sum().backward()
+
+    assert culprits(tmp_path, model, [run, partial(run, 6e4)], recipe) == ["2"]
+    with Catalog.open(tmp_path) as catalog:
+        rows = catalog.tensors().set_index("tensor_name")
+        assert set(rows["iteration"]) == {1} and set(rows["operation"]) == {"backward"}
+        kept = {name.removeprefix("non_finite_").removesuffix("_at").removesuffix("_largest") for name in rows.index}
+        assert kept == {*seen, *({"result1"} if waits else ())}
+        if waits:
+            assert rows.loc["non_finite_result1", "infs"] + rows.loc["non_finite_result1", "nans"] > 0
+        for name, operand in seen.items():
+            own, operand = f"non_finite_{name}", operand.detach().cpu()
+            if waits:
+                assert torch.equal(catalog.load(rows.loc[own, "tensor_id"]), operand)
+                continue
+            values, at = (catalog.load(rows.loc[f"{own}_{each}", "tensor_id"]) for each in ("largest", "largest_at"))
+            assert torch.equal(operand.float()[tuple(at.long().T)], values)
+            assert torch.equal(values.abs(), operand.float().abs().flatten().topk(min(1024, operand.numel())).values)
 
 
 class Scaled(nn.Module):
