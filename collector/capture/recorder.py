@@ -617,7 +617,7 @@ class Recorder:
         result_sqnr: Callable[[], float] | None = None,
     ) -> list[Tried]:
         """Measure and copy a tensor; on a GPU, asynchronously until the rows are published. Returns its scores: those
-        of later GEMMs may be added to them until then. In a watched step, everything that needs no values is left to the
+        of later GEMMs may be added to them until then. In a watched step, whatever needs no values is left to the
         writer's thread: here, between the GEMMs of a step, Python takes several times as long."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
