@@ -12,6 +12,8 @@ from concurrent.futures import Executor, Future
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import pyarrow
+
 T = TypeVar("T")
 Done = Callable[[int, int], None]
 IDLE = 45.0  # seconds after which what nobody asks for is dropped
@@ -138,8 +140,9 @@ class Cache:
 
 
 def give_memory_back() -> None:
-    """Free what refers to itself, and return to the system what malloc keeps for later."""
+    """Free what refers to itself, and return to the system what the allocators of Arrow and of C keep for later."""
     gc.collect()
+    pyarrow.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         trim(0)
 
