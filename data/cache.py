@@ -13,7 +13,6 @@ from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
-import pyarrow
 
 T = TypeVar("T")
 Done = Callable[[int, int], None]
@@ -141,9 +140,8 @@ class Cache:
 
 
 def give_memory_back() -> None:
-    """Free what refers to itself, and return to the system what the allocators of Arrow and of C keep for later."""
+    """Free what refers to itself, and return to the system what malloc keeps for later."""
     gc.collect()
-    pyarrow.default_memory_pool().release_unused()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         trim(0)
 
