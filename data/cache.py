@@ -160,7 +160,7 @@ def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
         if isinstance(nbytes, int):
             total += nbytes
             if getattr(getattr(each, "dtype", None), "hasobject", False):
-                found += np.ravel(each).tolist()
+                found += np.asarray(each).ravel().tolist()
         else:
             # pandas' tables go through their columns to say how large they are, and so does this.
             total += 64 if hasattr(each, "memory_usage") else sys.getsizeof(each, 64)
