@@ -170,6 +170,7 @@ def _besiege(given: argparse.Namespace, root: Path) -> int:
             raise
     table = _table(outcomes)
     command = f"python -m tests.siege --minutes {given.minutes:g} --seed {given.seed}"
+    command += "".join(f" --only {name}" for name in given.only or ())
     print(f"\n{table}\n\n{command}: {time.monotonic() - start:.0f} s")
     for name, found in outcomes.items():
         for number, case, message in found.failures:
