@@ -1,1 +1,1 @@
-"""The Streamlit app. Pages are thin: `analysis` computes, `charts` draws, neither knows Streamlit."""
+"""The Streamlit app. Pages only lay out: each question's `compute` and `charts` do the work, without Streamlit."""

@@ -1,8 +1,8 @@
 """The address bar holds the view: every page's parameters, and the filter that all pages share.
 
 A page declares its parameters (`One`, `Many`, `Whole`, `Known`). `follow` copies the address into the session state,
-widgets then change the state under the parameter's own name, and `write` copies the state into the address, without
-the parameters at their default. A page that is visited again is as it was left, with the filter as it is now.
+widgets then change the state under the parameter's own name, and `write` copies the state into the address, without the
+parameters at their default. A page that is opened again shows its last state, with the current filter.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def key(field: str) -> str:
 
 
 def follow(catalog: Catalog, page: str, params: Params) -> None:
-    """Copy the address into the state, unless this page wrote the address itself and only its widgets changed since.
-    The sidebar lists the values in the address that do not exist."""
+    """Copy the address into the state, unless this page wrote the address itself and only its widgets have changed
+    since then. The sidebar lists the values of the address that do not exist."""
     state = st.session_state
     here = state.get("page") == page
     if here and key(FIELDS[0]) in state and state.get("address") == _address():
         for name in (*map(key, FIELDS), *params):
             if name in state:
-                state[name] = state[name]  # or it would be lost where its widget is not drawn this time
-        for name, param in params.items():  # a value that another choice has made impossible goes back to the default
+                state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn this time
+        for name, param in params.items():  # a value that another choice has ruled out is reset to the default
             value, bad = param.read(texts_of(state.get(name)))
             if bad or name not in state:
                 state[name] = value
@@ -99,5 +99,5 @@ def _address() -> dict[str, list[str]]:
 
 
 def plain(text: str) -> str:
-    """Escape a text for Markdown, so that it is shown as it is."""
+    """Escape a text for Markdown, so that it is shown literally."""
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:-])", r"\\\1", text)

@@ -118,8 +118,8 @@ def _serve(
 
 
 def _login_host() -> str:
-    """The Host header of the address that users come back to from signing in. Raises SharingError where Streamlit's
-    settings of the provider are incomplete."""
+    """The Host header of the address that users return to after signing in. Raises SharingError if Streamlit's settings
+    for the provider are incomplete."""
     from streamlit import auth_util
     from streamlit.errors import StreamlitAuthError
 
@@ -136,10 +136,10 @@ def _login_host() -> str:
 
 @click.pass_context
 def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
-    """Write every chart into a folder, with one HTML of all of them."""
+    """Write every chart into a folder, and one HTML page with all of them."""
     where = filter_of(given)
     if given["session"] and where.items():
-        raise FilterError("a session has its own filter: give --session without others")
+        raise FilterError("a session has its own filter: do not combine --session with filter options")
     from binade.app.report import writer
 
     request = writer.Request(
@@ -150,6 +150,7 @@ def _report(context: click.Context, /, root: str | None, **given: Any) -> int:
         given["jobs"],
         line_of(context.find_root().obj),
         given["session"],
+        given["papers"],
     )
     try:
         return writer.run(readable_root(root), request)
@@ -168,7 +169,7 @@ def _export(root: str | None, session: str, output: Path, values: str) -> int:
     found = storage.load(where, session).session
     with Catalog.open(where) as catalog:
         written = storage.export_bundle(catalog, found, output, values)
-    left = f", {written.left_out} left out: their files lie outside their run" if written.left_out else ""
+    left = f", {written.left_out} left out: their files are outside the run's directory" if written.left_out else ""
     print(
         f"{output}: {found.name}, {written.runs} runs, {written.tensors} tensors, {written.with_values} with "
         f"their values{left}, {written.nbytes:,} bytes"
@@ -207,7 +208,7 @@ serve = Command(
             ["--host"],
             default="127.0.0.1",
             metavar="ADDRESS",
-            help="Address to listen on; any but this machine's own needs --login or --trust-proxy-header  "
+            help="Address to listen on; one that other machines can reach needs --login or --trust-proxy-header  "
             "[default: 127.0.0.1]",
         ),
         Option(
@@ -230,9 +231,9 @@ serve = Command(
         Option(
             ["--operators"],
             metavar="FILE|NAMES",
-            help="Users who may launch, cancel, delete, save and upload; others can only view  [default: all may]",
+            help="Users who may launch, cancel, delete, save and upload; others can only view [default: all users]",
         ),
-        Option(["--read-only"], is_flag=True, help="Nobody may change anything; the same as BINADE_READ_ONLY=1"),
+        Option(["--read-only"], is_flag=True, help="Read-only for everyone; same as BINADE_READ_ONLY=1"),
     ],
     callback=_serve,
     help=_serve.__doc__,
@@ -243,7 +244,7 @@ report = Command(
     params=options.params(),
     callback=_report,
     help=_report.__doc__,
-    cancelled="cancelled: nothing of the report was kept",
+    cancelled="cancelled: no report was written",
 )
 bundle = click.Group("bundle", help="Copy a saved session with its runs to another root.")
 bundle.add_command(
@@ -256,7 +257,7 @@ bundle.add_command(
                 ["--values"],
                 type=click.Choice(("charts", "all", "none")),
                 default="charts",
-                help="Which tensors keep their values: those of the session's charts, all of its runs, or none  "
+                help="Tensors whose values are included: those of the session's charts, all of its runs, or none  "
                 "[default: charts]",
             ),
             root_option(),

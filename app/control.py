@@ -15,12 +15,12 @@ class Control:
     """
     name         of the parameter, in the address and in the session state
     label, help  of the widget
-    param        the values that the parameter may have, or a function that says so of a catalog
+    param        the values that the parameter may have, or a function of a catalog that returns them
     options      the values that can be chosen here; by default all that param allows
-    titles       how the widget names them, where not by themselves
-    widget       of a choice of one among several
+    titles       the widget's labels for them, if they differ from the values
+    widget       the kind of widget for a choice of one among several
     row          controls of one row stand side by side; width: its share of the row
-    inline       whether the answer places it among its figures; else it stands above the answer
+    inline       whether it is placed among the figures of the answer; else it is placed above the answer
     """
 
     name: str
@@ -44,7 +44,7 @@ class Control:
         return self.options or (self.param.allowed if isinstance(self.param, One | Many) else ())
 
     def possible(self, value: Any) -> Any:
-        """The value if it can be chosen here, else the first that can be, or the parameter's default."""
+        """The value if it can be chosen here, else the first one that can be chosen, or the parameter's default."""
         if self.choices:
             return value if isinstance(value, list) or value in self.choices else self.choices[0]
         assert isinstance(self.param, Whole)

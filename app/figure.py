@@ -1,11 +1,13 @@
 """What a view shows: figures, tables, numbers, texts and controls, in order. No Streamlit here.
 
-A page shows them, a session pins the figures, a report prints figures and tables: all from what one function returns.
+A page shows them, a session pins the figures, and a report prints figures and tables, all from the return value of one
+function.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import textwrap
 import threading
 import zlib
@@ -25,7 +27,7 @@ from binade.app.control import Control
 from binade.data.filter import Filter
 from binade.data.text import csv_table
 
-# What Streamlit and vl-convert can draw.
+# The Vega-Lite version that Streamlit and vl-convert support.
 Chart = (
     alt.Chart
     | alt.ConcatChart
@@ -35,15 +37,16 @@ Chart = (
     | alt.RepeatChart
     | alt.VConcatChart
 )
-MAX_CSV_ROWS = 5000  # of what a page exports
 WIDTH, HEIGHT = 760, 360  # pixels, of a picture and of a chart that does not say its height
 INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
 _altair = threading.Lock()  # its data transformers are one for all threads
+NARROW = 400  # pixels: a narrower chart has its title broken into lines
 LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
 
 
 class _FromDict(schemapi._FromDict):
-    """Altair's, which walks its 570 classes and hashes their schemas for every channel given as text: here once."""
+    """Altair's version walks its 570 classes and hashes their schemas for every channel given as text; this one does so
+    once."""
 
     def __init__(self, _: Iterable[type[alt.SchemaBase]], /) -> None:
         self.class_dict = _by_schema()
@@ -58,8 +61,8 @@ _altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[mis
 
 
 def _deep_copy(value: Any, by_ref: set[str]) -> Any:
-    """Altair's, which calls itself for each of the thirty keywords of a channel, of which few are set: here only for
-    those that hold something to copy. Charts are copied whenever they are changed or layered."""
+    """Altair's version calls itself for each of the thirty keywords of a channel, few of which are set; this one does
+    so only for those that hold something to copy. Charts are copied whenever they are changed or layered."""
     if isinstance(value, alt.SchemaBase) and not hasattr(value, "__deepcopy__"):
         with schemapi.debug_mode(False):
             return value.__class__(*_deep_copy(list(value._args), by_ref), **_deep_copy(value._kwds, by_ref))
@@ -117,9 +120,9 @@ class Figure(_Item):
     """
     name     of the chart in its view, and of the files it is saved as
     table    what it was drawn from
-    caption  goes into every export: the data, the filter, the metric's definition; a sentence a line
-    note     what a reader needs beside the title
-    height   pixels, where the chart does not say it itself
+    caption  part of every export: the data, the filter and the metric's definition, one sentence per line
+    note     what a reader needs in addition to the title
+    height   pixels, unless the chart sets its own height
     choose   the field of a mark that can be clicked: "tensor_id" opens the tensor, any other sets the parameter of
              this name; hint: what that does
     by       the field of the filter whose values are the chart's groups, where `style.only` selects a group
@@ -142,7 +145,7 @@ class Figure(_Item):
 
     @property
     def sized_chart(self) -> Chart:
-        """The chart at a size of its own; concatenated and faceted charts have one."""
+        """The chart with an explicit size; concatenated and faceted charts already have one."""
         if isinstance(self.chart, alt.Chart | alt.LayerChart):
             return self.chart.properties(width=INNER_WIDTH, height=self.height or HEIGHT)
         return self.chart
@@ -170,27 +173,23 @@ class Figure(_Item):
         with _altair, alt.data_transformers.enable("arrow"):
             spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         _label_numbers(spec)
+        _wrap_titles(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 
-    @cached_property
-    def page_csv(self) -> str:
-        """What a page exports as CSV."""
-        return self.csv(MAX_CSV_ROWS)
-
-    def sized_spec(self, width: int | str) -> dict[str, Any]:
+    def sized_spec(self, width: float | str) -> dict[str, Any]:
         """The specification at a size that holds title, axes and legend; concatenated charts keep their own sizes."""
         if not {"concat", "hconcat", "vconcat"}.isdisjoint(self.spec):
             return self.spec
         fit = {"type": "fit", "contains": "padding"}
         return self.spec | {"width": width, "height": self.height or HEIGHT, "autosize": fit}
 
-    def csv(self, rows: int | None = None) -> str:
-        """The table, or its first rows, as CSV; the caption before it as comments."""
-        return csv_table(self.table.head(len(self.table) if rows is None else rows), self.caption)
+    def csv(self) -> str:
+        """The table as CSV; the caption before it as comments."""
+        return csv_table(self.table, self.caption)
 
     @property
     def caption_svg(self) -> dict[str, Any]:
-        """The caption as it stands beneath a picture, wrapped: {"svg": <text> elements below y = 0, "width", "height"}
+        """The caption that is drawn below a picture, wrapped: {"svg": <text> elements below y = 0, "width", "height"}
         in pixels. Pages and reports place it."""
         letters = int((WIDTH - 2 * MARGIN) / LETTER)
         texts = self.caption.splitlines()
@@ -212,8 +211,8 @@ class Column:
     title, help  by default those of the metric
     format       of its numbers, as Streamlit's number columns take it
     width        pixels
-    text         what a cell shows, from its row, where that is not the value
-    bar          whether a number stands on a bar, from 0 to the largest of the column
+    text         a function of a row that returns the text of its cell, if it is not the value
+    bar          whether a bar from 0 to the largest value of the column is drawn behind a number
     metric       whose values these are: shares are shown in percent; by default the one with the column's name
     """
 
@@ -250,7 +249,7 @@ class Table(_Item):
 
 @dataclass(frozen=True)
 class Facts(_Item):
-    """Single numbers, by the metric that they are of."""
+    """Single numbers, by metric."""
 
     values: Mapping[str, float]
 
@@ -302,7 +301,7 @@ class Drawn:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """The problems and the texts between the figures."""
+        """The problems, and the texts between the figures."""
         texts = [item.text for item in self.items if isinstance(item, Text) and item.kind not in ("heading", "hint")]
         return (*self.problems, *texts)
 
@@ -316,9 +315,9 @@ class Drawn:
                     print(figure.note)
 
     def prepared(self) -> Drawn:
-        """Itself, with what pages need of its figures made ready for all that show it."""
+        """The same answer, with everything computed once that pages need from its figures."""
         for figure in self.figures:
-            _ = figure.page_spec, figure.page_csv
+            _ = figure.page_spec
         return self
 
     def get(self, name: str) -> Figure | None:
@@ -333,8 +332,8 @@ NUMBER_LABELS = (
 
 
 def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
-    """Label the linear axes of numbers in a specification, where neither they nor another layer say how. labelled: the
-    channels whose axis does."""
+    """Label the linear axes of numbers in a specification, unless they or another layer define the labels. labelled:
+    the channels whose axis does."""
     if isinstance(spec, list):
         for each in spec:
             _label_numbers(each, labelled)
@@ -349,6 +348,20 @@ def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
         _label_numbers(spec.get("layer", []), labelled)
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
+
+
+def _wrap_titles(spec: dict[str, Any]) -> None:
+    """Break a chart's title into lines where it is as narrow as on a phone. A title that is too long would leave the
+    chart less room."""
+    for layer in spec.get("layer", []):
+        _wrap_titles(layer)
+    title = spec.get("title")
+    if isinstance(title, dict):
+        for name, letters in (("text", NARROW // 11), ("subtitle", NARROW // 8)):
+            lines = [title[name]] if isinstance(title.get(name), str) else title.get(name, [])
+            if any(len(line) > letters for line in lines):
+                broken = [part for line in lines for part in textwrap.wrap(line, letters)]
+                title[name] = {"expr": f"width < {NARROW} ? {json.dumps(broken)} : {json.dumps(lines)}"}
 
 
 def _is_labelled(spec: dict[str, Any], channel: str) -> bool:
@@ -371,10 +384,10 @@ def _arrow(data: pd.DataFrame) -> bytes:
 
 
 def source(where: Filter, what: str) -> str:
-    """The first line of a caption: what the data are, and the filter they were chosen with."""
+    """The first line of a caption: what the data are, and the filter that selected them."""
     return f"Data: {what}. Filter: {where.sentence()}."
 
 
 def grid(values: np.ndarray) -> pd.DataFrame:
-    """A heatmap's cells as a table for its CSV: rows as drawn, a column each."""
+    """A heatmap's cells as a table for its CSV: its rows and columns as drawn."""
     return pd.DataFrame(values, columns=[f"column {index}" for index in range(values.shape[1])])

@@ -28,7 +28,7 @@ GROUPS = {
 }
 
 MOST_CHIPS = 20
-MOST_LISTED = 12  # numbers that are chosen from a list; of more, a range is chosen with a slider
+MOST_LISTED = 12  # up to this many numbers are chosen from a list, more with a range slider
 Counts = Mapping[str, Mapping[Any, int]]
 
 
@@ -77,7 +77,7 @@ def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Ca
 def _range(name: str, values: Sequence[int], chosen: Sequence[Any]) -> None:
     """A slider from the first of the chosen values to the last; all of them if none is chosen."""
     ends = min(chosen, default=values[0]), max(chosen, default=values[-1])
-    slider = f"range_{name}_{ends}"  # a slider whose default has changed is another one
+    slider = f"range_{name}_{ends}"  # to Streamlit, a slider with another default is another slider
     help = TERMS.get(TITLES[name].lower())
     st.select_slider(TITLES[name], values, ends, key=slider, help=help, on_change=_within, args=(name, values, slider))
 
@@ -121,7 +121,7 @@ def _remove(chips: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
 
 
 def _explain_hidden(chosen: Filter, everything: Counts, possible: Counts) -> None:
-    """Say how many tensors the filter hides, so that "filtered out" is not taken for "not recorded"."""
+    """Say how many tensors the filter hides, so that users do not mistake "filtered out" for "not recorded"."""
     total = sum(everything.get("run_id", {}).values())
     runs = possible.get("run_id", {})
     kept = sum(count for run, count in runs.items() if not chosen.run_id or run in chosen.run_id)
@@ -137,7 +137,7 @@ def explain_nothing(where: Filter) -> None:
 
 
 def offer_to_clear() -> None:
-    """A button that clears the filter, where it hides something."""
+    """A button that clears the filter, shown if it hides something."""
     hidden, _ = st.session_state.get("hidden", (0, 0))
     if hidden:
         st.button(
@@ -146,7 +146,7 @@ def offer_to_clear() -> None:
 
 
 def only(catalog: Catalog, values: Mapping[str, Any]) -> None:
-    """Restrict the filter to a mark's values by field. A value may be the text by which charts name it."""
+    """Restrict the filter to a mark's values, by field. A value may be the label that charts show for it."""
     shown = partial(group_name, names=given_names(catalog))
     for name, wanted in values.items():
         found = [value for value in catalog.facets().get(name, []) if wanted in (value, shown(value))]
@@ -181,7 +181,7 @@ def _saved(root: Path, chosen: Filter) -> None:
         unfit = not name.strip() or not chosen.items()
         st.button("Save this filter", disabled=unfit, on_click=_write, args=(root, name.strip(), chosen))
         if not chosen.items():
-            st.caption("Choose something in the filter first.")
+            st.caption("Set a filter first.")
 
 
 def _load(where: Filter) -> None:

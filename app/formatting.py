@@ -1,4 +1,4 @@
-"""What pages and reports ask of a root beyond the index. No Streamlit here."""
+"""What pages and reports need from a root besides the index. No Streamlit here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from binade.quant.specs import Spec
 
 
 def first_formats(opened: Catalog, where: Filter | None = None) -> tuple[str, ...]:
-    """The formats and specs that tensors were scored with: the coarsest first, where most is to be seen."""
+    """The formats and specs that tensors were scored with. The coarsest come first, since they show the largest
+    errors."""
     return tuple(sorted(opened.scored_formats(where), key=lambda name: (Spec.of(name).bits_per_value, name)))
 
 
 def losses_of(opened: Catalog, run_ids: list[str]) -> dict[str, list[dict[str, Any]]]:
-    """The losses of runs; what is no loss, or a file that cannot be read, is left out."""
+    """The losses of runs. Records that are not losses, and files that cannot be read, are left out."""
     found = {}
     for run_id in run_ids:
         try:

@@ -21,17 +21,17 @@ TERMS = {
     "iteration": "A step of the optimizer, numbered from 0. Warm-up iterations are below 0.",
     "micro-batch": "The part of a batch that goes through the model at once, numbered from 0.",
     "operand": "One of the two matrices that a GEMM multiplies.",
-    "phase": "pre: input of the operation. post: output of it.",
+    "phase": "pre: input of the operation. post: its output.",
     "Q–Q plot": "Quantiles of the values against those of a distribution. Points on the line follow it; heavy tails "
     "bend away at the ends.",
     "quant type": "The format requested where the tensor was recorded.",
-    "recipe": "Which operand of which GEMM is rounded to which format; what a run trains with.",
-    "saturated": "A value beyond the largest that the format can represent: it is clipped to that.",
+    "recipe": "Which operand of which GEMM is rounded to which format during a run.",
+    "saturated": "A value beyond the largest that the format can represent. It is clipped to that largest value.",
     "scale": "The number that a tensor's or block's values are divided by before they are rounded.",
-    "sketch": "Counts of a tensor's values in bins of an eighth of a binade. Sketches add up, so charts of many "
-    "tensors do not read their values.",
+    "sketch": "Counts of a tensor's values in bins of an eighth of a binade. Sketches can be added, so charts of many "
+    "tensors need not read their values.",
     "spec": "A format with options, such as mxfp8_e4m3(scale=rceil).",
-    "stage": "Of imported tensors: taken before or after quantization.",
+    "stage": "Whether an imported tensor was taken before or after quantization.",
     "stochastic rounding": "Rounding up or down at random, so that the expected result is the value itself.",
     "wgrad": "The GEMM of the backward pass that computes the gradient of a layer's weight, from the gradient of its "
     "output and its input.",

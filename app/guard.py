@@ -1,4 +1,5 @@
-"""Rejects requests to other host names, from other origins, past the proxy, and of files that no page asked for."""
+"""Rejects requests for other host names, from other origins, that bypass the proxy, or that upload files without a
+page's request."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ HEADERS = {
 @dataclass(frozen=True)
 class Guard:
     """ASGI middleware that answers 403 if the Host is not one of `sharing.hosts` (DNS rebinding), the Origin is another
-    site's, or, behind a proxy, the request is not the proxy's or does not name its user once. A websocket must have an
-    Origin. No page may show the app in a frame. Files are refused as `uploads` says."""
+    site's, or, behind a proxy, the request does not come from the proxy or does not have exactly one user header. A
+    websocket must have an Origin. No page may show the app in a frame. Files are refused as `uploads` says."""
 
     app: ASGIApp
     sharing: Sharing

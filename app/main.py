@@ -24,13 +24,13 @@ ICON = (
 
 
 def _shown(page: Page) -> Callable[[], None]:
-    """What shows a page; its name is that of the page's address."""
+    """The function that shows a page. Streamlit takes the page's address from its name."""
     shown: Callable[[], None] = import_module(page.layout).page if page.layout else question_page.page_of(page)
     return shown
 
 
 def _presentation(on: bool) -> None:
-    """A button that hides all but the answer and enlarges it, and one to go back."""
+    """A button that hides everything except the answer and enlarges it, and one to go back."""
     place = st.container(key="present") if on else st.sidebar
     title, icon = ("End presentation", ":material/close:") if on else ("Present", ":material/slideshow:")
     place.button(title, icon=icon, type="tertiary", key="presentation", on_click=_present, args=(not on,))
@@ -41,7 +41,7 @@ def _present(on: bool) -> None:
 
 
 def navigate(default: str = "overview") -> None:
-    """Declare the pages, so that they can link to each other, and run the one that the address names."""
+    """Declare the pages, so that they can link to each other, and run the page of the address."""
     st.set_page_config(page_title="Binade", page_icon=ICON, layout="wide")
     st.html(Path(__file__).with_name("app.css"))
     presenting = st.session_state.get("presenting", False)
@@ -67,7 +67,7 @@ def navigate(default: str = "overview") -> None:
     chosen = st.navigation(menu, position="top" if known else "hidden")
     if not known:
         return
-    users.panel()  # before the page, which may stop
+    users.panel()  # before the page, which may end the run with st.stop
     with uploads.page():
         try:
             draft.follow_link()

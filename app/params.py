@@ -16,14 +16,14 @@ TITLES = {name: LABELS.get(name, name).capitalize() for name in FIELDS}
 
 
 class Param:
-    """A parameter. Its default is its value where the address does not give one that makes sense."""
+    """A parameter. It has its default where the address gives no usable value."""
 
     @property
     def default(self) -> Any:
         return None
 
     def value_of(self, text: str) -> str | int | None:
-        """What a text stands for; None if it makes no sense."""
+        """The value of a text; None if it makes no sense."""
         raise NotImplementedError
 
     def read(self, texts: list[str]) -> tuple[Any, list[str]]:
@@ -101,7 +101,7 @@ def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any]
 
 
 def texts_of(value: Any) -> list[str]:
-    """A parameter's value as an address has it; none for None."""
+    """A parameter's value as texts of an address; none for None."""
     listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     return [str(each) for each in listed]
 

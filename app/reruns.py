@@ -1,12 +1,13 @@
-"""What Streamlit's sessions do otherwise here: keep what a page's run has drawn when an automatic rerun overtakes its
-end, and go when nobody can come back to them.
+"""Changes to Streamlit's sessions: they keep what a page's run has drawn when an automatic rerun overtakes its end, and
+they are removed when nobody can return to them.
 
 Streamlit's `AppSession` answers a rerun of a fragment with a new ScriptRunner if the last one has ended, and ignores
 what the last one has sent and the event loop not yet handled. On a busy server these are the page's last elements and
 the message that it is complete: the page then stays half drawn until something else draws it.
 
-The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it when the
-next one is stored: the last users' sessions, and all that their pages have drawn, stay until somebody comes.
+The session of a closed tab is stored for two minutes, in case its connection was lost. Streamlit removes it only when
+the next one is stored: the sessions of the last users, with everything that their pages have drawn, would stay until
+somebody else opens the app.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How `binade serve` shares the app: who is let in, and who of them may change something. No Streamlit."""
+"""How `binade serve` shares the app: who has access, and which of these users may change something. No Streamlit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ current = Sharing()  # of this process: `binade serve` sets it before Streamlit 
 
 
 def address_of(text: str) -> IPv4Address | IPv6Address:
-    """An IP address; one of IPv4 as a socket of IPv6 shows it (::ffff:127.0.0.1) is that of IPv4. Raises ValueError."""
+    """An IP address. An IPv4 address as shown by an IPv6 socket (::ffff:127.0.0.1) becomes the IPv4 address. Raises
+    ValueError."""
     address = ip_address(text)
     return getattr(address, "ipv4_mapped", None) or address
 
@@ -60,8 +61,8 @@ def sharing_of(
     login: bool = False,
     operators: str | None = None,
 ) -> Sharing:
-    """From the options of `binade serve`; None where an option is not given. Raises SharingError where they would let
-    in users that nobody has authenticated, or do not fit together."""
+    """From the options of `binade serve`; None where an option is not given. Raises SharingError if they would admit
+    unauthenticated users or contradict each other."""
     for option, text in (("--trust-proxy-header", header), ("--proxy", proxy), ("--operators", operators)):
         if text is not None and not text.strip():
             raise SharingError(f"{option} is empty: give it a value, or leave the option out")
@@ -95,7 +96,7 @@ def sharing_of(
 
 
 def _names(given: str) -> frozenset[str]:
-    """Of a file, one in each line, or separated by commas: a text with a comma names no file."""
+    """Names from a file, one per line, or from a text separated by commas. A text with a comma is never a file."""
     path, lines = Path(given), given.split(",")
     if len(lines) == 1:
         try:

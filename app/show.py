@@ -1,7 +1,8 @@
-"""How a chart stands on a page: the chart, what it says in words, and its exports as PNG, SVG and CSV."""
+"""How a page shows a chart or a table: with its note and the menu that exports it."""
 
 from __future__ import annotations
 
+import base64
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -12,13 +13,16 @@ from typing import Any
 import pandas as pd
 import streamlit as st
 
+from binade.app import exports
 from binade.app.address import plain
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
 from binade.app.filters import offer_to_clear, only
+from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
 from binade.app.style import CHOSEN, MEASURES, ONLY, short
 from binade.data.access import read_only
+from binade.data.text import plain_name
 
 GESTURES = {  # by the selections that a chart has
     ONLY: "Shift-click: only this",
@@ -36,19 +40,19 @@ def _exporter() -> Callable[..., Any]:
 
 
 def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin: bool = True) -> Any:
-    """Draw a figure with its note beneath and its exports.
+    """Draw a figure with its note below and its exports.
 
-    With pin it can be pinned to the session, where the page is a view that can be drawn again, and its marks can narrow
+    With pin, it can be pinned to the session if the page is a view that can be drawn again, and its marks can narrow
     the filter.
 
-    Where marks can be clicked, the field of the one that was is returned, None while none is; on_choose is called with
-    it before the page is drawn again.
+    If marks can be clicked, the field of the clicked one is returned, or None; on_choose is called with it before the
+    page is drawn again.
     """
     name, choose = figure.name, figure.choose
     options: dict[str, Any] = {}
     every = [param["name"] for param in figure.page_spec.get("params", ()) if "select" in param]
     modes = [mode for mode in every if (mode == CHOSEN and choose) or (mode.startswith(ONLY) and pin)]
-    # Streamlit keeps a chart's selections when its data change: one that has narrowed the filter becomes another chart.
+    # Streamlit keeps a chart's selections when its data change, so a chart that has narrowed the filter gets a new key.
     key = f"figure_{name}_{st.session_state.get(_narrowed(figure), 0)}"
     if modes:
         options = {"on_select": lambda: _tell(figure, key, modes, on_choose), "selection_mode": modes}
@@ -61,17 +65,37 @@ def draw(figure: Figure, on_choose: Callable[[Any], None] | None = None, *, pin:
         card.caption(note)
     data = {
         "chart": f"chart_{name}",
-        "name": f"binade-{name.replace('_', '-')}",
         "caption": figure.caption_svg,
         "pin": pin and draft.on_a_view() and not read_only(),
-        "csv": figure.page_csv,
         "gestures": [text for kind, text in GESTURES.items() if any(each.startswith(kind) for each in every)],
     }
     with card:
-        _exporter()(key=f"export_{name}", data=data, on_pinned_change=lambda: draft.pin(figure))
+        _menu(name, data, lambda end: exports.of_figure(figure, end), on_pinned_change=lambda: draft.pin(figure))
     if not choose:
         return None
     return _picked(event, choose)
+
+
+def _menu(name: str, data: dict[str, Any], content: Callable[[str], bytes], **options: Any) -> None:
+    """The menu of a chart or a table. What the browser cannot make is made when it is chosen and sent with the next
+    drawing: content of the file whose name ends so, one of exports.TABLES and exports.PAPERS."""
+    key = f"export_{name}"
+    waiting = f"saved_{name}"
+
+    def save() -> None:
+        chosen = st.session_state[key].saved
+        if chosen["end"] not in (*exports.TABLES, *exports.PAPERS):
+            return
+        try:
+            made = base64.b64encode(content(chosen["end"])).decode()
+        except RenderError as error:
+            st.toast(f"{error}.", icon=":material/error:")
+        else:
+            kind = exports.media_type(chosen["end"])
+            st.session_state[waiting] = {"id": chosen["id"], "end": chosen["end"], "type": kind, "content": made}
+
+    given = {"name": f"binade-{plain_name(name).replace('_', '-')}", "saved": st.session_state.pop(waiting, None)}
+    _exporter()(key=key, data=data | given, on_saved_change=save, **options)
 
 
 def _picked(event: Any, field: str) -> Any:
@@ -80,12 +104,12 @@ def _picked(event: Any, field: str) -> Any:
 
 
 def _narrowed(figure: Figure) -> str:
-    """Where a browser session counts how often a chart has narrowed the filter."""
+    """The key in the session state that counts how often a chart has narrowed the filter."""
     return f"narrowed_{figure.name}"
 
 
 def _tell(figure: Figure, key: str, modes: list[str], on_choose: Callable[[Any], None] | None) -> None:
-    """Narrow the filter to the mark that was clicked with Shift held; tell which one was clicked without."""
+    """Narrow the filter to a mark that was Shift-clicked, or report a mark that was clicked without Shift."""
     event = st.session_state[key]
     for mode in modes:
         picked = event["selection"].get(mode) or []
@@ -98,7 +122,7 @@ def _tell(figure: Figure, key: str, modes: list[str], on_choose: Callable[[Any],
 
 
 def _alt(figure: Figure) -> str:
-    """What a screen reader says of a chart."""
+    """The text that a screen reader reads for a chart."""
     return f"{figure.title}. {figure.caption}".strip(". ")
 
 
@@ -113,13 +137,13 @@ LARGEST_SHOWN = 2.0**53  # the largest number that a table's number column shows
 
 
 def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
-    """Show a table. Where rows can be chosen, as `draw`."""
+    """Show a table. If rows can be chosen, as `draw`."""
     columns = table.columns or {str(name): Column(str(name)) for name in table.frame}
     shown, config = displayed(table.frame, columns)
     options: dict[str, Any] = {"height": table.height} if table.height else {}
     if choose := table.choose:
         ids = table.frame[choose].tolist()
-        key = f"table_{table.name}_{hash((tuple(ids), *columns))}"  # other rows: nothing is chosen among them yet
+        key = f"table_{table.name}_{hash((tuple(ids), *columns))}"  # a new key for other rows, so that none is selected
 
         def chosen(event: Any) -> Any:
             rows = event["selection"]["rows"]
@@ -136,6 +160,13 @@ def table(table: Table, on_choose: Callable[[Any], None] | None = None) -> Any:
         event = st.dataframe(shown, hide_index=True, placeholder="–", column_config=config, **options)
     if table.note:
         st.caption(plain(table.note))
+    with st.container(key=f"table_menu_{table.name}"):
+        read = shown.rename(columns={name: given["label"] for name, given in config.items()})
+        _menu(
+            f"table_{table.name}",
+            {"gestures": []},
+            lambda end: exports.of_table(table.frame if end == ".csv" else read, end),
+        )
     return chosen(event) if choose else None
 
 
@@ -187,8 +218,8 @@ def problems(drawn: Drawn) -> None:
 
 @contextmanager
 def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar for what may take over a second, moved by (how many, of how many), beside a button that stops it; gone when
-    it is through. asked: what is computed, if drawing the page is enough to compute it: `stopped` remembers it."""
+    """A progress bar for what may take over a second, updated by calls with (done, in all), with a stop button. asked:
+    what is computed, if drawing the page starts the computation; `stopped` remembers it."""
     place = st.empty()
     with place.container(horizontal=True, vertical_alignment="bottom"):
         bar = st.progress(0.0, text=f"{what} …")
@@ -199,7 +230,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int],
     def done(count: int, of: int) -> None:
         nonlocal shown, at
         percent = 100 * min(count, of) // max(of, 1)
-        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit heeds a click where something is drawn
+        if percent != shown or time.monotonic() - at > LOOK:  # Streamlit handles clicks only while something is drawn
             shown, at = percent, time.monotonic()
             bar.progress(percent, text=f"{what} … {percent} %")
 
@@ -210,7 +241,7 @@ def progress(what: str, asked: Hashable = None) -> Iterator[Callable[[int, int],
 
 
 def stopped(what: str, asked: Hashable) -> bool:
-    """Whether the reader has stopped just this; if so the page says so, with a button to start again."""
+    """Whether the user has stopped this computation; if so, the page says so, with a button to start again."""
     if st.session_state.get(f"stopped_{what}") != asked:
         return False
     with st.container(horizontal=True, vertical_alignment="center"):

@@ -1,4 +1,4 @@
-"""What pages share: the catalog of the root, the top of a page, and what a page shows when there is nothing to show."""
+"""What pages share: the catalog of the root, the top of a page, and the page of an empty root."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Watched:
-    """A catalog that all sessions share and that is synchronized when somebody looks, in a thread of its own."""
+    """A catalog that all sessions share. It is synchronized in its own thread when a page needs it."""
 
     def __init__(self, opened: Catalog) -> None:
         self.opened = opened
@@ -50,8 +50,8 @@ class Watched:
         self._rest = threading.Timer(REST, self._give_all_back)
 
     def look(self) -> None:
-        """Start to synchronize it if that was SYNC_SECONDS ago, and wait for it after a pause or a failure. Raises
-        RunError and OSError."""
+        """Start to synchronize it if the last time was SYNC_SECONDS ago, and wait for it after a pause or a failure.
+        Raises RunError and OSError."""
         with self._lock:
             sync, age = self._sync, time.monotonic() - self._started
             if sync and not sync.done():
@@ -87,7 +87,7 @@ class Watched:
 def _open(root: str) -> Watched:
     opened = Catalog.open(root)
     atexit.register(opened.close)
-    gc.freeze()  # modules stay: collecting garbage need not look at them
+    gc.freeze()  # modules are never freed, so the garbage collector can skip them
     atexit.register(gc.unfreeze)
     return Watched(opened)
 
@@ -112,8 +112,8 @@ def shared(
     step: Done = lambda count, of: None,
     stays: bool = False,
 ) -> T:
-    """What compute returns for a request at the catalog's version, or if it stays at any: computed once for all
-    sessions, see `Cache.get`."""
+    """The result of compute for a request at the catalog's version (or at any, with stays), computed once for all
+    sessions; see `Cache.get`."""
     assert opened.cache
     return opened.cache.get(None if stays else opened.version, request, compute, pool, step)
 
@@ -132,8 +132,8 @@ def sandbox(opened: Catalog) -> Sandbox:
 def catalog_page(
     title: str, *, needs_tensors: bool = True, shows: str | None = None
 ) -> Callable[[Callable[[Catalog], None]], Callable[[], None]]:
-    """Turn a function of the catalog into a page: its title, the runs that cannot be read, then what the function
-    draws. On a root without tensors the page explains how to record some instead, unless needs_tensors is False.
+    """Turn a function of the catalog into a page: its title, the runs that cannot be read, then whatever the function
+    draws. On a root without tensors, the page explains instead how to record some, unless needs_tensors is False.
 
     shows: the attribute of the catalog whose change draws the page again."""
 
@@ -183,8 +183,8 @@ def _redraw_on_change(opened: Catalog, shows: str, before: int, pause: float) ->
 
 
 def has_changed(opened: Catalog, shows: str, before: int) -> bool:
-    """Whether an attribute of the catalog is no longer as it was, or the runs can no longer be read, which the page
-    says when it is drawn again."""
+    """Whether an attribute of the catalog has changed, or the runs can no longer be read, which the page reports when
+    it is drawn again."""
     try:
         _open(str(resolve_root())).look()
     except (RunError, OSError):
@@ -193,10 +193,10 @@ def has_changed(opened: Catalog, shows: str, before: int) -> bool:
 
 
 def redraw_when(changed: Callable[[], bool], every: float) -> None:
-    """Draw the page again when it has changed: look every so many seconds, or for 0 never.
+    """Draw the page again when it has changed, checked every so many seconds (never for 0).
 
-    The fragment itself draws nothing: one that draws can send elements for a place that the page no longer has, and
-    then the page in the browser breaks.
+    The fragment itself draws nothing: a fragment that draws can send elements for a part of the page that no longer
+    exists, which breaks the page in the browser.
     """
     state = st.session_state
     state["just_drawn"] = True
@@ -213,16 +213,16 @@ def _explain_refused(opened: Catalog) -> None:
     """List the runs that could not be read, if there are any."""
     if opened.refused:
         count = len(opened.refused)
-        title = f"{count} runs are damaged or cannot be read: no number on this page includes them"
+        title = f"{count} runs are damaged or cannot be read: the numbers on this page do not include them"
         if count == 1:
-            title = "A run is damaged or cannot be read: no number on this page includes it"
+            title = "A run is damaged or cannot be read: the numbers on this page do not include it"
         with st.expander(title, icon=":material/warning:"):
             for line in opened.refused:
                 st.text(line)
 
 
 def _tell(opened: Catalog) -> None:
-    """Show what was wrong with the index since this session looked last."""
+    """Show the problems with the index since this session last checked."""
     seen = st.session_state.setdefault("index_notices", 0)
     for notice in opened.notices[seen:]:
         st.toast(plain(notice), icon=":material/build:")

@@ -57,9 +57,9 @@ NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stan
 
 # Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
-# Of a difference: better, the same, worse.
+# For a difference: better, the same, worse.
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]
-# Of what has an order, drawn as lines: the ramp without the ends that vanish on dark or on light.
+# For ordered groups drawn as lines: the ramp without the ends that are invisible on dark or on light.
 ORDERED = ["#7b5bd6", "#3f7fd0", "#1f9a8a", "#5a9e2f", "#b38600", "#d2622a"]
 CHOSEN, ONLY = "chosen", "only"  # the selections that a click on a chart makes, without and with Shift
 BAD, CLIPPED, FINE = "#e0455f", "#c2850c", "#4f46e5"
@@ -68,7 +68,8 @@ OPERATIONS = {"forward": "#0d9488", "backward": "#a855c7", "optimizer": GREY, "e
 
 @dataclass(frozen=True)
 class Measure:
-    """How a metric is written. factor: shares are shown in percent; low_is_bad: SQNR; log: its axis."""
+    """How a metric is shown. factor: 100 for shares, which are shown in percent; low_is_bad: as for SQNR; log: whether
+    its axis is logarithmic."""
 
     key: str
     label: str
@@ -83,7 +84,7 @@ class Measure:
         return f"{self.label} ({self.unit})" if self.unit else self.label
 
     def text(self, value: float | None) -> str:
-        """A value as it stands beside a bar or in a sentence, without the unit."""
+        """A value as shown next to a bar or in a sentence, without the unit."""
         if value is None or math.isnan(value):
             return "no value"
         if math.isinf(value):
@@ -96,7 +97,7 @@ class Measure:
         return f"{shown:.3g}" if 1e-3 <= abs(shown) < 1e5 else _power(shown)
 
     def quantity(self, value: float | None) -> str:
-        """A value with its unit; the words of a value that is not finite stand alone."""
+        """A value with its unit; a value that is not finite is described in words, without a unit."""
         finite = value is not None and math.isfinite(value)
         return f"{self.text(value)} {self.unit}" if self.unit and finite else self.text(value)
 
@@ -113,19 +114,19 @@ OWN_METRICS = {
     "rms": Metric("rms", "root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
-        "Jaccard index (channels in both sets, of those in either) of the hot channels in two successive recorded "
-        "iterations: those with the largest absmax, one in 100, at least 8, at most 64 and a quarter of all",
+        "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
+        "iterations: those with the largest absmax, one in 100, but at least 8, at most 64 and at most a quarter",
     ),
     "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
     "oscillating": Metric(
         "Oscillating weights",
-        "sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations, of all",
+        "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations",
         "%",
         percent=True,
     ),
     "at_bin_edge": Metric(
         "Weights at a bin’s edge",
-        "sampled weights with |w − q| > 0.495 times the width of the bin of q, of all",
+        "share of the sampled weights with |w − q| > 0.495 times the width of the bin of q",
         "%",
         percent=True,
     ),
@@ -133,8 +134,8 @@ OWN_METRICS = {
         "Gradient to noise",
         "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
     ),
-    "zero_share": Metric("Zeros", "elements that are exactly 0, of all", "%", percent=True),
-    "non_finite": Metric("NaN and Inf", "elements that are NaN or infinite, of all", "%", percent=True),
+    "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
+    "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),
 }
 LOG = ("absmax", "std", "rms", "gradient_to_noise")
 MEASURES = {
@@ -181,9 +182,9 @@ def color_of_spec(text: str) -> str:
 
 
 def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
-    """(colours, which dash or shape). Tensors have the colours of data.tensor_kinds if the chart is by tensor name, all
-    unknown names the same one. A group that names a format has the format's colour. Recipes of one format differ
-    by dash or shape; where that would not do, and for other groups, colours are from the palette."""
+    """(colours, which dash or shape). If the chart is by tensor name, tensors have the colours of data.tensor_kinds;
+    all unknown names share one. A group that names a format has the format's colour. Recipes of one format differ by
+    dash or shape; if there are too many, and for other groups, colours come from the palette."""
     if by == "tensor" and not set(groups).isdisjoint(tensor_names()):
         own = [color_of(name) for name in groups]
         return own, [own[:index].count(color) % len(DASHES) for index, color in enumerate(own)]
@@ -196,7 +197,7 @@ def styles(groups: list[str], by: str = "") -> tuple[list[str], list[int]]:
 
 
 def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None) -> list[str]:
-    """One colour per group: that of `own`, which users chose, else as `styles`."""
+    """One colour per group: the user's choice in `own`, else as `styles`."""
     return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
 
 
@@ -226,13 +227,13 @@ def binades(title: str, ticks: int = 8) -> alt.Axis:
 
 
 def columns(groups: list[str]) -> int:
-    """Of a legend above a plot."""
+    """The number of columns of a legend above a plot."""
     return max(1, min(len(groups), LEGEND_WIDTH // (56 + 7 * max(len(group) for group in groups))))
 
 
 def legend_height(groups: list[str]) -> int:
-    """Pixels of a chart's height that its legend needs: 0 where it stands beside the lines, and for a single group,
-    which has none."""
+    """The height in pixels that a chart's legend needs: 0 if it is next to the lines, and for a single group, which has
+    no legend."""
     if len(groups) < 2 or _orient(groups, within=True) != "top":
         return 0
     return 22 * math.ceil(len(groups) / columns(groups))
@@ -245,7 +246,7 @@ def _orient(groups: list[str], within: bool) -> Literal["top", "right", "top-lef
 
 
 def legend(groups: list[str], title: str, line: bool = False, within: bool = False) -> alt.Legend | None:
-    """At the right of the plot, or in its upper left corner (within); above it where the labels need much room."""
+    """A legend to the right of the plot, or in its upper left corner (within); above it if the labels are long."""
     if len(groups) < 2:
         return None
     orient = _orient(groups, within)
@@ -286,13 +287,13 @@ def shape(groups: list[str], title: str, within: bool = False) -> alt.Shape:
 
 
 def choice(field: str) -> alt.Parameter:
-    """Marks can be clicked: the field of the one that was is in the selection CHOSEN."""
+    """Make marks clickable: the selection CHOSEN holds the field of the clicked one."""
     return alt.selection_point(name=CHOSEN, fields=[field], on="click[!event.shiftKey]", toggle=False, empty=True)
 
 
 def only(*fields: str, chart: str = "") -> alt.Parameter:
-    """Marks can be clicked with Shift held: their fields are in the selection ONLY, which the filter is set to. They
-    are fields of the filter, or "group", see `Figure.by`. chart: its name among those it may be concatenated with."""
+    """Make marks Shift-clickable: the selection ONLY holds their fields, to which the filter is then set. They are
+    fields of the filter, or "group", see `Figure.by`. chart: its name among those it may be concatenated with."""
     return alt.selection_point(
         name=ONLY + chart, fields=list(fields), on="click[event.shiftKey]", toggle=False, clear=False, empty=True
     )
@@ -304,8 +305,8 @@ DRAG = "[pointerdown{}, window:pointerup] > window:pointermove!"
 def brushed(
     chart: alt.Chart, groups: list[str], x: str, inside: str, title: alt.TitleParams, share: str = "datum.share"
 ) -> alt.LayerChart:
-    """The chart of groups with what a reader can do in it: drag over a range of x to see how many of each group's
-    values lie in it, zoom with a pinch or Ctrl and the wheel, move with Alt, click with Shift as in `only`.
+    """The chart of groups with interaction: drag over a range of x to see how many of each group's values lie in it,
+    zoom with a pinch or Ctrl and the wheel, pan with Alt, Shift-click as in `only`.
 
     The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
     in `at`, share: of the group's values that are the row's.
@@ -333,7 +334,7 @@ def brushed(
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")
     counts = (
         shown.transform_calculate(part=inside.replace("at[", f"{at}["))
-        # New fields: one that a formula overwrites would be its own input when the range moves.
+        # New fields, since a formula that overwrites its own input would be wrong when the range moves.
         .transform_calculate(shared=f"datum.part * {share}", counted="datum.part * datum.count")
         .transform_aggregate(shared="sum(shared)", counted="sum(counted)", groupby=["group"])
         .transform_calculate(
@@ -348,12 +349,12 @@ def brushed(
 
 
 def title(text: str, subtitle: str | list[str]) -> alt.TitleParams:
-    """A chart's title and, in small, from what it is drawn; a list is a line each."""
+    """A chart's title and subtitle; a list has one line per item."""
     return alt.TitleParams(text, subtitle=subtitle, anchor="start", subtitleColor=GREY, subtitleFontSize=12, offset=12)
 
 
 def crosshair(row: str, column: str) -> tuple[list[alt.Parameter], Any]:
-    """What shows the row and the column of a heat map's cell that the pointer is over: (parameters, channel)."""
+    """Highlights the row and column of the heatmap cell under the pointer: (parameters, channel)."""
     over = [
         alt.selection_point(name=f"over_{field}", fields=[field], on="pointerover", clear="pointerout", empty=False)
         for field in (row, column)

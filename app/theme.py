@@ -1,6 +1,6 @@
-"""How charts look outside the app, where Streamlit's theme does not reach: Vega-Lite configurations, light and dark.
+"""How charts look outside the app, where Streamlit's theme does not apply: Vega-Lite configurations, light and dark.
 
-The colours of the page itself (ink, background) stand here too, so that a picture, a drawing and a report agree.
+The colours of the page (text, background) are defined here too, so that pictures and reports agree.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 from binade.app.style import GREY, PALETTE, RAMP
 
 MONO = "'JetBrains Mono', 'SF Mono', Menlo, Consolas, monospace"
-# The first that is there: pictures are drawn with fonts that the drawing library brings.
+# The first installed font is used: pictures are drawn with the fonts of the drawing library.
 FONT = "Inter, 'Liberation Sans', 'Segoe UI', system-ui, 'Helvetica Neue', Arial, sans-serif"
 
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page: its ground, cards on it, text, quieter text, lines and links."""
+    """Colours of a page: background, cards, text, secondary text, lines and links."""
 
     name: str
     ground: str
@@ -64,4 +64,5 @@ class Theme:
 
 LIGHT = Theme("light", "#f4f5f9", "#ffffff", "#1c2030", "#596076", "#e1e4ec", "#4f46e5")
 DARK = Theme("dark", "#0f1219", "#181c27", "#e4e7ef", "#a3abbd", "#2a3040", "#a5abfc")
+PAPER = Theme("paper", "#ffffff", "#ffffff", "#000000", "#000000", "#c9ccd4", "#000000")
 THEMES = {theme.name: theme for theme in (LIGHT, DARK)}

@@ -1,8 +1,8 @@
-"""The files that browsers send. Streamlit takes files for any open tab at any time and keeps them until the tab closes.
+"""File uploads. Streamlit takes files for any open tab at any time and keeps them until the tab closes.
 
-Here a session may send files only while its page shows an uploader, and holds the latest one only. Each file has at
-most LARGEST bytes with what frames it in the request (Streamlit counts the body's as well: server.maxUploadSize), all
-files in the server together MOST.
+Here a session may upload files only while its page shows an uploader, and only the latest one is kept. An upload has at
+most LARGEST bytes, request framing included (Streamlit limits the body too: server.maxUploadSize), and all files in the
+server together have at most MOST.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _sending: dict[str, int] = {}  # session -> bytes that it is sending
 
 
 def uploader(label: str, types: list[str], key: str) -> UploadedFile | None:
-    """st.file_uploader for one file, which this session may send while its page shows this."""
+    """st.file_uploader for one file. The session may upload while its page shows this."""
     if runtime.exists():
         with _lock:
             _held.setdefault(_session(), 0)
@@ -38,8 +38,8 @@ def uploader(label: str, types: list[str], key: str) -> UploadedFile | None:
 
 @contextmanager
 def page() -> Iterator[None]:
-    """Around what draws a page: drop the file of this session if the page shows no uploader, also where it stops or
-    fails. One that is drawn again, or goes to another page, leaves that to the one drawn then."""
+    """Wraps the drawing of a page: drops the session's file if the page shows no uploader, also if the page stops or
+    fails. A page that reruns or switches to another page leaves this to that page."""
     st.session_state[SHOWN] = again = False
     try:
         yield
@@ -65,21 +65,22 @@ def _session() -> str:
 
 
 def close(session: str) -> None:
-    """Drop what a session holds, and take no more."""
+    """Drop a session's file, and accept no more."""
     with _lock:
         if _held.pop(session, None) is not None:
             _drop(session)
 
 
 def close_disconnected() -> None:
-    """Drop what the sessions hold whose tabs are closed."""
+    """Drop the files of sessions whose tabs are closed."""
     for session in [*_held]:
         if not runtime.get_instance().is_active_session(session):
             close(session)
 
 
 def begin(session: str, length: str | None) -> tuple[int, str]:
-    """(HTTP status to refuse a file with, else 0; the reason). The file that the session holds makes room for it."""
+    """(the HTTP status to refuse a file with, or 0; the reason). The session's previous file is dropped to make
+    room."""
     with _lock:
         if session not in _held:
             return 403, "Open Sessions > Import before you upload a file"
@@ -98,7 +99,7 @@ def begin(session: str, length: str | None) -> tuple[int, str]:
 
 
 def end(session: str, file: str) -> None:
-    """A file has been sent, or not: count what is there now. It is dropped if the page has gone meanwhile."""
+    """An upload has ended, successfully or not: update the count. The file is dropped if the page is gone by now."""
     with _lock:
         _sending.pop(session, None)
         found = runtime.get_instance().uploaded_file_mgr.get_files(session, [file])

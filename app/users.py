@@ -10,10 +10,10 @@ from binade.data.access import read_only
 
 
 def name() -> str:
-    """The name of the user whose page runs: the proxy's, or the e-mail address of an account. "" where nobody is known,
-    as in a thread that draws for no page.
+    """The name of the user whose page runs: the proxy's, or the e-mail address of an account. "" without a user, as in
+    a thread that draws for no page.
 
-    An address that the provider does not declare verified could be anybody's: such an account is named by its subject.
+    An address that the provider has not verified could be anybody's, so such an account is named by its subject.
     """
     if sharing.current.header:
         return str(st.user.get(sharing.USER) or "")
@@ -32,7 +32,7 @@ def reason() -> str:
 
 
 def sign_in() -> bool:
-    """Whether the user is known where they have to be. If not, the page is one to sign in."""
+    """Whether the user is signed in, or need not be. If not, show a page to sign in."""
     if not sharing.current.has_users or name():
         return True
     st.title("Binade", anchor=False)
@@ -42,7 +42,7 @@ def sign_in() -> bool:
 
 
 def panel() -> None:
-    """Who is signed in, in the sidebar, with a button to sign out where the app itself let them in."""
+    """Show who is signed in, in the sidebar, with a button to sign out if the app itself handles sign-in."""
     if not sharing.current.has_users:
         return
     with st.sidebar.container(horizontal=True, vertical_alignment="center", key="user"):

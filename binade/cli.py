@@ -1,4 +1,4 @@
-"""The command `binade`. Sub-commands are imported when they are used: none needs torch before it trains."""
+"""The command `binade`. Sub-commands are imported when they are used, so that torch is loaded only for training."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def numbers(text: str) -> list[int]:
 
 
 def query_filter(text: str) -> Filter:
-    """The filter of an address of the app. Parameters that are not filters belong to the page and are ignored."""
+    """The filter in an address of the app. Parameters of the page are ignored."""
     try:
         query: str | None = urlsplit(text).query if "://" in text else text.lstrip("?")
     except ValueError:  # unbalanced brackets

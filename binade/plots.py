@@ -34,12 +34,12 @@ from binade.data.filter import Filter
 _OF_PAGE = {
     "worst": {
         "metric": f"One of {', '.join(METRICS)}. By default {{metric}}.",
-        "format": "A format that tensors were scored in. By default the one of the fewest bits per value.",
+        "format": "A format that tensors were scored in. By default the one with the fewest bits per value.",
     },
     "tensor": {
         "tensor": "The tensor_id of a tensor of the filter. By default the one with the lowest SQNR.",
-        "format": "The format it is rounded to. By default the one of the fewest bits per value that tensors were "
-        "scored in.",
+        "format": "The format it is rounded to. By default, of those that tensors were scored in, the one with the "
+        "fewest bits per value.",
     },
     "explore": {"tensor": "The tensor_ids of tensors to compare. By default the whole filter."},
 }
@@ -67,7 +67,7 @@ def _indented(text: str) -> str:
 
 
 def _parameters(question: Question) -> dict[str, str]:
-    """What each parameter of a question takes, in words."""
+    """A description of each parameter of a question."""
     of_page = {
         name: text.format(metric=question.link.get("metric", METRICS[0]))
         for name, text in _OF_PAGE.get(question.page, {}).items()

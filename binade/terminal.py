@@ -1,4 +1,4 @@
-"""What all commands share: their class with grouped help, one-line errors, exit statuses and signals.
+"""Code shared by all commands: their class with grouped help, one-line errors, exit statuses and signals.
 
 Exit status: 0 done, 1 failed, 2 bad usage, 130 cancelled.
 """
@@ -30,10 +30,10 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """Help is grouped. What a user can cause ends in one line on stderr and an exit status, without a traceback.
+    """Help is grouped. An error that a user can cause gives one line on stderr and an exit status, without a traceback.
 
-    cancelled  what to say after SIGINT or SIGTERM; catches_signals is False where SIGTERM just ends the process
-    failed     what to say before an error of the operating system
+    cancelled  the message after SIGINT or SIGTERM; catches_signals is False if SIGTERM just ends the process
+    failed     the text before an error of the operating system
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Command(click.Command):
         except Exception as error:
             status = getattr(error, "exit_status", None)
             if status is None and not isinstance(error, (OSError, RuntimeError, MemoryError)):
-                raise  # a defect
+                raise  # a bug
             message = str(error).partition("\n")[0] or type(error).__name__
             if isinstance(error, OSError):
                 where = f" ({error.filename})" if error.filename else ""
@@ -108,7 +108,7 @@ def resolve_root(given: str | None) -> Path:
 
 
 def readable_root(given: str | None) -> Path:
-    """The root of the runs for what only reads: of one in an object store the local copy. Raises RunError."""
+    """The root of the runs for commands that only read; for one in an object store, the local copy. Raises RunError."""
     from binade.data.remote import readable_root
 
     return readable_root(given)
@@ -122,7 +122,7 @@ def usage_message(error: click.UsageError) -> str:
 
 
 def one_line(text: str) -> str:
-    """Escape line breaks and control characters, which a user's input may hold."""
+    """Escape line breaks and control characters, which may come from user input."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
@@ -142,7 +142,7 @@ def print_text(text: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Discard what libraries write to stdout by themselves. For commands: it holds for the whole process."""
+    """Discard what libraries write to stdout. For commands only: it affects the whole process."""
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
@@ -161,8 +161,8 @@ def discard_output() -> None:
 
 
 def escape_unknown() -> None:
-    """Escape characters that the terminal cannot show, from here on."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+    """From now on, escape characters that the terminal cannot show."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None if it was closed
         stream.reconfigure(errors="backslashreplace")
 
 
@@ -186,7 +186,7 @@ def names(text: str) -> tuple[str, ...]:
 
 
 def line_of(argv: Sequence[str]) -> str:
-    """The command line as it can be typed again."""
+    """The command line, quoted for a shell."""
     import shlex
 
     return shlex.join(["binade", *argv])

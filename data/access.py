@@ -1,8 +1,8 @@
-"""Whether whoever acts may change anything. This is the one place where permission is asked.
+"""Whether the current user may change anything. Permission is checked only here.
 
-Every action asks `check_writable` before it acts, so that the rule holds however the action is reached: from a page,
-from the command line, from Python. BINADE_READ_ONLY=1 denies every change by this process; an app that knows its users
-denies those of the ones who are not operators (`restrict`).
+Every action calls `check_writable` first, so that the rule holds for pages, the command line and Python alike.
+BINADE_READ_ONLY=1 denies every change by this process; an app that knows its users denies the changes of those who are
+not operators (`restrict`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OFF = ("", "0", "false", "no", "off")
 
 
 class ReadOnlyError(ValueError):
-    """What was asked for would change something, and whoever asked may only look."""
+    """The request would change something, and the current user has read-only access."""
 
     exit_status = 2
 
@@ -24,24 +24,24 @@ _reason_of_user: Callable[[], str] = str  # of the user who acts; "" without use
 
 
 def restrict(reason: Callable[[], str]) -> None:
-    """Ask `reason` for the user who acts, from now on: why they may only look, or "" if they may change things."""
+    """From now on, call `reason` for the current user's restriction: why access is read-only, or "" if it is not."""
     global _reason_of_user
     _reason_of_user = reason
 
 
 def reason() -> str:
-    """Why whoever acts may only look, or "" if they may change things."""
+    """Why the current user has read-only access, or "" if they may change things."""
     if os.environ.get(SETTING, "").strip().lower() not in OFF:
         return f"the app was started read-only ({SETTING} is set)"
     return _reason_of_user()
 
 
 def read_only() -> bool:
-    """Whether whoever acts may only look."""
+    """Whether the current user has read-only access."""
     return bool(reason())
 
 
 def check_writable(what: str) -> None:
-    """Raise ReadOnlyError, naming what cannot be done."""
+    """Raise ReadOnlyError, which names the denied action, if access is read-only."""
     if why := reason():
         raise ReadOnlyError(f"{what} is not possible here: {why}")

@@ -5,8 +5,8 @@
     runs/<run_id>/...        run directories as they are on disk; a tensor left out has no path in its row
 
 A bundle is untrusted input. It is unpacked under limits into a hidden directory of the root, checked against its own
-list and by indexing it, and only then are its runs renamed into the root. Whatever is wrong with it: one sentence, and
-nothing has changed.
+list and by indexing it, and only then are its runs renamed into the root. If anything is wrong with it, the error is
+one sentence, and nothing has changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LARGEST_TABLE = 2 << 30  # bytes of one Parquet file in memory
 LARGEST = 1 << 40  # bytes of all files together
 MOST_PACKED = 100  # a file's size over its size in the archive: texts reach 20, bombs 1000
 CHUNK = 1 << 20
-# What a damaged archive trips zipfile and zlib over.
+# The exceptions of zipfile and zlib for a damaged archive.
 DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, OverflowError, struct.error)
 RUN_FILES = ("run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl", "notes.json")
 _NAME = r"[A-Za-z0-9_+=@,~-][A-Za-z0-9_+=@,.~-]{0,200}"
@@ -66,15 +66,16 @@ _EXTRA = re.compile(r"[a-z]{1,40}\.json")
 
 
 class BundleError(ValueError):
-    """A bundle cannot be written or imported. One sentence: what is wrong, and what to do where something can be."""
+    """A bundle cannot be written or imported. The message is one sentence: what is wrong, and what to do if
+    possible."""
 
     exit_status = 1
 
 
 @dataclass(frozen=True)
 class Written:
-    """What went into a bundle: runs, tensors by row, those with their values, chosen ones whose values are not in
-    their run's directory and were left out, and the archive's bytes."""
+    """The content of a bundle: the number of runs, of rows of tensors, of tensors with values, of chosen ones whose
+    values are not in their run's directory and were left out, and the archive's bytes."""
 
     runs: int
     tensors: int
@@ -85,7 +86,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: run ids that are new here, those that were here already, and the extra files."""
+    """The result of an import: run ids that were added, those that already existed, and the extra files."""
 
     added: tuple[str, ...]
     kept: tuple[str, ...]
@@ -109,7 +110,7 @@ def write(
     extras: dict[str, bytes] | None = None,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Written:
-    """Write runs of a root as a bundle; target appears whole or not at all.
+    """Write runs of a root as a bundle, atomically.
 
     tensor_ids: tensors whose values are included, as the catalog names them ("<run_id>/..."); None for all. extras:
     other files by name. done is called with the files written so far and their number. Raises BundleError.
@@ -153,7 +154,7 @@ def write(
 def _bundled(root: Path, run_id: str) -> RunInfo:
     if not re.fullmatch(_NAME, run_id):
         raise BundleError(
-            f"The run {run_id[:80]!a} cannot be bundled: its name may have letters, digits and _+=@,.~- alone."
+            f"The run {run_id[:80]!a} cannot be bundled: its name may only have letters, digits and _+=@,.~-"
         )
     try:
         run = read_run(root / run_id)
@@ -180,11 +181,11 @@ class _Writer:
         self.listed: dict[str, dict[str, Any]] = {}
 
     def plan(self, run: RunInfo, wanted: set[str] | None) -> _Plan:
-        """The files of a run; rows are written anew where values are left out, and the status tells so."""
+        """The files of a run. Where values are left out, rows and status are rewritten accordingly."""
         prefix = f"runs/{run.run_id}"
         files, raw, left_out, tensors = [], [], 0, 0
         digests: dict[str, str] = {}
-        sizes: dict[str, int] = {}  # of tensor files: a copy of a store deletes them again to make room
+        sizes: dict[str, int] = {}  # of tensor files, which a copy of an object store may delete to make room
         for segment in run.segments:
             directory = run.directory / "segments" / segment
             written = run.manifest_of(segment)
@@ -274,7 +275,7 @@ def import_runs(
     except OSError as error:
         raise BundleError(f"The bundle cannot be imported: {root}: {error.strerror or error}.") from error
     try:
-        # On the root's disk, and not listed among its runs.
+        # On the root's disk, but not listed as a run.
         sweep(root, ".bundle.*")
         with tempfile.TemporaryDirectory(dir=root, prefix=".bundle.", suffix=f".{owner()}") as part:
             staged = Path(part)
@@ -298,14 +299,14 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _extract(source: Path, staged: Path, done: Callable[[int, int], None]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files that the list names, none longer than
-    it says, every name of a form that a bundle has."""
+    """Unpack into `staged`: (the runs' fingerprints, the extra files). Only files of the list are unpacked, none longer
+    than stated there, with names that a bundle may have."""
     extras = {}
     with _opened(source) as archive:
         entries = _entries(archive)
         hashes, files = _read_list(archive, entries)
         if set(files) != set(entries) - {LIST}:
-            _refuse("its files are not those that its list names")
+            _refuse("its files do not match its list")
         total = sum(file.bytes for file in files.values())
         if total > shutil.disk_usage(staged).free:
             _refuse(f"its {total:,} bytes do not fit on the disk")
@@ -335,7 +336,7 @@ def _entries(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
     for info in infos:
         name = info.filename
         if info.orig_filename != name or not (name == LIST or _EXTRA.fullmatch(name) or _RUN_FILE.fullmatch(name)):
-            _refuse(f"{name[:80]!a} is not a name that a bundle may hold")
+            _refuse(f"{name[:80]!a} is not a valid name for a file in a bundle")
         if name.casefold() in folded:
             _refuse(f"{name[:80]!a} is in it twice")
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -392,19 +393,19 @@ def _read_list(
         if run_id.startswith("index.duckdb"):
             _refuse(f"{run_id} is not allowed as the name of a run")
     if {match["run"] for name in files if (match := _RUN_FILE.fullmatch(name))} != set(hashes):
-        _refuse("its runs are not those that its list names")
+        _refuse("its runs do not match its list")
     return hashes, files
 
 
 def _blocks(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, most: int) -> Iterator[bytes]:
-    """An entry's content, refused where it is longer than it may be or its checksum is wrong."""
+    """An entry's content, refused if it is too long or its checksum is wrong."""
     size = 0
     try:
         with archive.open(entry) as source:
             while block := source.read(CHUNK):
                 size += len(block)
                 if size > most:
-                    _refuse(f"{entry.filename!a} is longer than it says")
+                    _refuse(f"{entry.filename!a} is longer than its header says")
                 yield block
     except BundleError:
         raise
@@ -423,15 +424,14 @@ def _unpack(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, listed: _File, tar
         sink.flush()
         os.fsync(sink.fileno())
     if size != listed.bytes or digest.hexdigest() != listed.sha256:
-        _refuse(f"{entry.filename!a} is not what the list says")
+        _refuse(f"{entry.filename!a} does not match the list")
 
 
 # What was unpacked
 
 
 def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
-    """That each is a whole run whose losses are such, whose rows the catalog takes, and whose fingerprint is the one
-    that is named."""
+    """Check that each run is complete, has valid losses, rows that the catalog accepts, and the listed fingerprint."""
     for run_id, wanted in hashes.items():
         directory = runs / run_id
         (directory / "tensors").mkdir(exist_ok=True)
@@ -448,7 +448,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
         if state == RUNNING:
             _refuse(f"the run {run_id} says that it is still running")
         if found != wanted:
-            _refuse(f"the run {run_id} is not what the list says")
+            _refuse(f"the run {run_id} does not match the list")
     if not hashes:
         return
     with Catalog.open(runs) as catalog:
@@ -457,7 +457,7 @@ def _check_runs(runs: Path, hashes: dict[str, str]) -> None:
 
 
 def _check_rows(directory: Path) -> None:
-    """Columns, how much memory they take, and that a path is that of a tensor file which came along."""
+    """Check the columns, their size in memory, and that each path names a tensor file of the bundle."""
     for segment in sorted((directory / "segments").iterdir()):
         for name, path in table_files(segment).items():
             schema = pq.read_schema(path)
@@ -493,7 +493,7 @@ def _in_memory(path: Path) -> int:
 
 
 def _sort_out(root: Path, hashes: dict[str, str]) -> tuple[list[str], list[str]]:
-    """(runs that are new here, runs that are here with the same content)."""
+    """(runs to add, runs that already exist with the same content)."""
     added, kept = [], []
     for run_id, wanted in hashes.items():
         if not os.path.lexists(root / run_id):

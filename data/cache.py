@@ -1,4 +1,4 @@
-"""Results that several threads ask for: computed once, and kept within a bound of bytes while they are used."""
+"""Results that several threads request: computed once, and kept within a limit of bytes while they are used."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import numpy as np
 
 T = TypeVar("T")
 Done = Callable[[int, int], None]
-IDLE = 45.0  # seconds after which what nobody asks for is dropped
+IDLE = 45.0  # seconds after which unused results are dropped
 LOOK = 0.2  # seconds between looks of one who waits
 
 
 class AbandonedError(Exception):
-    """Raised in a computation that nobody waits for any more."""
+    """Raised in a computation whose result nobody waits for any more."""
 
 
 class Task(Future[Any]):
-    """A result, or one that is being computed. steps: (how many are through, of how many), None if it does not say."""
+    """A result, or one that is being computed. steps: (steps done, steps in all), None if unknown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Task(Future[Any]):
 class Cache:
     """Keeps results of at most `limit` bytes in all, the least recently used dropped first.
 
-    A key is a version that the result is of, None if it holds for all, and the request. Objects of the types `outside`
-    are not counted.
+    A key consists of the version that the result is for (None for all versions) and the request. Objects of the types
+    `outside` are not counted.
     """
 
     def __init__(self, limit: int, outside: tuple[type, ...] = ()) -> None:
@@ -61,11 +61,12 @@ class Cache:
         pool: Executor | None = None,
         step: Done | None = None,
     ) -> T:
-        """What compute returns, from memory if it is there. However many threads ask at once, one computes: this one,
-        or one of the pool's.
+        """The result of compute, from memory if it is there. If several threads ask at once, only one computes: this
+        one, or one of the pool.
 
-        compute takes a function to be called with (steps done, steps in all). The one that waits gets these in its own
-        `step`; if that raises, as Streamlit does when a reader goes on, and nobody else waits, the computation ends.
+        compute takes a function to be called with (steps done, steps in all). A waiting thread gets these in its own
+        `step`; if that raises, as Streamlit does when a user leaves the page, and nobody else waits, the computation
+        ends.
         """
         key = version, request
         while True:
@@ -88,7 +89,7 @@ class Cache:
                         step(*task.steps or (0, 1))
                 result: T = task.result()
                 return result
-            except AbandonedError:  # by one who asked for more than this
+            except AbandonedError:  # the computation was part of a larger request
                 if is_new:
                     raise
             finally:
@@ -101,11 +102,11 @@ class Cache:
             with self._lock:
                 if task.waiting:
                     return
-                self._tasks.pop(key, None)  # whoever asks now has it computed again
+                self._tasks.pop(key, None)  # the next request computes it again
             raise AbandonedError
 
         try:
-            done(0, 1)  # in a pool it may have waited longer than whoever asked for it
+            done(0, 1)  # in a pool, it may have started only after the caller gave up
             result = compute(done)
             nbytes = size_of(result, self._outside)
         except BaseException as error:
@@ -129,7 +130,8 @@ class Cache:
         task.set_result(result)
 
     def expire(self, version: Hashable) -> bool:
-        """Drop the results of other versions and those that nobody asked for lately; whether there were any."""
+        """Drop the results of other versions and those that were not requested recently. Returns whether there were
+        any."""
         since, any_old = time.monotonic() - IDLE, False
         with self._lock:
             for key, task in list(self._tasks.items()):
@@ -140,7 +142,7 @@ class Cache:
 
 
 def give_memory_back() -> None:
-    """Free what refers to itself, and return to the system what malloc keeps for later."""
+    """Collect reference cycles, and return the memory that malloc keeps to the system."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
         trim(0)

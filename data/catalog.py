@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# What the parts of one tensor on tensor-parallel ranks have in common, and no two tensors of a rank.
+# The fields that identify a tensor within a rank, and that its parts on tensor-parallel ranks share.
 SAME_IN_SHARDS = ("run_id", "dp_rank", *(f.name for f in fields(Identity) if f.name != "rank"))
 GROUPABLE = (*FIELDS, "format", "tensor_id")
 SHOWN_ERRORS = RANKED
@@ -56,7 +56,7 @@ STATISTICS = {
     "zero_share": "zeros / nullif(numel, 0)",
     "non_finite": "(nans + infs) / nullif(numel, 0)",
 }
-# The score along the axis of the tensor's own GEMM, not of another that takes it too.
+# The score along the axis of the tensor's own GEMM, not of another GEMM that also uses it.
 OWN_SCORE = "score.gemm IS NOT DISTINCT FROM tensor.gemm"
 MICRO_BATCH = ("run_id", "iteration", "micro_batch", "dp_rank")
 # The tokens of each micro-batch, whose mean the loss is.
@@ -71,9 +71,9 @@ _JOIN_TOKENS = "LEFT JOIN batch ON " + " AND ".join(
 PART = """CASE WHEN tensor.layer_type = 'attention'
                THEN CASE WHEN list_contains(?, tensor.tensor_name) THEN 'QK' ELSE 'PV' END
                WHEN tensor.module = 'router' THEN 'router' ELSE 'linear' END"""
-# What makes a tensor of one iteration the same tensor as one of another; its weights are those of all micro-batches.
+# The fields that identify a tensor across iterations; weights are the same in all micro-batches.
 SAME_IN_ITERATIONS = ("rank", *(name for name in SAME_IN_SHARDS if name != "iteration"))
-# What makes a tensor of one run the same tensor as one of another.
+# The fields that identify a tensor across runs.
 TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", "quant_type"))
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors
@@ -82,12 +82,12 @@ PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
 class CatalogError(ValueError):
-    """The index does not hold what was requested. The message says what."""
+    """The index does not have the requested data. The message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals of a selection: tensors, elements, bytes of values, tensors whose values are on disk, runs."""
+    """Totals of a selection: tensors, elements, bytes of values, tensors with values on disk, runs."""
 
     tensors: int
     elements: int
@@ -97,13 +97,13 @@ class Totals:
 
 
 class DamagedIndexError(CatalogError):
-    """The index is damaged, and was so again after it was rebuilt."""
+    """The index is damaged, even after it was rebuilt."""
 
     exit_status = 1
 
 
 def _repairing(query: Callable[Concatenate[Catalog, P], T]) -> Callable[Concatenate[Catalog, P], T]:
-    """A query that is tried once more if it finds the index damaged, after that was rebuilt, or out of date."""
+    """Decorates a query: it is tried once more if the index is out of date, or damaged and then rebuilt."""
 
     @wraps(query)
     def ask(catalog: Catalog, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -171,12 +171,12 @@ class Catalog:
 
     @property
     def refused(self) -> list[str]:
-        """What the last synchronization passed over, one line each: also the runs that are left out as damaged."""
+        """What the last synchronization skipped, one line each, including the runs that are left out as damaged."""
         return self._index.intake.refused
 
     @property
     def notices(self) -> list[str]:
-        """What was wrong with the index, one sentence each, oldest first. The answers do not suffer from it."""
+        """Problems with the index, one sentence each, oldest first. They do not affect the answers."""
         return self._index.notices
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class Catalog:
         return self._index.cursor()
 
     def _repair(self, error: duckdb.Error, generation: int) -> None:
-        """Make the index anew after a query has found it damaged, unless another one already has. Raises the error if
+        """Rebuild the index after a query has found it damaged, unless another query already has. Raises the error if
         it has another cause."""
         if not self._index.is_damage(error) and generation == self._index.generation:
             raise error
@@ -206,12 +206,12 @@ class Catalog:
                 self._synchronize()
 
     def kept(self, request: Hashable, compute: Callable[[], T]) -> T:
-        """What compute returns at this version, from the cache if there is one."""
+        """The result of compute at this version, from the cache if there is one."""
         return self.cache.get(self.version, request, lambda done: compute()) if self.cache else compute()
 
     @_repairing
     def _frame(self, sql: str, parameters: list[Any] | None = None, of: Hashable = None) -> pd.DataFrame:
-        """of: what the answer depends on beside the version."""
+        """of: what the answer depends on besides the version."""
 
         def ask() -> pd.DataFrame:
             with self._cursor() as cursor:
@@ -241,7 +241,8 @@ class Catalog:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """One thread at a time; if it replaces the index, the others wait until that is up to date."""
+        """Only one thread updates at a time; if it replaces the index, the others wait until the new one is up to
+        date."""
         with self._lock:
             try:
                 yield
@@ -259,7 +260,7 @@ class Catalog:
                 if not (rebuild or is_unavailable(error)):
                     self.notices.append(
                         f"{self._index.path} cannot be used: {describe(error)}. Until the next start the index is kept"
-                        " in memory. If this happens again, delete the file: it is built again from the runs."
+                        " in memory. If this happens again, delete the file: it is rebuilt from the runs."
                     )
                 self._index.replace(in_memory=not rebuild)
         return self._catch_up()
@@ -274,7 +275,7 @@ class Catalog:
         return added
 
     def _count_rows(self, cursor: duckdb.DuckDBPyConnection) -> tuple[object, object]:
-        """What tells whether the version is the same, and whether anything of a run has changed."""
+        """Values that show whether the version is the same, and whether anything of a run has changed."""
         tensors, runs = (
             cursor.execute(f"SELECT count(*), bit_xor(hash({columns})) FROM {table}").fetchone()
             for columns, table in (("run_id, name, mtime_ns", "segment"), ("run", "run"))
@@ -285,14 +286,15 @@ class Catalog:
     # Queries
 
     def runs(self, *, damaged: bool = False) -> pd.DataFrame:
-        """Every run, newest first: the columns of the table `run`. Those that are damaged on disk are left out, as they
-        are of every table, unless they are requested."""
+        """Every run, newest first: the columns of the table `run`. Runs that are damaged on disk are left out, here and
+        in every table, unless requested."""
         chosen = "run" if damaged else SOUND_RUNS
         runs = self._frame(f"SELECT * FROM {chosen} ORDER BY started DESC, run_id DESC", of=self.progress)
         return runs if self._only is None else runs[runs["run_id"].isin(self._only)].reset_index(drop=True)
 
     def state(self) -> Hashable:
-        """The root and how far each of its runs is: what was read of the catalog holds while this stays the same."""
+        """The root and the progress of each of its runs. Results from the catalog remain valid while this stays the
+        same."""
         return str(self.root), self._only, self.progress
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
@@ -302,7 +304,7 @@ class Catalog:
         return part
 
     def narrowed(self, where: Filter | None) -> Filter:
-        """The filter as this catalog applies it: of a restricted one, with its runs."""
+        """The filter as this catalog applies it: a restricted catalog adds its runs."""
         where = where or Filter()
         if self._only is None:
             return where
@@ -486,8 +488,8 @@ class Catalog:
         )
 
     def scores(self, where: Filter | None = None, tensor_ids: list[str] | None = None) -> pd.DataFrame:
-        """What each format would do in the tensor's own GEMM: the score rows of the selection with the tensor's layer,
-        names, numel, finite (how many are), zeros and rms."""
+        """The error of each format in the tensor's own GEMM: the score rows of the selection with the tensor's layer,
+        names, numel, finite (their number), zeros and rms."""
         condition, parameters = self._selection(where, tensor_ids)
         metrics = ", ".join(f"score.{name}" for name in ERROR_COLUMNS)
         return self._frame(
@@ -502,7 +504,7 @@ class Catalog:
     def errors(
         self, fmt: str, by: tuple[str, ...], where: Filter | None = None, worst: str = "sqnr_db"
     ) -> pd.DataFrame:
-        """What a format would do to the selection's operands, one row per group: by's columns, tensors, sqnr_db (of the
+        """The error of a format on the selection's operands, one row per group: by's columns, tensors, sqnr_db (of the
         summed powers), flush_to_zero, saturated (shares of all elements concerned), and the tensor_id of the group's
         worst by `worst`, one of these three. Operands without a finite value are left out.
 
@@ -535,9 +537,9 @@ class Catalog:
         return self.kept(("errors", by, worst, condition, repr(parameters)), ask).copy(deep=False)
 
     def loss_changes(self, fmt: str, by: tuple[str, ...], where: Filter | None = None) -> pd.DataFrame:
-        """What rounding the selection's forward operands to a format is predicted to do to the loss of each
-        micro-batch: by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second
-        order, in the loss' units), and the tensor_id of the largest change.
+        """The predicted change of each micro-batch's loss from rounding the selection's forward operands to a format:
+        by's columns and those of MICRO_BATCH, tensors, first and second (the terms of first and second order, in the
+        loss' units), and the tensor_id of the largest change.
 
         Several operands add up. The second order is of a loss that is a mean over the tokens of the micro-batch, which
         are counted by its linear layers' inputs: NaN where none was recorded. Both are NaN where an operand's are.
@@ -561,7 +563,7 @@ class Catalog:
         )
 
     def operand_costs(self, where: Filter | None = None) -> pd.DataFrame:
-        """What each scored format would cost as each operand of each GEMM of the selection, one row per layer_index,
+        """The cost of each scored format for each operand of each GEMM of the selection, one row per layer_index,
         module, part (linear, QK, PV, router), gemm, tensor_name and format, with means over micro-batches.
 
         values: how many the operand has. noise: ‖e‖² / ‖x‖². first, second: the terms of `loss_changes`, null where no
@@ -657,7 +659,7 @@ class Catalog:
         )
 
     def sampled_weights(self, where: Filter | None = None, most: int = 1 << 24) -> pd.DataFrame:
-        """The selection's samples of rounded weights, one row a weight and iteration: the columns of
+        """The selection's samples of rounded weights, one row per weight and iteration: the columns of
         SAME_IN_ITERATIONS, iteration, tensor_id, format, sampled and sampled_rounded (lists), at_bin_edge; those of one
         weight together, by iteration. Of several micro-batches the first is taken: they have the same weights. Of many
         rows the lists are thinned, evenly, to about `most` values in all."""
@@ -780,8 +782,8 @@ class Catalog:
         )
 
     def parts(self) -> pd.DataFrame:
-        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router),
-        format (forward operands), gradient_format. A part that ran as it is has no row."""
+        """Which formats each run's products were rounded to, as recorded: run_id, part (linear, QK, PV, router), format
+        (forward operands), gradient_format. A part that was not quantized has no row."""
         return self._frame(
             f"""
             SELECT run_id, {PART} AS part,
@@ -823,18 +825,19 @@ class Catalog:
     def _sketches(
         self, cursor: duckdb.DuckDBPyConnection, name: str, condition: str, parameters: list[Any]
     ) -> AbstractContextManager[object]:
-        """What a statement that reads one of PUBLIC_TABLES has to be in: only the sketches are not in the index."""
+        """The context in which a statement may read one of PUBLIC_TABLES: the sketches are not in the index."""
         if name != "sketch":
             return nullcontext()
         return sketches(cursor, self.root, f"SELECT key, key AS other FROM tensor WHERE {condition}", parameters)
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
-        file out of its directory without being an import."""
+        file outside its directory without being an import."""
         return self._file(tensor_id)[0]
 
     def _file(self, tensor_id: str) -> tuple[Path, bool, str | None, str | None]:
-        """The tensor's file, whether another tool wrote it, the tensor's key in it, and the SHA-256 of one of ours."""
+        """The tensor's file, whether another tool wrote it, the tensor's key in it, and its SHA-256 if Binade wrote
+        it."""
         rows = self._rows(
             "SELECT run_id, path, file_key, sha256, config FROM tensor LEFT JOIN run USING (run_id)"
             " WHERE tensor_id = ?",
@@ -844,16 +847,16 @@ class Catalog:
             raise CatalogError(f"there is no tensor {tensor_id!r} in {self.root}")
         run_id, given, key, digest, config = rows[0]
         if given is None:
-            raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are there")
+            raise CatalogError(f"the values of {tensor_id} were not kept: only its statistics and sketch are available")
         if not Path(given).is_absolute():
             return self.root / run_id / given, False, None, digest
         if json.loads(config or "{}").get("kind") != IMPORT:
-            raise CatalogError(f"{tensor_id} names a file out of its run's directory, which only an import may do")
+            raise CatalogError(f"{tensor_id} names a file outside its run's directory, which only an import may do")
         return Path(given), True, key, None
 
     def load(self, tensor_id: str) -> Tensor:
         """The tensor's values, memory-mapped where the file allows it. Raises CatalogError as `path`, TensorFileError
-        for a damaged file: one that is not what the run wrote, too."""
+        for a file that is damaged or not what the run wrote."""
         return self.kept(("values", tensor_id), lambda: self._read(tensor_id))
 
     def _read(self, tensor_id: str) -> Tensor:
@@ -911,8 +914,8 @@ class Catalog:
 
 
 def _public(name: str, ids: str) -> str:
-    """SQL for the rows of one of PUBLIC_TABLES, to which a condition can be added; ids: columns of `tensor` that take
-    the place of its key."""
+    """SQL for the rows of one of PUBLIC_TABLES, to which a condition can be added; ids: columns of `tensor` that
+    replace its key."""
     if name == "run":
         return f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}"
     if name == "tensor":
@@ -921,14 +924,14 @@ def _public(name: str, ids: str) -> str:
 
 
 def _cubes(cursor: duckdb.DuckDBPyConnection, table: str | None = None) -> list[tuple[str, int]]:
-    """Those of CUBES that are filled, smallest first, each with the key of the first tensor that is not in it; those
-    only that have sums of this table."""
+    """The filled CUBES that have sums of this table, smallest first, each with the key of the first tensor that is not
+    in it."""
     filled = cursor.execute("SELECT name, upto FROM cube WHERE upto > 0 ORDER BY size").fetchall()
     return [(name, upto) for name, upto in filled if table is None or table in SUMMED[name]]
 
 
 def _smallest(cubes: list[tuple[str, int]], where: Filter, fields: Sequence[str]) -> tuple[str | None, int]:
-    """The first that keeps the filter's fields and these apart; None and 0 if none does."""
+    """The smallest cube that keeps the filter's fields and these fields apart; None and 0 if there is none."""
     needed = {*fields, *(name for name, _ in where.items())}
     return next((cube for cube in cubes if needed <= set(CUBES[cube[0]])), (None, 0))
 

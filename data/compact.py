@@ -1,9 +1,9 @@
-"""Merges small segments of runs that have ended into large ones: what `binade compact` does.
+"""Merges small segments of runs that have ended into large ones, for `binade compact`.
 
 A merged segment appears all at once, and its manifest names the segments that it replaces. From then on nobody lists
 those (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged segment
-was read again from the disk and had its checksums. Killed before the merged segment appears, this leaves what was
-there; killed after that, what is left to delete, which the next call does.
+was read again from the disk and had its checksums. If it is killed before the merged segment appears, nothing has
+changed; if it is killed later, the next call deletes what is left.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ROWS = 1 << 20  # that are held in memory
 
 @dataclass
 class Compacted:
-    """How many segments became how many, of so many bytes; skipped: a line for each run that was left as it is, with
-    the reason."""
+    """The number of segments before and after, and their bytes; skipped: a line for each unchanged run, with the
+    reason."""
 
     before: int = 0
     after: int = 0
@@ -62,16 +62,16 @@ def compact(
     dry_run: bool = False,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Compacted:
-    """Merge the segments of each run that are smaller than `size` bytes into ones of at least this size; what is left
-    over of a run becomes one. Imports are not changed: they may drop rows later. done is called with the runs so far
-    and their number. With dry_run, only count.
+    """Merge the segments of each run that are smaller than `size` bytes into ones of at least this size; the rest of a
+    run becomes one. Imports are not changed: they may drop rows later. done is called with the runs so far and their
+    number. With dry_run, only count.
 
-    Raises RunError if the root is no directory, ReadOnlyError.
+    Raises RunError if the root is not a directory, ReadOnlyError.
     """
     if not dry_run:
         check_writable("merging segments")
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
     found = Compacted()
     directories = run_directories(root)
     for number, directory in enumerate(directories, 1):
@@ -115,7 +115,7 @@ def _size(segment: Path) -> int:
 
 
 def _groups(segments: Path, names: Sequence[str], size: int) -> Iterator[list[str]]:
-    """Those that are to be merged with each other."""
+    """Groups of segments to merge with each other."""
     group: list[str] = []
     total = 0
     for name in sorted(names, key=lambda name: (name.startswith(MERGED), name)):
@@ -132,7 +132,7 @@ def _groups(segments: Path, names: Sequence[str], size: int) -> Iterator[list[st
 
 
 def _clean(run: RunInfo) -> None:
-    """Delete what a killed process left: segments that a merged one has replaced, and parts of a merged one."""
+    """Delete leftovers of a killed process: segments that a merged one has replaced, and parts of a merged one."""
     segments = run.directory / "segments"
     sweep(segments, f".{MERGED}*")
     for gone in segments.glob(".*.gone"):
@@ -145,7 +145,7 @@ def _clean(run: RunInfo) -> None:
 
 
 def _delete(segments: Path, merged: str, replaced: set[str]) -> None:
-    """Delete segments, if the merged one is on the disk as it was written. Raises SegmentError."""
+    """Delete segments if the merged one is intact on the disk. Raises SegmentError."""
     _check(segments / merged, read_manifest(segments / merged, None))
     for name in sorted(replaced):
         remove_directory(segments / name)

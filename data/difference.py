@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 2.0**-5
-"""The largest relative difference that is taken for equal by default: four units in the last place of bfloat16. A sum
-in another order, or in parts, is rounded to bfloat16 once more, and a product adds up what its inputs differ by."""
-# What says which tensor of a step it is, and where it belongs; ranks and shards do not.
+"""The largest relative difference that counts as equal by default: four units in the last place of bfloat16. A sum
+in another order, or in parts, is rounded to bfloat16 once more, and a product accumulates its inputs' differences."""
+# The fields that identify a tensor of a step; ranks and shards are not among them.
 IDENTITY = (
     "iteration", "micro_batch", "layer_index", "module", "expert", "layer_type", "component", "operation", "phase",
     "tensor_name", "stage", "dp_rank",
@@ -49,8 +49,8 @@ class IncompleteError(ValueError):
 
 
 def joined(parts: Sequence[Tensor], shard: str | None, axis: int | None, stride: int | None) -> Tensor:
-    """The whole of what tensor-parallel ranks hold, in their order; see `segment.Shard`. Partial results are summed in
-    float32 and returned in their dtype."""
+    """The whole tensor from the parts of tensor-parallel ranks, in their order; see `segment.Shard`. Partial results
+    are summed in float32 and returned in their dtype."""
     import torch  # here, so that only reading values waits for it
 
     if shard == "partial":
@@ -66,7 +66,7 @@ def joined(parts: Sequence[Tensor], shard: str | None, axis: int | None, stride:
 class Compared:
     """A tensor that both runs have.
 
-    place         which one, in words; iteration to tensor_name: as in the index
+    place         a description of the tensor; iteration to tensor_name: as in the index
     by            values or statistics; shape where the shapes differ
     difference    of values ‖a − b‖₂ / ‖a‖₂, Inf if only one is NaN or Inf somewhere; of statistics the largest of the
                   changes of rms and mean by rms, and of absmax, min and max by absmax; Inf if the shapes differ
@@ -92,14 +92,14 @@ class Compared:
     at: tuple[int, ...] | None = None
 
     def differs(self, tolerance: float | None) -> bool:
-        """Whether it differs by more than the tolerance; None: in any bit."""
+        """Whether it differs by more than the tolerance, or for None in any bit."""
         return not self.equal if tolerance is None else not self.difference <= tolerance
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Two runs: what both have, in the order of execution in the first; what only one has, or has in part, in words;
-    and in what the settings or the data differ, one sentence each."""
+    """The comparison of two runs: the tensors of both, in the order of execution in the first; descriptions of those
+    that only one has, or has in part; and one sentence for each difference of settings or data."""
 
     rows: tuple[Compared, ...] = ()
     only_a: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Difference:
 
 @dataclass
 class _Whole:
-    """A tensor of a run: its rows, one for each rank that has it or a part of it."""
+    """A tensor of a run, with a row for each rank that has it or a part of it."""
 
     run: RunInfo
     rows: list[Row] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _Whole:
 
     @property
     def parts(self) -> list[Row]:
-        """By tensor-parallel rank; of a tensor that every rank has whole, the first."""
+        """The parts by tensor-parallel rank; for a tensor that every rank has whole, the first rank's."""
         rows = sorted(self.rows, key=lambda row: row["tp_rank"] or 0)
         return rows[:1] if self.kind == "whole" else rows
 
@@ -161,13 +161,14 @@ class _Whole:
         if not path.is_absolute():
             return load(fetched(self.run.directory / path), row["sha256"])
         if self.run.config.get("kind") != IMPORT:
-            raise TensorFileError(f"{row['tensor_id']} names a file out of its run, which only an import may do")
+            raise TensorFileError(f"{row['tensor_id']} names a file outside its run, which only an import may do")
         from binade.data.foreign import load_foreign  # imports torch
 
         return load_foreign(path, row["file_key"])
 
     def statistics(self) -> dict[str, float]:
-        """Of the whole tensor. Raises IncompleteError for a sum, whose statistics do not follow from its parts."""
+        """Statistics of the whole tensor. Raises IncompleteError for a sum, whose statistics cannot be computed from
+        its parts."""
         parts = self.parts
         if len(parts) == 1:
             return {name: parts[0][name] for name in (*MOMENTS, *COUNTS)}
@@ -307,7 +308,8 @@ def _of_values(a: Tensor, b: Tensor) -> dict[str, Any]:
 
 
 def _of_statistics(a: dict[str, float], b: dict[str, float]) -> dict[str, Any]:
-    """Of tensors that are joined from parts: those that do not depend on how they were added up decide on `equal`."""
+    """Compare statistics. For tensors joined from parts, only statistics that do not depend on the order of addition
+    decide `equal`."""
     exact = [
         name
         for name in a

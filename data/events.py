@@ -1,4 +1,4 @@
-"""What happened in a run beside its losses, one JSON line each in events.jsonl.
+"""What happened in a run besides its losses, one JSON line per event in events.jsonl.
 
 Each rank but 0 has a file of its own in ranks/, so that each has one writer.
 """
@@ -24,7 +24,7 @@ class EventKind(StrEnum):
 
     TRIGGER = "trigger"  # a trigger's condition held
     CAPTURE = "capture"  # steps are recorded whole because of it
-    NON_FINITE = "non-finite"  # an operation made the first NaN or Inf
+    NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
     SCHEDULE = "schedule"  # what is quantized has changed
 
 
@@ -70,7 +70,7 @@ class Event:
 
 
 def events_file(directory: Path, rank: int) -> Path:
-    """That a rank of a run writes."""
+    """The file of events that a rank of a run writes."""
     return directory / ("events.jsonl" if rank == 0 else f"ranks/rank{rank:02d}.events.jsonl")
 
 

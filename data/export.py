@@ -1,7 +1,7 @@
-"""What runs recorded, as series over iterations for other tools: TensorBoard, Weights & Biases, CSV, Parquet.
+"""Exports what runs recorded as series over iterations for other tools: TensorBoard, Weights & Biases, CSV, Parquet.
 
-`points` and `points_of_rows` give the same points, of an index and of rows that are just being written. A target takes
-them, each run in a directory of its own: `export` writes runs that are there, a `Sink` follows one.
+`points` and `points_of_rows` give the same points, of an index and of rows that are just being written. A target writes
+each run to its own directory: `export` writes existing runs, a `Sink` follows one during training.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from binade.quant.formats import UnknownFormatError
 from binade.quant.sketch import bin_edges
 from binade.quant.specs import Spec, SpecError
 
-if TYPE_CHECKING:  # it imports DuckDB, which a training environment may lack
+if TYPE_CHECKING:  # imports DuckDB, which may not be installed for training
     from binade.data.catalog import Catalog
 
 LOSS, HISTOGRAM = "loss", "histogram"
@@ -51,7 +51,7 @@ WANDB_BINS = 512  # that a histogram of W&B may have
 
 
 class ExportError(ValueError):
-    """Something cannot be exported as requested. The message says what, and what to do."""
+    """The export is not possible as requested. The message says why, and what to do."""
 
     exit_status = 2
 
@@ -61,7 +61,7 @@ class Choice:
     """What is exported.
 
     metrics   of METRICS
-    formats   the errors of these formats or specs; of all that were scored if empty
+    formats   the formats or specs whose errors are exported; all that were scored if empty
     where     the tensors; losses are those of the runs that its run_id, model, size, dataset and recipe select
 
     Raises ExportError for an unknown metric or format.
@@ -221,7 +221,7 @@ Open = Callable[[Path, str, Mapping[str, Any]], AbstractContextManager[Write]]
 
 @dataclass(frozen=True)
 class Target:
-    """Where points go. open(directory, name, config) writes a run of that name into a new directory; package is what
+    """An export format. open(directory, name, config) writes a run of that name into a new directory; package is what
     must be installed for it, by the extra of the same name."""
 
     open: Open
@@ -298,7 +298,8 @@ def _tensorboard(directory: Path, name: str, config: Mapping[str, Any]) -> Itera
 
 @contextmanager
 def _wandb(directory: Path, name: str, config: Mapping[str, Any]) -> Iterator[Write]:
-    """A run of its own, beside one that the training loop may have; uploaded only if the user is logged in."""
+    """A separate run, in addition to one that the training loop may have. It is uploaded only if the user is logged
+    in."""
     wandb = import_module("wandb")
     mode = None  # of WANDB_MODE
     if not os.environ.get("WANDB_MODE"):
@@ -335,7 +336,7 @@ TABLES = "tables"  # the index's own tables, for which there is no Target
 
 
 def target(name: str) -> Target:
-    """Raises ExportError for one that is unknown, or whose package is not installed."""
+    """The target of this name. Raises ExportError if it is unknown or its package is not installed."""
     if name not in TARGETS:
         raise ExportError(f"there is no export to {name!r}: {', '.join(TARGETS)}")
     package = TARGETS[name].package
@@ -346,7 +347,7 @@ def target(name: str) -> Target:
 
 @dataclass
 class Exported:
-    """How much was written; to tables, values counts the tensors."""
+    """The amount of data written; for tables, values is the number of tensors."""
 
     runs: int = 0
     values: int = 0
@@ -363,7 +364,7 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
     """Write what was recorded into the new directory output/<run_id> of each run that has any of it; to TABLES as
     `Catalog.write_tables` does.
 
-    Raises ExportError if output is there and not empty, or the target cannot be used; RunError if nothing is selected;
+    Raises ExportError if output exists and is not empty, or the target cannot be used; RunError if nothing is selected;
     OSError. Then nothing is left behind.
     """
     if to == TABLES and (choice.metrics != DEFAULT_METRICS or choice.formats):
@@ -396,14 +397,14 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
 
 
 class Sink:
-    """Sends what a Recorder writes to another tool while training goes on.
+    """Sends what a Recorder writes to another tool during training.
 
         with Recorder(sink=Sink("tensorboard", "logs")) as recorder: ...
 
     Args:
         to: A name of TARGETS.
         output: Each run goes to the directory output/<run_id>, of a rank beyond 0 to output/<run_id>/rank<r>.
-        metrics: Metrics and "histogram", see Choice. The loss is the training loop's own and is not sent.
+        metrics: Metrics and "histogram", see Choice. The loss belongs to the training loop and is not sent.
         formats: Formats whose scores are sent, see Choice.
         where: Which tensors are sent; by default all.
 

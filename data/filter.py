@@ -1,6 +1,6 @@
-"""One Filter: which tensors. It yields SQL with parameters, an English sentence, a dict and a URL query.
+"""A Filter selects tensors. It can be converted to SQL with parameters, an English sentence, a dict and a URL query.
 
-A field that is empty does not restrict. Values of one field are alternatives, fields are all required.
+An empty field does not restrict. Values of one field are alternatives; all fields must match.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Filter:
             object.__setattr__(self, name, tuple(dict.fromkeys(_checked(name, value) for value in values)))
 
     def sql(self) -> tuple[str, list[Any]]:
-        """A condition over the table `tensor` and its parameters; "true" where nothing is restricted."""
+        """A condition on the table `tensor` and its parameters; "true" if nothing is restricted."""
         parts: list[str] = []
         parameters: list[str | int] = []
         for name, values in self.items():
@@ -68,7 +68,7 @@ class Filter:
         return " AND ".join(parts) or "true", parameters
 
     def sentence(self) -> str:
-        """What is selected, in English: "layer 1 or 2, operation forward"."""
+        """The selection in English: "layer 1 or 2, operation forward"."""
         parts = []
         for name, values in self.items():
             shown = [str(value) for value in values]
@@ -96,27 +96,27 @@ class Filter:
         return cls(**given)
 
     def to_query(self) -> dict[str, list[str]]:
-        """URL parameters: one list of texts a field."""
+        """URL parameters: a list of texts for each field."""
         return {name: [str(value) for value in values] for name, values in self.items()}
 
     @classmethod
     def from_query(cls, query: Mapping[str, list[str]]) -> tuple[Filter, list[str]]:
-        """A filter from URL parameters, and a sentence for each value that makes no sense and was left out.
-        Parameters that are no filter fields are not looked at."""
+        """A filter from URL parameters, and a sentence for each value that makes no sense and was left out. Parameters
+        that are not filter fields are ignored."""
         kept: dict[str, Any] = {}
         problems = []
         for name in FIELDS:
-            wanted = "number" if name in INTEGER_FIELDS else "text"
+            wanted = "number" if name in INTEGER_FIELDS else "string"
             for text in query.get(name, []):
                 try:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
                     label = LABELS.get(name, name)
-                    problems.append(f"The address asks for {label} {text[:40]!r}, which is no {wanted}.")
+                    problems.append(f"The address asks for {label} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:
-        """The same filter with one field free."""
+        """The same filter without one field."""
         kept: dict[str, Any] = {key: values for key, values in self.items() if key != name}
         return Filter(**kept)
 
@@ -127,14 +127,14 @@ FIELDS = tuple(f.name for f in fields(Filter))
 def _checked(name: str, value: Any) -> str | int:
     if name not in INTEGER_FIELDS:
         if not isinstance(value, str):
-            raise FilterError(f"filter {name}: {value!r} is not a text")
+            raise FilterError(f"filter {name}: {value!r} is not a string")
         if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
             raise FilterError(f"filter {name}: {value!r} is not valid Unicode")
         return value
     try:
         if isinstance(value, bool):
             raise TypeError
-        number = operator.index(value)  # NumPy's and pandas' integers are welcome
+        number = operator.index(value)  # also accepts integers of NumPy and pandas
     except TypeError:
         raise FilterError(f"filter {name}: {value!r} is not an integer") from None
     if not -(2**31) <= number < 2**31:

@@ -38,8 +38,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OLDER_MAGIC = bytes.fromhex("6cfc9c46f9206aa85019")
 SHOWN = 200
 ENGINE, GETATTR = ("transformer_engine.", "transformer_engine_torch."), "builtins.getattr"
-QUANTIZED = "a quantized tensor of Transformer Engine is not decoded: only its high_precision values are read"
-NO_MEMORY = "it asks for more memory than there is"
+QUANTIZED = "quantized tensors of Transformer Engine are not decoded: only high_precision values are read"
+NO_MEMORY = "it needs more memory than there is"
 
 
 class TooLargeError(TensorFileError):
@@ -51,7 +51,8 @@ class ForeignTensor:
     """A tensor of a file: float32, bfloat16 or float16 on the CPU, with at least one element.
 
     key       its name in a file of several tensors, else None
-    metadata  the file's metadata, unchecked; of a dict that is neither of the fork's, all of it that is no tensor
+    metadata  the file's metadata, unchecked; for a dict in another form than the fork's, everything in it that is not a
+              tensor
     note      a sentence on how the values were converted, or None
     dtype     its dtype in the file
     refused   why it cannot be used; tensor is then None
@@ -95,7 +96,7 @@ def load_foreign(path: Path, key: str | None = None) -> Tensor:
                     if found.tensor is None:
                         raise TensorFileError(found.refused)
                     return found.tensor
-            raise TensorFileError(f"it holds no tensor {key!r} any more")
+            raise TensorFileError(f"it no longer holds the tensor {key!r}")
     except TensorFileError as error:
         raise TensorFileError(f"{path} cannot be read: {error}") from error
 
@@ -107,10 +108,10 @@ def _open(path: Path) -> int:
         if stat.S_ISLNK(kind):
             raise TensorFileError("it is a symbolic link")
         if not stat.S_ISREG(kind):
-            raise TensorFileError("it is no regular file")
+            raise TensorFileError("it is not a regular file")
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise TensorFileError("it is missing: moved or deleted since") from None
+        raise TensorFileError("it is missing: it was moved or deleted") from None
     except OSError as error:
         reason = "it is a symbolic link" if error.errno == errno.ELOOP else (error.strerror or str(error)).lower()
         raise TensorFileError(reason) from error
@@ -118,11 +119,11 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_size:
         return descriptor
     os.close(descriptor)
-    raise TensorFileError("it is empty (0 bytes)" if stat.S_ISREG(status.st_mode) else "it is no regular file")
+    raise TensorFileError("it is empty (0 bytes)" if stat.S_ISREG(status.st_mode) else "it is not a regular file")
 
 
 def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
-    """The same tensors; any exception that a damaged file causes is raised as a TensorFileError."""
+    """The same tensors; any exception caused by a damaged file is raised as TensorFileError."""
     while True:
         try:
             with warnings.catch_warnings():
@@ -132,7 +133,7 @@ def _guarded(tensors: Iterator[ForeignTensor]) -> Iterator[ForeignTensor]:
             raise
         except MemoryError as error:
             raise TensorFileError(NO_MEMORY) from error
-        except Exception as error:  # KeyError, struct.error, SafetensorError: readers do not say which
+        except Exception as error:  # KeyError, struct.error, SafetensorError: the readers do not document which
             raise TensorFileError(_reason(error)) from error
         if found is None:
             return
@@ -149,7 +150,7 @@ def _reason(error: Exception) -> str:
     if "Weights only load failed" in text:
         return "damaged, or it holds more than tensors and plain data, which is not loaded"
     line = "".join(c if c.isprintable() else "?" for c in text.splitlines()[0][:SHOWN])
-    return f"damaged, or not what its name says: {line}"
+    return f"damaged, or not of the type that its name says: {line}"
 
 
 def _too_large(why: str, needed: int, room: int) -> str:
@@ -165,7 +166,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         except zipfile.BadZipFile:
             raise TensorFileError("it was cut short or damaged: its zip directory cannot be read") from None
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise TensorFileError("its entries are compressed, which torch never does")
+            raise TensorFileError("its entries are compressed, and torch never compresses them")
         if any(entry.header_offset + entry.file_size > size for entry in entries):
             raise TensorFileError("it was cut short or damaged: its zip directory names more bytes than it has")
         stand_ins = _stand_ins(path)
@@ -177,7 +178,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         with open(path, "rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True)
     else:
-        raise TensorFileError("it is in neither of torch's formats")
+        raise TensorFileError("it has neither of torch's two formats")
     if isinstance(content, Tensor):
         yield _usable(None, None, content, size, room)
     elif isinstance(content, dict) and isinstance(content.get("tensor"), Tensor):
@@ -196,7 +197,7 @@ def _torch(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
 
 
 class StandIn:
-    """What an object of Transformer Engine becomes: nothing. Its class is not imported, and its content is dropped."""
+    """Replaces an object of Transformer Engine. Its class is not imported, and its content is dropped."""
 
     def __new__(cls, *content: object) -> StandIn:
         return object.__new__(cls)
@@ -207,7 +208,7 @@ class StandIn:
 
 
 class _Attribute(StandIn):
-    """getattr, by which Transformer Engine 2.15 names a constructor of a class: the class."""
+    """Replaces getattr, through which Transformer Engine 2.15 refers to a constructor: returns the class."""
 
     def __new__(cls, owner: Any, name: str) -> Any:
         return owner
@@ -248,9 +249,11 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
         raise
     kind = array.dtype
     if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
-        raise TensorFileError(f"dtype {kind.str} cannot be read: float16, float32 and float64 of this machine's order")
+        raise TensorFileError(
+            f"dtype {kind.str} cannot be read: float16, float32 and float64 in this machine's byte order"
+        )
     if any(step < 0 for step in array.strides):
-        raise TensorFileError("its axes run backwards")
+        raise TensorFileError("it has negative strides")
     yield _usable(None, None, torch.from_numpy(array), size, room)
 
 
@@ -264,7 +267,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
     dtype = str(x.dtype).removeprefix("torch.")
     reason = None
     if type(x) is not Tensor:
-        reason = f"it is a {type(x).__name__}, no plain tensor"
+        reason = f"it is a {type(x).__name__}, not a plain tensor"
     elif x.is_nested or x.layout != torch.strided:
         reason = "it is sparse or nested: only dense tensors are read"
     elif x.is_quantized or x.is_complex() or x.dtype not in (*DTYPES, torch.float64):
@@ -272,14 +275,14 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
     elif x.device.type != "cpu":
         reason = "it has no values (device meta)"
     elif not x.numel():
-        reason = f"it holds no element: its shape is {tuple(x.shape)}"[:SHOWN]
+        reason = f"it is empty: its shape is {tuple(x.shape)}"[:SHOWN]
     elif x.numel() * x.element_size() > size:
         reason = f"it claims {x.numel()} values of {dtype}, but the file has {size} bytes"
     if reason:
         return ForeignTensor(key, metadata, None, dtype, refused=reason)
     copied = x.numel() * min(x.element_size(), 4)
     if room is not None and copied > room and (x.dtype == torch.float64 or not x.is_contiguous()):
-        raise TooLargeError(_too_large("its values must be rewritten", copied, room))
+        raise TooLargeError(_too_large("its values must be converted", copied, room))
     x = x.resolve_neg()
     if x.dtype == torch.float64:
         wide, x = x, x.float()

@@ -1,4 +1,4 @@
-"""How far a run's gradients are from those of the bf16 run that saw the same data."""
+"""Compares a run's gradients with those of the bf16 run on the same data."""
 
 from __future__ import annotations
 

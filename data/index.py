@@ -1,4 +1,4 @@
-"""The DuckDB database that a root's segments are indexed in: a file of the root, or memory where that is impossible."""
+"""The DuckDB database that a root's segments are indexed in: a file of the root, or memory if that is impossible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
 AT_REST = "16MB"  # of what it keeps while nobody asks
 SPILLED = ".index.duckdb.tmp"
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left", "quota exceeded")
-# What DuckDB raises where blocks of the file are not what it wrote.
+# DuckDB's exceptions for damaged blocks of the file.
 DAMAGE = (duckdb.IOException, duckdb.SerializationException, duckdb.InternalException, duckdb.FatalException)
 KINDS = {
     stat.S_IFDIR: "a directory",
@@ -35,9 +35,9 @@ _versions = itertools.count()
 
 
 class Index:
-    """The database, empty or as it was left: `intake` brings it up to date. Threads share it.
+    """The database, empty or in its last state: `intake` brings it up to date. Threads share it.
 
-    generation         counts the databases that took the place of the first
+    generation         counts the databases that replaced the first one
     version, progress  see Catalog
     notices            sentences for the user, oldest first
     """
@@ -103,13 +103,13 @@ class Index:
             self.mark(None, None)
 
     def release(self) -> None:
-        """Let the threads go on that wait for a database which this one has replaced."""
+        """Release the threads that wait for a database that was replaced."""
         with self._gate:
             self._replacing = None
             self._gate.notify_all()
 
     def mark(self, content: object, course: object) -> None:
-        """Count a new progress if either is not as it was marked before, and a new version if the content is not."""
+        """Increment progress if anything has changed since the last mark, and version if the content has changed."""
         before, self._marks = self._marks, (content, course)
         if before != self._marks:
             self.progress = next(_versions)
@@ -123,7 +123,7 @@ class Index:
         usable = self.root.is_dir() and not (reason or in_memory)
         for _ in ("as it is", "rebuilt") if usable else ():
             try:
-                # Its name begins with a dot: it is no run.
+                # The leading dot keeps it from being taken for a run.
                 limits = {"memory_limit": INDEX_MEMORY, "temp_directory": str(self.root / SPILLED)}
                 connection = duckdb.connect(str(self.path), config=SETTINGS | limits)
             except duckdb.Error as error:
@@ -149,8 +149,8 @@ def is_unavailable(error: duckdb.Error) -> bool:
 
 
 def _no_file(index: Path) -> str | None:
-    """A sentence if something that is no file has the name of the index or of its log: opening it could block, and it
-    is not ours to delete."""
+    """A sentence if the name of the index or its log is taken by something other than a file: opening it could block,
+    and Binade must not delete it."""
     for path in (index, index.with_name(f"{index.name}.wal")):
         try:
             mode = os.stat(path).st_mode
@@ -158,7 +158,7 @@ def _no_file(index: Path) -> str | None:
             continue
         if not stat.S_ISREG(mode):
             kind = KINDS.get(stat.S_IFMT(mode), "no file")
-            return f"{path} is {kind}: move it away. Until then the index is kept in memory and made at each start."
+            return f"{path} is {kind}: move it away. Until then the index is kept in memory and rebuilt at each start."
     return None
 
 

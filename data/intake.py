@@ -1,11 +1,11 @@
-"""How the index follows the run directories: what `Catalog.sync` does.
+"""Updates the index from the run directories, for `Catalog.sync`.
 
 Segments never change once they are published, so each is read once, and many are added in one transaction. A run that
-has ended costs one `stat` of each of its files and segments, which shows that nothing has changed.
+has ended costs one `stat` of each of its files and segments, to see that nothing has changed.
 
-A run with a segment that is damaged or missing is left out: only its row in the table `run` is there, with the reason.
+A run with a damaged or missing segment is left out: only its row in the table `run` exists, with the reason.
 
-Sketches and scores are also summed up ahead of queries, over the fields that queries use least: see CUBES.
+Sketches and scores are also summed up in advance, over the fields that queries use least: see CUBES.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ DATA_ERRORS = (duckdb.DataError, duckdb.IntegrityError, duckdb.InvalidInputExcep
 
 
 def schema() -> str:
-    """The SQL that makes the tables of an empty index. A row of a cube is what some tensors have in common; the tables
-    named after it have the sums of their sketches and scores, in one row or several per bin or spec."""
+    """The SQL that makes the tables of an empty index. A row of a cube holds the fields that some tensors have in
+    common; the tables named after the cube have the sums of their sketches and scores, in one or several rows per bin
+    or spec."""
     cubes = []
     for name, fields in CUBES.items():
         cubes.append(f"CREATE TABLE {name} AS SELECT key, {', '.join(fields)} FROM tensor;")
@@ -78,13 +79,14 @@ def schema() -> str:
 
 
 def sums(table: str) -> str:
-    """The aggregates that add up rows of a summed table, under the names of its columns."""
+    """The aggregates that add up rows of a summed table, named as its columns."""
     return ", ".join(f"{aggregate} AS {name}" for name, aggregate in SUMS[table].items())
 
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A run as it was found: its segments with their modification times, and what tells whether it has changed."""
+    """A run as found on disk: its segments with their modification times, and a mark that shows whether it has
+    changed."""
 
     run: RunInfo
     segments: dict[str, int]
@@ -92,14 +94,14 @@ class _OnDisk:
 
     @property
     def settled(self) -> bool:
-        """Whether its mark changes if anything does."""
+        """Whether any change would change its mark."""
         return self.mark is not None and self.run.status.state != RUNNING
 
 
 @dataclass(frozen=True)
 class _Damage:
-    """Why a run is left out: a segment is damaged or, where it is None, missing. seen: what `_seen` told then; the
-    segments are read again once it tells something else, or at the next call if it is None."""
+    """Why a run is left out: a segment is damaged or, if None, missing. seen: the result of `_seen` at that time; the
+    segments are read again once it differs, or at the next call if it is None."""
 
     reason: str
     segment: str | None
@@ -107,8 +109,8 @@ class _Damage:
 
 
 class Intake:
-    """Adds what is new under a root to its index. `refused`: what the last call passed over, with the reason; `idle`:
-    whether it found each run as it was."""
+    """Adds new runs and segments of a root to its index. `refused`: what the last call skipped, with the reason;
+    `idle`: whether it found no changes."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -122,7 +124,7 @@ class Intake:
     def catch_up(self, cursor: duckdb.DuckDBPyConnection) -> int:
         """Add new segments, update the rows of runs and remove deleted runs; returns the number of segments added.
 
-        Raises duckdb.Error if the index cannot be read or written; it is then as before, or has some of what is new.
+        Raises duckdb.Error if the index cannot be read or written; the index is then unchanged or partly updated.
         """
         self.refused, self._vanished = [], False
         before, self._settled = self._settled, {}
@@ -195,7 +197,7 @@ class Intake:
                 self._damaged[run_id] = _Damage(f"{run_id} is damaged: {missing}", None, _seen(found, None))
 
     def _look(self, before: dict[str, _OnDisk]) -> tuple[dict[str, _OnDisk], dict[str, _OnDisk]]:
-        """The runs on disk by name: those that are as they were before, and the others, oldest first."""
+        """The runs on disk by name: the unchanged ones, and the others, oldest first."""
         unchanged, changed = {}, []
         for name in run_names(self.root):
             found = before.get(name)
@@ -218,8 +220,8 @@ class Intake:
 
     def _on_disk(self, directory: Path) -> _OnDisk:
         """Raises RunError, and FileNotFoundError if a segment is deleted meanwhile."""
-        # The mark first: what changes meanwhile is seen next time. The segments last: a run that ends meanwhile may
-        # have published some that its status counts.
+        # The mark comes first, so that later changes are noticed next time. The segments come last, since a run that
+        # ends meanwhile may have published some that its status counts.
         mark = _mark(str(directory), segment_names(directory))
         run = read_run(directory)
         segments = {name: os.stat(directory / "segments" / name).st_mtime_ns for name in run.segments}
@@ -230,7 +232,7 @@ class Intake:
             run = replace(run, notes=read_notes(directory))
         except (OSError, ValueError) as error:
             self.refused.append(f"the {what} of {directory.name} are not shown: {describe(error)}")
-            mark = None  # it is said again next time
+            mark = None  # it is reported again next time
         try:
             if run.status.state != RUNNING:
                 check_losses(directory)
@@ -240,7 +242,7 @@ class Intake:
         return _OnDisk(run, segments, mark)
 
     def _write_runs(self, cursor: duckdb.DuckDBPyConnection, runs: list[RunInfo]) -> set[str]:
-        """Write the rows of runs that are not in the index as they are; the ids of those that cannot be."""
+        """Update the rows of runs that differ from the index. Returns the ids of runs that cannot be written."""
         stored = {row[0]: list(row) for row in cursor.execute("FROM run").fetchall()} if runs else {}
         rows: list[list[Any]] = []
         refused: set[str] = set()
@@ -262,7 +264,7 @@ class Intake:
         return refused
 
     def _read(self, new: Iterable[tuple[_OnDisk, str, int]]) -> Iterator[list[_Segment]]:
-        """Read segments, of a run, a name and a modification time, in batches. Of a damaged run no more are read."""
+        """Read segments, given as (run, name, modification time), in batches. A damaged run is not read further."""
         batch: list[_Segment] = []
         size = 0
         for found, name, mtime in new:
@@ -297,7 +299,7 @@ class Intake:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A segment that was read, see `segment.read_tables`; in the place of its sketches, where they are."""
+    """A segment that was read, see `segment.read_tables`, with the places of its sketches instead of the sketches."""
 
     run_id: str
     name: str
@@ -322,7 +324,7 @@ def _at_once(
     write: Callable[[duckdb.DuckDBPyConnection, list[T]], None],
     refuse: Callable[[T, Exception], None],
 ) -> list[T]:
-    """Write a batch in one transaction, or if that fails one item at a time; returns what was written."""
+    """Write a batch in one transaction or, if that fails, one item at a time. Returns the items written."""
     if not batch:
         return []
     try:
@@ -337,7 +339,7 @@ def _at_once(
 
 
 def _take_over(cursor: duckdb.DuckDBPyConnection, found: _OnDisk, taken: dict[str, int]) -> None:
-    """Give the rows of segments that are taken in to the merged ones that have replaced them on the disk."""
+    """Assign the rows of indexed segments to the merged ones that have replaced them on disk."""
     for name in found.segments.keys() - taken.keys():
         if not name.startswith(MERGED):
             continue
@@ -385,7 +387,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
         names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, rows), strict=True)))
         for name, table in segment.tables.items():
             if name == "tensor":
-                # The directory's name is the run's id, so a copied or renamed run speaks for itself.
+                # The directory's name is the run's id, so that a run may be copied or renamed.
                 ids = pc.binary_join_element_wise(segment.run_id, table["tensor_id"], "/")
                 table = table.set_column(0, "tensor_id", ids)
                 table = table.set_column(1, "run_id", pa.repeat(segment.run_id, len(table)))
@@ -410,7 +412,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
 
 
 def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
-    """The key of the next tensor; it was never that of one that is summed up, even if that was deleted."""
+    """The key of the next tensor. It is never one that is already summed up, even if that tensor was deleted."""
     ((key,),) = cursor.execute(
         "SELECT greatest(max(tried), (SELECT coalesce(max(key) + 1, 0) FROM tensor)) FROM cube"
     ).fetchall()
@@ -418,7 +420,7 @@ def _next_key(cursor: duckdb.DuckDBPyConnection) -> int:
 
 
 def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str) -> None:
-    """Add the sketches or scores of new tensors to a cube, if they are many, and at least two for each of its rows on
+    """Add the sketches or scores of new tensors to a cube if there are many, and at least two for each of its rows on
     average."""
     ((upto, tried, merged),) = cursor.execute("SELECT upto, tried, merged FROM cube WHERE name = ?", [cube]).fetchall()
     end = _next_key(cursor)
@@ -487,7 +489,7 @@ def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
 
 
 def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
-    """A fingerprint of an ended run's files; None while they are too recent for their times to tell."""
+    """A fingerprint of an ended run's files; None while they are too recent for their times to be reliable."""
     mark: list[int] = []
     times = []
     names = ["", "run.json", "status.json", "segments", *(f"segments/{name}" for name in segments)]
@@ -504,7 +506,7 @@ def _mark(directory: str, segments: Iterable[str]) -> tuple[int, ...] | None:
 
 
 def _seen(found: _OnDisk, segment: str | None) -> Hashable:
-    """A fingerprint of the files of a segment; where it is None, of which segments the run has, and of its count."""
+    """A fingerprint of the files of a segment or, if it is None, of the list of the run's segments and its count."""
     if segment is None:
         return *found.segments.items(), found.run.status.tensors
     try:

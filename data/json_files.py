@@ -42,7 +42,7 @@ Time = Annotated[str, AfterValidator(_is_time)]  # ISO 8601
 
 
 def adapter_of(kind: type[T]) -> TypeAdapter[T]:
-    """What checks values of this type; built once."""
+    """The validator for values of this type; built once."""
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
@@ -60,14 +60,14 @@ def parse_json(kind: type[T], content: bytes) -> T:
 
 
 def sealed(record: bytes) -> bytes:
-    """A JSON object that is not empty, with the CRC-32 of all that stands before it as its last entry."""
+    """A nonempty JSON object with a last entry added: the CRC-32 of everything before it."""
     before = record.rstrip().removesuffix(b"}").rstrip()
     return before + MARK + b'%08x"}' % zlib.crc32(before)
 
 
 def unsealed(record: bytes) -> bytes:
-    """The object without the checksum that `sealed` added; one without a checksum as it is. Raises ValueError if the
-    checksum is another one."""
+    """The object without the checksum that `sealed` added; one without a checksum is returned unchanged. Raises
+    ValueError if the checksum is wrong."""
     before, mark, checksum = record.rstrip().rpartition(MARK)
     if not mark:
         return record
@@ -78,7 +78,7 @@ def unsealed(record: bytes) -> bytes:
 
 
 def read_json(kind: type[T], path: Path) -> T:
-    """A file that may have a checksum. Raises OSError, and ValueError if it is damaged."""
+    """Read a file that may have a checksum. Raises OSError, and ValueError if it is damaged."""
     content = read_file(path, MOST_BYTES)
     try:
         content = unsealed(content)
@@ -88,8 +88,8 @@ def read_json(kind: type[T], path: Path) -> T:
 
 
 def write_json(path: Path, record: DataclassInstance) -> None:
-    """Replace the file. A full disk has no room for a second file: then the first one is overwritten in one write.
-    Raises OSError."""
+    """Replace the file. If a full disk has no room for a second file, the first one is overwritten in one write. Raises
+    OSError."""
     content = json.dumps(asdict(record)).encode()
     try:
         write_atomic(path, content)

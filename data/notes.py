@@ -1,4 +1,4 @@
-"""What a tensor's card says beside its words and numbers: where an imported tensor comes from, what was corrected."""
+"""Notes on a tensor's card: where an imported tensor comes from, and what was corrected."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def on_a_grid(config: str) -> str | None:
 
 
 def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
-    """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. Of a tensor
-    of Binade's own they tell only that its layer was recomputed, and of a weight that it lies on a grid.
+    """Sentences on a row of the table `tensor` (a dict or a pandas Series); config: its run.json, as text. For a tensor
+    that Binade recorded, they say only that its layer was recomputed or that its weight lies on a grid.
 
-    Plain text, of which the names of files and the log's own words are a part only where they are plain words: shown as
-    text it is harmless, as HTML or Markdown it should still be escaped.
+    The notes are plain text and include file names and words of the log only if these are plain words. They are
+    harmless as text, but must still be escaped as HTML or Markdown.
     """
     if not (_there(row["path"]) and str(row["path"]).startswith("/")):
         grid = on_a_grid(config) if row["tensor_name"] == "weight" else None
         recomputed = RECOMPUTED if _there(row["recomputed"]) and row["recomputed"] else None
         return [sentence for sentence in (recomputed, grid) if sentence]
     version = row["source_version"]
-    known = "The name of its file does not describe it."
+    known = "Its file name does not describe it."
     if _there(version):  # V0 to V7, or a tool
         numbered = re.fullmatch(r"V\d[a-z]?", version)
-        known = f"The name of its file is that of version {version}." if numbered else f"Its file is {version}'s."
+        known = f"Its file name follows version {version}." if numbered else f"Its file is {version}'s."
     sentences = [f"Imported from another tool's log; nothing was copied. {known}"]
     if _there(row["corrections"]):
         sentences += row["corrections"].split("\n")
@@ -56,7 +56,9 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if _there(row["stage"]):
         sentences.append(f"It was taken {STAGES[row['stage']]}.")
     if not _there(row["contracted_axis"]):
-        sentences.append("Which of its axes a GEMM contracts is not known: formats are scored along the last.")
+        sentences.append(
+            "It is not known along which axis a GEMM sums it up, so formats are scored along the last axis."
+        )
     blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not _there(row[word])]
     if blank:
         names = ", ".join(NAMED.get(word, word.replace("_", " ")) for word in blank)

@@ -1,4 +1,4 @@
-"""How another Python process finds the binade that runs here: an installed one, or a checkout."""
+"""Lets another Python process find this binade, whether it is installed or a checkout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import binade
 
 
 def package_path() -> Path | None:
-    """The directory that has to be on the path of another Python; None if binade is installed where Python looks."""
+    """The directory that another Python needs on its path; None if binade is installed where Python finds it."""
     found = Path(binade.__file__).absolute().parents[1]
     installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
     return None if str(found) in (*installed, *site.getsitepackages()) else found
 
 
 def package_environment() -> dict[str, str]:
-    """This process's environment, in which another Python finds the same binade, whatever its working directory."""
+    """This process's environment, extended so that another Python finds the same binade from any working directory."""
     paths = [str(package_path() or ""), os.environ.get("PYTHONPATH", "")]
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -71,8 +71,8 @@ def readable_root(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_mirror(root: Path) -> bool:
-    """Whether a root is a copy of one in an object store. One that was moved or copied out of the cache is not: the
-    runs that it has got since must stay."""
+    """Whether a root is a copy of one in an object store. A copy that was moved out of the cache no longer is: runs
+    added to it must stay."""
     try:
         return root.parent.name == _key(read_file(root / ADDRESS, LONGEST_KEY).decode())
     except (OSError, ValueError):
@@ -80,14 +80,14 @@ def is_mirror(root: Path) -> bool:
 
 
 def refresh(root: Path) -> None:
-    """Bring a root up to date if it is a copy, unless that was just done. Raises RunError."""
+    """Bring a root up to date if it is a copy, unless it was just updated. Raises RunError."""
     if is_mirror(root):
         _of(root).refresh()
 
 
 def fetched(path: Path) -> Path:
-    """The path of a tensor file, which is fetched first if its root is a copy. A file that is not in the store is
-    missing here too. Raises TensorFileError."""
+    """The path of a tensor file, fetched first if its root is a copy. A file that is not in the store is missing in the
+    copy, too. Raises TensorFileError."""
     path = Path(os.path.normpath(path))
     root = next(filter(is_mirror, path.parents), None)
     if root is not None:
@@ -121,7 +121,7 @@ def _drop_unused(opened: Path) -> None:
 
 
 def _endpoint() -> str:
-    """The address of the server, empty for that of AWS. Raises RunError for one that is not a server's."""
+    """The address of the server, empty for AWS. Raises RunError for an invalid address."""
     name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
     given = os.environ.get(name, "")
     if given and not re.fullmatch(r"https?://(\[[0-9A-Fa-f:]+\]|[\w.-]+)(:\d{1,5})?/?", given):
@@ -130,7 +130,7 @@ def _endpoint() -> str:
 
 
 def _key(address: str) -> str:
-    """The name of the folder that the copy of an address is in. Raises RunError as `_endpoint`."""
+    """The name of the folder with the copy of an address. Raises RunError as `_endpoint`."""
     return hashlib.sha256(f"{_endpoint()}\0{address}".encode()).hexdigest()[:16]
 
 
@@ -180,7 +180,7 @@ class Mirror:
             ) from error
 
     def refresh(self) -> None:
-        """`sync`, unless the last one was so short ago that another would keep the store busy. Raises RunError."""
+        """`sync`, unless the last one was too recent. Raises RunError."""
         with self._syncing:
             start = time.monotonic()
             if start >= self._due:
@@ -188,8 +188,8 @@ class Mirror:
                 self._due = time.monotonic() + PAUSE * (time.monotonic() - start)
 
     def sync(self) -> None:
-        """Fetch what is new of the runs and drop those that are gone. Raises RunError; then the runs are as they were
-        or partly up to date, and each segment is whole."""
+        """Fetch new files of the runs and drop runs that no longer exist. Raises RunError; the runs are then unchanged
+        or partly updated, and each segment is complete."""
         try:
             with locked(self.root):
                 sweep(self.root, ".*")
@@ -217,7 +217,8 @@ class Mirror:
             staged.update(infos, self.root / SESSIONS / folder, SESSION_FILES)
 
     def _sync_run(self, run: str, staged: _Staged) -> None:
-        """The status before the segments are listed: they are published before it counts them."""
+        """Fetches the status before the segments are listed, since segments are published before the status counts
+        them."""
         directory = self.root / run
         here = self.listed(run)
         folders = {info.base_name for info in here if not info.is_file}
@@ -241,7 +242,7 @@ class Mirror:
         return [info for info in found if all(len(name.encode()) <= LONGEST for name in info.path.split("/"))]
 
     def _by_folder(self, place: str, kept: re.Pattern[str]) -> dict[str, list[Any]]:
-        """The files of such names in each folder of a folder."""
+        """The files with such names in each folder of a folder."""
         found: dict[str, list[Any]] = defaultdict(list)
         for info in self.listed(place, recursive=True):
             folder, _, name = str(info.path).removeprefix(f"{self._prefix}/{place}/").rpartition("/")
@@ -250,13 +251,14 @@ class Mirror:
         return found
 
     def download(self, info: Any, target: Path) -> None:
-        """Write a file of the store, with its time. Raises OSError; FileNotFoundError if it was deleted meanwhile."""
+        """Download a file of the store, with its modification time. Raises OSError; FileNotFoundError if it was deleted
+        meanwhile."""
         with self._store.open_input_stream(info.path) as source, open(target, "wb") as file:
             shutil.copyfileobj(source, file, PIECE)
         os.utime(target, ns=(info.mtime_ns, info.mtime_ns))
 
     def fetch(self, path: Path) -> None:
-        """Fetch a tensor file unless it is here or not in the store. Raises OSError."""
+        """Fetch a tensor file unless it is already in the copy, or is not in the store. Raises OSError."""
         run, *places = path.relative_to(self.root).parts
         if not PLAIN.fullmatch(run) or places[:1] != [TENSORS] or "\0" in str(path):
             return  # a row may name any file: only its values are fetched, never an index or a segment
@@ -289,7 +291,7 @@ class Mirror:
 
 @contextmanager
 def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that begin nothing more once the block is left, also by an exception or Ctrl-C."""
+    """Threads that start no new task once the block ends, also by an exception or Ctrl-C."""
     pool = ThreadPoolExecutor(THREADS)
     try:
         yield pool
@@ -298,8 +300,8 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class _Staged:
-    """Files that are written to `staging`, a folder of the copy, and renamed to their places; what is deleted goes the
-    other way. Threads share it; files are fetched by those of the pool."""
+    """Files that are written to `staging`, a folder of the copy, and renamed to their places; deleted files are first
+    moved there. Threads share it; files are fetched by those of the pool."""
 
     def __init__(self, mirror: Mirror, staging: Path, files: ThreadPoolExecutor) -> None:
         self._mirror, self._staging, self._files = mirror, staging, files
@@ -312,7 +314,7 @@ class _Staged:
         os.rename(path, self.new())
 
     def update(self, infos: Iterable[Any], directory: Path, kept: re.Pattern[str]) -> None:
-        """Make the files of a folder that have such names what they are in the store."""
+        """Make the files of a folder with such names equal to those in the store."""
         directory.mkdir(parents=True, exist_ok=True)
         wanted = {info.base_name: info for info in infos if info.is_file and kept.fullmatch(info.base_name)}
         for path in directory.iterdir():
@@ -328,7 +330,7 @@ class _Staged:
                 os.replace(part, directory / info.base_name)
 
     def segment(self, infos: list[Any], place: Path) -> None:
-        """Begin to fetch a segment, unless it is here or not all of it is in the store yet."""
+        """Start to fetch a segment, unless it is already in the copy or not yet complete in the store."""
         names = {info.base_name for info in infos}
         same = place.is_dir() and names == {path.name for path in place.iterdir()}
         if not (same and all(_is_same(place / info.base_name, info) for info in infos)):
@@ -359,7 +361,8 @@ def _reason(error: OSError) -> str:
 
 
 def _is_same(path: Path, info: Any, since: float = 0) -> bool:
-    """Whether a file is as in the store. since: seconds that must have passed from its change until it was fetched."""
+    """Whether a file is the same as in the store. since: seconds that must have passed from its change until it was
+    fetched."""
     try:
         here = os.stat(path)
     except FileNotFoundError:
@@ -369,7 +372,7 @@ def _is_same(path: Path, info: Any, since: float = 0) -> bool:
 
 
 def _is_complete(manifest: Path, infos: Iterable[Any]) -> bool:
-    """Whether the store has the files of a manifest. A damaged one is reported by what reads the rows."""
+    """Whether the store has the files of a manifest. A damaged manifest is reported when the rows are read."""
     try:
         written = read_json(Manifest, manifest).files
     except (OSError, ValueError):

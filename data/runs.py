@@ -1,4 +1,4 @@
-"""Run directories: the truth on disk that the index is derived from.
+"""Run directories: the source of truth on disk, from which the index is derived.
 
     <root>/<run_id>/
       run.json       configuration, versions, device, command line, and their checksum; written once
@@ -10,8 +10,8 @@
       tensors/       tensor files      segments/   their rows
       ranks/         of a run on several ranks: the process of each and what it has recorded; rank 0 adds them up
 
-A run's state is what its status and its process say together: a run that claims to be running while its process is
-gone has crashed.
+A run's state follows from its status and its process: a run whose status says running but whose process is gone has
+crashed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from typing_extensions import TypedDict  # pydantic asks for this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic requires this TypedDict before Python 3.12
 
 from binade.data.access import check_writable
 from binade.data.json_files import (
@@ -81,8 +81,8 @@ class RunError(ValueError):
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Status:
-    """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run lives
-    as long as the process `pid` on `host`, as it was booted then."""
+    """status.json. iteration is the last one finished (-1 before the first), times are ISO 8601 in UTC; the run is
+    alive as long as the process `pid` of `host` is, in the same boot."""
 
     state: RunState
     pid: Pid
@@ -115,7 +115,7 @@ class RankStatus:
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class RunNotes:
-    """notes.json: what users say of a run. Each may be empty."""
+    """notes.json: the name, colour and note that users gave a run. Each may be empty."""
 
     name: Annotated[str, Field(max_length=80, pattern=r"^[^\x00-\x1f]*$")] = ""
     color: Annotated[str, Field(pattern="^(#[0-9a-f]{6})?$")] = ""
@@ -136,7 +136,7 @@ class Weights(TypedDict, total=False):
 
 
 class RunFile(TypedDict, total=False):
-    """What is read of run.json, beyond showing it. Each field may be missing or null."""
+    """The fields of run.json that are used, not only shown. Each may be missing or null."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]  # pydantic reads it here
 
@@ -178,7 +178,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Loss(TypedDict):
-    """A record of loss.jsonl that can be used; it may have other fields."""
+    """A valid record of loss.jsonl; it may have other fields."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
@@ -217,8 +217,9 @@ class RunInfo:
         return read_manifest(self.directory / "segments" / segment, self.config.get("run_id"))
 
     def missing(self, segments: Iterable[str], rows: int) -> str | None:
-        """What is wrong if these are its segments, with so many rows; None if nothing is. A segment is published before
-        it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1 on."""
+        """What is missing if the run has these segments with so many rows; None if nothing is. A segment is published
+        before it is counted, so there may be more rows than the status says; but a rank numbers its segments from 1
+        on."""
         state, counted, is_import = self.status.state, self.status.tensors, self.config.get("kind") == IMPORT
         if not self.config.get("checksums") or state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
             return None
@@ -235,7 +236,7 @@ class RunInfo:
 
 def resolve_root(given: str | os.PathLike[str] | None = None) -> Path:
     """The root: the given one, else TENSOR_SAVE_DIR, else data/runs, as an absolute path. Raises RunError for one that
-    cannot be written down, or is in an object store: see `remote.readable_root`."""
+    is not valid Unicode, or is in an object store: see `remote.readable_root`."""
     chosen = given or os.environ.get("TENSOR_SAVE_DIR") or DEFAULT_ROOT
     if is_address(chosen):
         raise RunError(  # without the address: somebody may have put a secret into it
@@ -259,7 +260,7 @@ def is_address(root: object) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: a file's name on Linux is bytes, and these may be any."""
+    """Whether it can be written as UTF-8: file names on Linux are arbitrary bytes."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -273,7 +274,7 @@ def now() -> str:
 
 @cache
 def boot() -> str:
-    """The boot of the machine: process numbers and start times mean nothing in another one."""
+    """The ID of this boot: process numbers and start times are valid only within one boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -288,9 +289,9 @@ def _process(pid: int | None = None) -> dict[str, Any]:
 
 @dataclass
 class RunWriter:
-    """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses;
-    on the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises
-    OSError if the disk refuses."""
+    """The run directory that this process writes, or one rank of several. Only rank 0 writes status, log and losses; on
+    the others these calls do nothing, or keep the rank's own counts. Threads may share it. Every method raises OSError
+    if a write fails."""
 
     run_id: str
     directory: Path
@@ -304,10 +305,10 @@ class RunWriter:
     def create(
         cls, root: Path, label: str, config: dict[str, Any], *, ranks: int = 1, owner: int | None = None
     ) -> RunWriter:
-        """Make <root>/<run_id> with run.json and a first status, all at once. The id has the label, "-" in the place of
-        what is not plain in a file's name. owner is the process whose life is the run's, this one unless given. Raises
-        RunError if the root cannot be written or a word of the configuration is not what `read_run` takes, and then
-        leaves nothing there; ReadOnlyError."""
+        """Create <root>/<run_id> atomically, with run.json and a first status. The id has the label, "-" in the place
+        of what is not plain in a file's name. owner is the process that the run depends on, by default this one. Raises
+        RunError if the root cannot be written or `read_run` would not accept the configuration, and then leaves nothing
+        behind; ReadOnlyError."""
         check_writable("recording a run")
         try:
             parse_json(RunFile, json.dumps(config).encode())
@@ -333,8 +334,8 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, directory: Path, *, ranks: int = 1, owner: int | None = None, **changes: Any) -> RunWriter:
-        """Go on with a run that has ended: it is running again, as the process `owner` or this one, with these changes
-        of its status. Raises OSError, ReadOnlyError, or RunError if its status is damaged."""
+        """Continue a run that has ended: it is running again, in the process `owner` or this one, with these changes of
+        its status. Raises OSError, ReadOnlyError, or RunError if its status is damaged."""
         check_writable("recording a run")
         try:
             before = read_status(directory)
@@ -350,12 +351,12 @@ class RunWriter:
         return writer
 
     def continue_after(self, segments: int) -> None:
-        """Name the next segment as the one after so many."""
+        """Number the next segment as the one after this many."""
         self._segments = segments
 
     @classmethod
     def join(cls, directory: Path, rank: int, ranks: int) -> RunWriter:
-        """Another rank's part in a run that rank 0 has made. Raises RunError if its directory cannot be seen here."""
+        """Another rank's part of a run that rank 0 has created. Raises RunError if its directory cannot be found."""
         try:
             status = read_status(directory)
             writer = cls(directory.name, directory, status, rank, ranks)
@@ -367,7 +368,7 @@ class RunWriter:
         return writer
 
     def update(self, **changes: Any) -> None:
-        """Replace status.json. The counts among the changes are this rank's; the status tells those of all ranks."""
+        """Replace status.json. The counts in the changes are this rank's; the status has the sums over all ranks."""
         with self._lock:
             if self.ranks > 1:
                 changes |= self._count({name: changes[name] for name in COUNTS if name in changes})
@@ -376,13 +377,13 @@ class RunWriter:
                 write_json(self.directory / "status.json", self.status)
 
     def _count(self, own: dict[str, Any]) -> dict[str, int]:
-        """Write this rank's counts down, if there are new ones; what all ranks have written so far."""
+        """Save this rank's counts if they have changed. Returns the sums of what all ranks have written so far."""
         if own:
             write_json(self.directory / "ranks" / f"rank{self.rank:02d}.json", RankStatus(**_process(), **own))
         return total_counts(self.directory)
 
     def finish(self, state: RunState, reason: str | None = None) -> None:
-        """Write down how the run ended."""
+        """Record how the run ended."""
         if self.rank == 0:
             self.update(state=state, reason=reason, finished=now())
 
@@ -398,19 +399,19 @@ class RunWriter:
         return self._segments
 
     def next_segment_name(self) -> str:
-        """The same again until a segment of this name has been published."""
+        """The name of the next segment; it stays the same until a segment of this name has been published."""
         while (self.directory / "segments" / (name := f"rank{self.rank:02d}-{self._segments + 1:06d}")).exists():
             self._segments += 1
         return name
 
 
 def _written(directory: Path, segments: Iterable[str]) -> set[str]:
-    """These segments of a run, with the names of those that it wrote and that were merged into them."""
+    """These segments of a run, and the names of the segments that were merged into them."""
     names: set[str] = set()
     for name in segments:
         merged: Mapping[str, str] = {}
         if name.startswith(MERGED):
-            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
                 merged = read_manifest(directory / "segments" / name, None).digests
         names.update(merged or [name])
     return names
@@ -422,12 +423,12 @@ def write_run_file(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_status(directory: Path) -> Status:
-    """status.json as it stands. Raises OSError, and ValueError if it is damaged."""
+    """The content of status.json. Raises OSError, and ValueError if it is damaged."""
     return read_json(Status, directory / "status.json")
 
 
 def rank_statuses(directory: Path) -> list[RankStatus]:
-    """What the ranks of a run on several have written, in their order; a damaged file is left out."""
+    """The statuses of the ranks of a multi-rank run, in order; a damaged file is left out."""
     found = []
     for path in sorted((directory / "ranks").glob("rank*.json")):
         with suppress(OSError, ValueError):
@@ -436,7 +437,7 @@ def rank_statuses(directory: Path) -> list[RankStatus]:
 
 
 def read_notes(directory: Path) -> RunNotes:
-    """What users say of a run. Raises OSError, and ValueError if the file is damaged."""
+    """The name, colour and note of a run. Raises OSError, and ValueError if the file is damaged."""
     try:
         return read_json(RunNotes, directory / "notes.json")
     except FileNotFoundError:
@@ -444,7 +445,8 @@ def read_notes(directory: Path) -> RunNotes:
 
 
 def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
-    """Replace what users say of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and OSError."""
+    """Replace the name, colour and note of a run. Raises RunError for a value that is not allowed, ReadOnlyError, and
+    OSError."""
     check_writable("naming a run")
     try:
         notes = parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
@@ -460,8 +462,8 @@ def total_counts(directory: Path) -> dict[str, int]:
 
 
 def settle(directory: Path, state: RunState, reason: str | None) -> None:
-    """Say how a run ended whose processes are gone: what rank 0 said of several was said without knowing why. What a
-    killed one was writing aside is deleted."""
+    """Record how a run ended whose processes are gone: of several ranks, rank 0 may not have known the cause. Temporary
+    files of killed processes are deleted."""
     for part in [*directory.glob(".*.part"), *directory.glob("*/.*.part"), *directory.glob("tensors/*/.*.part")]:
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)
@@ -474,7 +476,7 @@ def settle(directory: Path, state: RunState, reason: str | None) -> None:
 
 
 def read_run(directory: Path) -> RunInfo:
-    """A run's configuration and state. Raises RunError if the directory is no run or its files are damaged."""
+    """A run's configuration and state. Raises RunError if the directory is not a run or its files are damaged."""
     try:
         config = read_json(RunFile, directory / "run.json")
         status = read_status(directory)
@@ -496,7 +498,7 @@ def _is_gone(status: Status | RankStatus) -> bool:
     if status.host in ("", socket.gethostname()):
         return status.boot not in ("", boot()) or process_start(status.pid) != status.pid_started
     if isinstance(status, RankStatus):
-        return True  # only its run's heartbeat tells
+        return True  # only its run's heartbeat shows that
     try:
         return datetime.now(UTC) - datetime.fromisoformat(status.heartbeat) > SILENCE
     except (TypeError, ValueError):
@@ -504,8 +506,8 @@ def _is_gone(status: Status | RankStatus) -> bool:
 
 
 def delete_run(directory: Path) -> None:
-    """Remove a run with all that it recorded. It is gone at once; what it held is removed after that. Raises RunError
-    for what is no run or still runs, ReadOnlyError, and OSError."""
+    """Remove a run with everything that it recorded. It disappears at once; its content is deleted after that. Raises
+    RunError if it is not a run or still running, ReadOnlyError, and OSError."""
     check_writable("deleting a run")
     run = read_run(directory)
     if run.status.state == RUNNING:
@@ -514,7 +516,7 @@ def delete_run(directory: Path) -> None:
 
 
 def is_a_file(root: Path) -> str:
-    """What is said of a root that is a file."""
+    """The error message for a root that is a file."""
     return f"{root} is a file: the root of the runs must be a directory"
 
 
@@ -532,7 +534,7 @@ def run_names(root: Path) -> list[str]:
 
 
 def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
-    """The runs under a root, oldest first, and what was passed over with the reason. A missing root has none."""
+    """The runs under a root, oldest first, and the skipped directories with the reason. A missing root has none."""
     runs: list[RunInfo] = []
     refused: list[str] = []
     for directory in run_directories(root):
@@ -540,15 +542,14 @@ def list_runs(root: Path) -> tuple[list[RunInfo], list[str]]:
             runs.append(read_run(directory))
         except RunError as error:
             refused.append(str(error))
-    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name tells seconds only
+    runs.sort(key=lambda run: (str(run.config.get("started")), run.run_id))  # a name has only seconds
     return runs, refused
 
 
 def fingerprint(directory: Path) -> str:
-    """What a run holds, as 64 hexadecimal digits: SHA-256 over run.json and, segment by segment, the rows, sketches and
-    scores. Where the tensor files lie, or whether their values are still there, does not count, nor whether segments
-    were merged: the same run bundled without its values is the same run. Raises RunError if a file is missing or
-    damaged."""
+    """The digest of a run's content, as 64 hexadecimal digits: SHA-256 over run.json and, segment by segment, the rows,
+    sketches and scores. The location and presence of tensor files do not count, nor whether segments were merged: a run
+    has the same fingerprint when it is bundled without its values. Raises RunError if a file is missing or damaged."""
     total = hashlib.sha256()
     try:
         total.update(hashlib.sha256((directory / "run.json").read_bytes()).digest())
@@ -573,7 +574,7 @@ def digests(directory: Path) -> dict[str, str]:
 def read_losses(directory: Path) -> list[Any]:
     """loss.jsonl as records: iteration (from 0 under the recipe, below 0 in warm-up), loss in nats per token, time as
     seconds since 1970, the step's own seconds and whether tensors were recorded in it (older runs lack these two). A
-    line cut short by a crash or damaged ends them. They are as they stand: `is_loss` tells what can be used."""
+    line cut short by a crash or damaged ends them. They are not checked: `is_loss` says which are valid."""
     records = []
     for line in _loss_lines(directory):
         try:
@@ -584,15 +585,15 @@ def read_losses(directory: Path) -> list[Any]:
 
 
 def sound_losses(directory: Path) -> list[dict[str, Any]]:
-    """Those of `read_losses` that can be used. Raises OSError."""
+    """The valid records of `read_losses`. Raises OSError."""
     return [record for record in read_losses(directory) if is_loss(record)]
 
 
 def check_losses(directory: Path) -> None:
-    """Raise RunError for a line that is no loss or has another checksum than was written, but for a last one that a
-    crash cut short; OSError."""
+    """Raise RunError for a line that is not a loss or has a wrong checksum, except for a last line that a crash cut
+    short; OSError."""
     for number, line in enumerate(_loss_lines(directory), 1):
-        record, reason = None, "is no loss"
+        record, reason = None, "is not a loss"
         try:
             record = json.loads(unsealed(line))
         except RecursionError:

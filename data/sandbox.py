@@ -1,9 +1,9 @@
 """A user's own SQL, read-only, on a copy of the index: the only place that runs SQL from outside.
 
-The copy is a DuckDB file without a name, so it disappears with the app however that ends. Each statement runs in a
-process of its own (`data.statement`), which opens the copy read-only and closes every other way out before it looks at
-the statement: no files, network, extensions or spilling to disk, a locked configuration, limited memory. A statement
-must be a single SELECT; its process is killed after a time, and the rows are limited.
+The copy is a DuckDB file without a name, so it disappears with the app, however the app ends. Each statement runs in a
+process of its own (`data.statement`), which opens the copy read-only and disables everything else before it parses the
+statement: no files, network, extensions or spilling to disk, a locked configuration, limited memory. A statement must
+be a single SELECT; its process is killed at a timeout, and the number of rows is limited.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sandbox:
         self._copy.close()
 
     def columns(self) -> pd.DataFrame:
-        """table, column, type: what a statement can use."""
+        """The columns that a statement can use: table, column, type."""
         return self._columns.copy()
 
     def select(self, sql: str, limit: int = ROWS, seconds: float = SECONDS) -> Answer:
@@ -81,7 +81,7 @@ class Sandbox:
 
 
 def _copy(catalog: Catalog) -> tuple[BinaryIO, pd.DataFrame]:
-    """A DuckDB file of the public tables, open and without a name; and their columns."""
+    """An open DuckDB file of the public tables, without a name, and their columns."""
     with tempfile.TemporaryDirectory(prefix="binade-sql-") as folder:
         path = Path(folder) / "index.duckdb"
         with duckdb.connect(path) as connection:
@@ -135,7 +135,7 @@ class _Process:
             timer.cancel()
 
     def send(self, request: dict[str, str | int]) -> None:
-        """Returns when the process begins with the statement."""
+        """Send the statement. Returns when the process starts to run it."""
         with self._limit(STARTUP):
             with suppress(BrokenPipeError):  # it has ended: there will be no answer
                 self._in.write(json.dumps(request).encode())
@@ -149,7 +149,7 @@ class _Process:
             kind, content = self._out.readline(), self._out.read()
             status = self._process.wait()
         if expired.is_set():
-            raise QueryError(f"stopped after {seconds:g} s: ask for less, or aggregate")
+            raise QueryError(f"stopped after {seconds:g} s: narrow the query, or aggregate")
         if kind == statement.ERROR:
             raise QueryError(content.decode())
         if status < 0:  # DuckDB may also abort where it cannot allocate

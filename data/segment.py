@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # they import torch, which reading the index does not need
 
 @dataclass(frozen=True)
 class Identity:
-    """Which tensor it is: the values that users filter by. None where one does not apply or is not known."""
+    """The identity of a tensor: the values that users filter by. None if one does not apply or is unknown."""
 
     model: str | None
     size: str | None
@@ -101,10 +101,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Score:
-    """What rounding a tensor to a format does, along the axis that one GEMM contracts.
+    """The error of rounding a tensor to a format, along the axis that one GEMM contracts.
 
     gemm         forward, dgrad or wgrad; None for a tensor that is the operand of no known GEMM
-    used         whether the GEMM took the tensor rounded so
+    used         whether the GEMM used the tensor rounded to this format
     loss_first, loss_fisher   see quant.metrics.loss_change_later; None where the tensor's gradient is not known
     blocks       see quant.block_histograms; empty where they were not measured
     """
@@ -120,7 +120,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a tensor is followed by over iterations: see quant.traces. sample: of a rounded weight, else None."""
+    """Values for following a tensor over iterations: see quant.traces. sample: for a rounded weight, else None."""
 
     hot_channels: np.ndarray
     hot_ratio: float
@@ -129,7 +129,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """All that the index keeps of one tensor.
+    """Everything that the index stores about one tensor.
 
     gemm: the GEMM that contracted_axis and error belong to, or whose result it is; None if it is not known. The scores
     are of every GEMM that takes the tensor. result_sqnr_db: of a result, against the same GEMM on unrounded operands.
@@ -249,14 +249,14 @@ MERGED = "merged-"  # how the names of merged segments begin
 
 
 class SegmentError(ValueError):
-    """A segment is not what was written. The message says which file differs, and what was expected."""
+    """A segment differs from what was written. The message names the file, and says what was expected."""
 
     exit_status = 1
 
 
 @pydantic_dataclass(frozen=True, config=STRICT)
 class Checksum:
-    """Of a file: its size in bytes and the SHA-256 of its content."""
+    """The checksum of a file: its size in bytes and the SHA-256 of its content."""
 
     bytes: int
     sha256: str
@@ -267,8 +267,8 @@ class Checksum:
         return cls(os.stat(file).st_size, sha256(file))
 
     def difference(self, file: BufferedReader) -> str | None:
-        """What differs in an open file from this, as it was written; None if nothing does. A file of another size,
-        which may be enormous, is not read. Raises OSError."""
+        """How an open file differs from this checksum; None if it does not. A file of another size, which may be
+        enormous, is not read. Raises OSError."""
         size = os.fstat(file.fileno()).st_size
         if size != self.bytes:
             return f"has {size} bytes, expected {self.bytes}"
@@ -300,7 +300,7 @@ class Manifest:
     digests: dict[str, str] = field(default_factory=dict)
 
     def differences(self, segment: Path) -> dict[str, str]:
-        """The files of the segment that are not as they were written, with what differs. Raises OSError."""
+        """The files of the segment that have changed, with the difference. Raises OSError."""
         found = {}
         for name, expected in self.files.items():
             file = segment / name
@@ -343,8 +343,8 @@ def read_manifest(segment: Path, run_id: str | None) -> Manifest:
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
-    """How a segment's tables are written, as keywords of pyarrow: measured numbers hardly ever recur, so that they take
-    less room, and less time, byte by byte than in a dictionary. The checksums of pages are compared at each read."""
+    """How a segment's tables are written, as keywords of pyarrow: measured numbers rarely repeat, so they take less
+    space and time with byte-stream split than in a dictionary. The checksums of pages are compared at each read."""
     encodings = {"bin": "DELTA_BINARY_PACKED", "count": "BYTE_STREAM_SPLIT"}
     encodings |= {column.name: "BYTE_STREAM_SPLIT" for column in schema if column.type == _REAL}
     return {
@@ -363,8 +363,8 @@ def _leaves(schema: pa.Schema) -> Iterator[str]:
 
 
 def table_files(directory: Path) -> dict[str, Path]:
-    """The files of a segment by table; one of an earlier version lacks those of OPTIONAL. Whether they are there
-    otherwise is not checked."""
+    """The files of a segment by table; one of an earlier version lacks those of OPTIONAL. Otherwise their existence is
+    not checked."""
     files = {name: directory / f"{name}.parquet" for name in TABLES}
     return {name: file for name, file in files.items() if name not in OPTIONAL or file.exists()}
 
@@ -373,8 +373,8 @@ def read_tables(
     segment: Path, written: Manifest | None = None, names: Collection[str] = tuple(TABLES)
 ) -> dict[str, pa.Table]:
     """A segment's TABLES, or "tensor" and some others, null in the columns that one of an earlier version lacks. In all
-    but "tensor", `row` takes the place of tensor_id: the tensor's row there. What is read has the checksums of the
-    manifest, if one is given. Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
+    but "tensor", `row` replaces tensor_id: the tensor's row there. Files are checked against the manifest, if one is
+    given. Raises OSError, and pa.ArrowException or ValueError for a damaged segment."""
     tables: dict[str, pa.Table] = {}
     known = pa.array([], _TEXT)
     for name in written.files if written else ():
@@ -532,11 +532,11 @@ def last_number(names: Iterable[str]) -> int:
 
 
 def replaced_names(directory: Path, names: Set[str]) -> set[str]:
-    """Those of a run's segments that a merged one has replaced, which are about to be deleted."""
+    """The segments of a run that a merged one has replaced and that will be deleted."""
     found = set()
     for merged in names:
         if merged.startswith(MERGED):
-            with suppress(OSError, ValueError):  # it is damaged, which whoever reads its rows finds out
+            with suppress(OSError, ValueError):  # a damaged manifest is reported when its rows are read
                 replaces = read_json(Manifest, directory / merged / MANIFEST).replaces
                 found |= {name for name in replaces.keys() & names if _is_same(directory / name, replaces[name])}
     return found

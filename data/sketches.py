@@ -1,7 +1,7 @@
-"""Reads the sketches of chosen tensors out of the segments' files, where they stay: the index only has their places.
+"""Reads the sketches of chosen tensors from the segments' files. They stay there: the index only has their places.
 
-A sketch takes more room than all else that is known of a tensor. Most answers come from sums (see data/intake.py) and
-need none; what is left reads the row groups that the chosen tensors are in.
+A sketch takes more space than all other data about a tensor. Most answers come from sums (see data/intake.py) and need
+none; the others read the row groups that contain the chosen tensors.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def places(table: pa.Table) -> pa.Table:
 def sketches(
     cursor: duckdb.DuckDBPyConnection, root: Path, chosen: str, parameters: Sequence[Any] = ()
 ) -> Iterator[str]:
-    """The name of a table that SQL may read once in the block: the sketches of the tensors whose `key` the statement
-    `chosen` returns, added up under the key `other` that it returns with it, in the order of these. Raises
+    """The name of a table that SQL may read once within this context: the sketches of the tensors whose `key` the
+    statement `chosen` returns, added up under the key `other` that it returns with it, in the order of these. Raises
     SegmentError if a file is not the one that the index knows."""
     found = cursor.execute(
         f"SELECT segment, other, start, stop FROM sketch_rows JOIN ({chosen}) USING (key) ORDER BY segment, start",
@@ -89,7 +89,7 @@ def _sums(
     start: np.ndarray,
     stop: np.ndarray,
 ) -> Iterator[pa.RecordBatch]:
-    """The sketches in these rows of these segments, those of one key added up, AT_ONCE keys at a time."""
+    """The sketches in these rows of these segments, added up by key, AT_ONCE keys at a time."""
 
     def rows(chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for part in np.split(chosen, np.flatnonzero(np.diff(segment[chosen])) + 1):
@@ -117,7 +117,7 @@ def _sums(
 
 @lru_cache(FOOTERS)
 def _footer(file: str, mtime_ns: int) -> tuple[pq.FileMetaData, np.ndarray]:
-    """The description of a file, and where each of its row groups begins, and the last ends."""
+    """The metadata of a file, the start of each of its row groups, and the end of the last."""
     metadata = pq.read_metadata(file)
     return metadata, np.cumsum([0, *(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))])
 

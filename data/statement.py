@@ -1,8 +1,8 @@
 """One SQL statement of a user, in a process of its own: the child of `data.sandbox`.
 
-DuckDB neither counts one value of a gigabyte in its memory limit nor interrupts it in time. So the operating system
-enforces the limits: of the address space here, and the parent kills the process at its timeout. Imports are few,
-because every statement waits for them.
+DuckDB neither counts a single value of a gigabyte in its memory limit nor interrupts its computation in time. So the
+operating system enforces the limits: of the address space here, and the parent kills the process at its timeout.
+Imports are few, because every statement waits for them.
 
     python -m binade.data.statement PARENT COPY    the parent's pid, and the open file of the index's copy
     stdin    {"sql": text, "limit": rows} as JSON
@@ -38,8 +38,8 @@ NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUG
 VALUE = 64  # bytes that a value takes in Python beside its own
 SHUT = (
     "SET enable_external_access = false",
-    "SET disabled_filesystems = 'LocalFileSystem'",  # or the index's own file, open already, could be read as bytes
-    "SET python_enable_replacements = false",  # or a table's name could be a variable of this process
+    "SET disabled_filesystems = 'LocalFileSystem'",  # otherwise the open file of the index could be read as bytes
+    "SET python_enable_replacements = false",  # otherwise a table's name could refer to a variable of this process
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
     "SET allow_community_extensions = false",
@@ -48,7 +48,7 @@ SHUT = (
     f"SET memory_limit = '{MEMORY}'",
     "SET lock_configuration = true",
 )
-TOO_MUCH = f"it needs more than {MEMORY} of memory: ask for less, or aggregate"
+TOO_MUCH = f"it needs more than {MEMORY} of memory: narrow the query, or aggregate"
 READY, ROWS, ERROR = b"ready\n", b"rows\n", b"error\n"
 PR_SET_PDEATHSIG = 1
 

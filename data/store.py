@@ -1,8 +1,8 @@
-"""Files and directories that appear whole or not at all, and the tensor files among them.
+"""Atomic writes of files and directories, and tensor files.
 
-A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with
-torch.load(path, weights_only=True, mmap=True), here and in anyone's script; nothing is unpickled that weights_only does
-not allow. torch is imported only where a tensor is read or written, so that queries of the index need not wait for it.
+A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with torch.load(path,
+weights_only=True, mmap=True), here and in anyone's script; nothing is unpickled that weights_only does not allow. torch
+is imported only to read or write a tensor, so that queries of the index need not wait for it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk t
 
 
 class TensorFileError(ValueError):
-    """A tensor file is missing, cut short or not what it should be. The message says which."""
+    """A tensor file is missing, truncated or invalid. The message says which."""
 
     exit_status = 1
 
 
 def regular(path: str, flags: int) -> int:
-    """The opener of `open` for files that others may have put there. OSError for a FIFO or device, which may block."""
+    """The opener of `open` for files that others may have created. OSError for a FIFO or device, which may block."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -82,8 +82,8 @@ def staged_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def staging_directory(path: Path) -> Iterator[Path]:
-    """An empty directory in the same folder as `path`, from where files can be renamed to it. At the end it is deleted,
-    and so are the folders above it that were made for it, unless they hold something by then. Raises OSError."""
+    """An empty directory in the same folder as `path`, so that files in it can be renamed to `path`. At the end it is
+    deleted, and so are parent folders that were created for it, unless they are no longer empty. Raises OSError."""
     part = path.with_name(f".{path.name}.{owner()}")
     made = [folder for folder in part.parents if not folder.exists()]
     try:
@@ -99,8 +99,8 @@ def staging_directory(path: Path) -> Iterator[Path]:
 @contextmanager
 def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Fill a directory under a temporary name in the same folder, and rename it. If the block raises, nothing is left
-    behind. With replace, a directory of that name is there and goes; after a crash between the two renames neither is.
-    Raises OSError."""
+    behind. With replace, an existing directory of that name is replaced; after a crash between the two renames neither
+    exists. Raises OSError."""
     old = path.with_name(f".{path.name}.{os.getpid()}.old")
     with staging_directory(path) as part:
         yield part
@@ -112,8 +112,8 @@ def staged_directory(path: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def process_start(pid: int) -> float | None:
-    """When a live process started, in clock ticks since boot; None if there is none, or only its parent has not noticed
-    yet that it ended. (psutil's create_time is the wall clock's, and moves with it.)"""
+    """When a live process started, in clock ticks since boot; None if there is none, or it is a zombie. (psutil's
+    create_time depends on the wall clock, which may change.)"""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, ValueError):
@@ -125,14 +125,15 @@ def process_start(pid: int) -> float | None:
 
 
 def owner() -> str:
-    """How the name of a directory ends that this process fills. In containers the number is often the same."""
+    """The suffix of temporary directories of this process. The pid alone is not enough: it is often the same in
+    containers."""
     return f"{HOST}.{os.getpid()}-{process_start(os.getpid()) or 0:.0f}.part"
 
 
 @contextmanager
 def locked(directory: Path, options: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a directory without leaving a lock file in it. Raises OSError, which says what to do where the file system
-    has no locks."""
+    """Lock a directory without leaving a lock file in it. Raises OSError, which says what to do if the file system has
+    no locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         try:
@@ -153,7 +154,7 @@ def _no_locks(directory: Path) -> str:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that a path lies on, as mount names it; "unknown" where /proc does not tell."""
+    """The type of a path's file system, as mount names it; "unknown" if /proc does not say."""
     resolved, found = path.resolve(), {}
     with suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -165,12 +166,12 @@ def file_system(path: Path) -> str:
 
 
 def sweep_beside(path: Path) -> None:
-    """Delete what killed processes left of `staging_directory(path)` and `staged_directory(path)`."""
+    """Delete the leftovers of killed processes from `staging_directory(path)` and `staged_directory(path)`."""
     sweep(path.parent, f".{glob.escape(path.name)}")
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """Delete the directories whose names are of this pattern and end in `owner()` of a process that has ended."""
+    """Delete the directories that match this pattern and end in `owner()` of a process that has ended."""
     for left in folder.glob(f"{pattern}.{HOST}.*.part"):
         found = re.fullmatch("([0-9]{1,9})-([0-9]+)", left.name.split(".")[-2])
         if found and process_start(int(found[1])) != float(found[2]):
@@ -193,7 +194,7 @@ def write_atomic(path: Path, content: bytes | memoryview) -> None:
 def encode(tensor: Tensor, metadata: dict[str, Any], tensor_info: dict[str, Any]) -> memoryview:
     """The content of a tensor file.
 
-    The tensor is stored contiguous, on the CPU, in a storage of its own: a view does not drag its base along.
+    The tensor is stored contiguous, on the CPU, in a storage of its own: for a view, only its own values are stored.
     """
     import torch
 
@@ -225,8 +226,8 @@ def _digest(path: Path, state: tuple[int, ...]) -> str:
 
 
 def check_content(path: Path, expected: str) -> None:
-    """Raise TensorFileError if the file's SHA-256 is another one. A file is read once per process, and again when its
-    size or time has changed. Raises OSError."""
+    """Raise TensorFileError if the file has another SHA-256. A file is read once per process, and again if its size or
+    time has changed. Raises OSError."""
     now = os.stat(path)
     found = _digest(path, (now.st_ino, now.st_size, now.st_mtime_ns))
     if found != expected:
@@ -247,7 +248,7 @@ def load(path: Path, expected: str | None = None) -> Tensor:
         raise TensorFileError(f"{path} is missing: it was moved or deleted since it was indexed") from None
     except TensorFileError:
         raise
-    except Exception as error:  # whatever a damaged pickle trips over: KeyError, IndexError, struct.error
+    except Exception as error:  # a damaged pickle raises almost anything: KeyError, IndexError, struct.error
         raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
         raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")

@@ -1,8 +1,8 @@
 """The tensors that a collection records, as one table: capture, `--tensors`, estimates, the index and the app read it.
 
 To record another tensor of a product, add an entry to TENSOR_KINDS; nothing else changes. Tensors of products are
-recorded by default, those of the rest of a step if they are named. What is not in the table can be recorded by any name
-with `Recorder.record`, and is shown under that name in NEUTRAL.
+recorded by default, other tensors of a step only if they are named. Any other tensor can be recorded under any name
+with `Recorder.record`, and is shown under that name in the colour NEUTRAL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Product(StrEnum):
 
 
 class Other(StrEnum):
-    """What else of a step capture observes, for the tensors that are named."""
+    """Other parts of a step that capture observes, for tensors that are named."""
 
     NORM = "norm"  # a LayerNorm or RMSNorm
     EXPERTS = "experts"  # a mixture of experts
@@ -40,7 +40,7 @@ class Gemm(StrEnum):
 
 
 class Measure(StrEnum):
-    """What is measured of a GEMM beside the error of its operands, at a cost."""
+    """Optional measurements of a GEMM besides the error of its operands. They take time."""
 
     RESULT = "result"  # the error of its result, for which it runs a second time on operands that are not rounded
     LOSS = "loss"  # what the error of each forward operand does to the loss, by its gradient
@@ -58,7 +58,7 @@ class Operation(StrEnum):
 
 
 class Phase(StrEnum):
-    """The side of the operation on which a tensor stands."""
+    """Whether a tensor is an input or an output of the operation."""
 
     PRE = "pre"  # its input
     POST = "post"  # its output
@@ -76,7 +76,7 @@ class TensorKind:
                      of its scores, None for none
     size             the tensor whose number of elements it has: input, weight or output of a linear layer; query, key,
                      value, scores or output of attention; outside of products, see collector.models.shape.OtherSpec
-    color, label     how charts draw it and texts call it; a name that occurs in two products has the same in both
+    color, label its colour and name in charts and texts; the same for a name that occurs in two products
     """
 
     name: str
@@ -92,12 +92,12 @@ class TensorKind:
 
     @property
     def gemm(self) -> Gemm | None:
-        """The GEMM that takes or gives it, if one does; a tensor that is an operand of two is of the first."""
+        """The GEMM that uses or computes it, if any; for an operand of two GEMMs, the first."""
         return Gemm(self.operand.partition("_")[0]) if self.operand else None
 
     @property
     def place(self) -> str:
-        """What has the tensor: "linear" or "attention", or one of Other."""
+        """Where the tensor belongs: "linear" or "attention", or one of Other."""
         return "attention" if self.product in (Product.QK, Product.PV) else self.product.value
 
     @property
@@ -153,11 +153,11 @@ TENSOR_KINDS: list[TensorKind] = [
 ]
 
 
-# What a product shows an operand as in a later GEMM, and what it showed it as before.
+# The name of an operand in a later GEMM, and its name in the forward product.
 LATER = {"dgrad_b": "b", "wgrad_grad": "grad", "wgrad_a": "a"}
 
 
-# Attention maps: their last axis is no channel.
+# Attention maps, whose last axis is not a channel.
 MAPS = frozenset(kind.name for kind in TENSOR_KINDS if kind.size == "scores")
 
 
@@ -167,12 +167,12 @@ def tensor_names(place: str | None = None) -> tuple[str, ...]:
 
 
 def named_places(names: Collection[str]) -> frozenset[str]:
-    """The places of the tensors to record: where none is named, those of products."""
+    """The places of the tensors to record: those of products if none is named."""
     return frozenset(k.place for k in TENSOR_KINDS if (k.name in names if names else isinstance(k.product, Product)))
 
 
 def kind_of(product: Product | Other, observed: str) -> TensorKind | None:
-    """The kind of what a product shows by that name; None if it is not recorded."""
+    """The kind of the tensor that a product shows by that name; None if it is not recorded."""
     return next((kind for kind in TENSOR_KINDS if (kind.product, kind.observed) == (product, observed)), None)
 
 

@@ -1,4 +1,4 @@
-"""Messages in one line, names of files, and tables in Markdown and CSV."""
+"""One-line messages, file names, and tables in Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-# Text that a spreadsheet would treat as a formula: it begins so, and is no number.
+# Text that a spreadsheet would treat as a formula: it begins like one, and is not a number.
 _FORMULA = re.compile(r"\s*[=@]|[\t\r]|\s*[+-](?!(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|inf$)", re.IGNORECASE)
-_CELLS = re.compile(r"([,;])")  # what ends a cell, in one country or another
+_CELLS = re.compile(r"([,;])")  # separators of cells in different locales
 
 
 def one_line(message: object, longest: int = 400) -> str:
@@ -21,12 +21,12 @@ def one_line(message: object, longest: int = 400) -> str:
 
 
 def plain_name(text: str) -> str:
-    """A spec or another text as part of a file's name: nvfp4_block_16x16 of nvfp4(block=16x16)."""
+    """A spec or another text as part of a file name: nvfp4_block_16x16 for nvfp4(block=16x16)."""
     return re.sub(r"[^\w.-]+", "_", text, flags=re.ASCII).strip("_")
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line for people: its first line, the system's words of an OSError, or its type."""
+    """An exception as one readable line: its first line, the system's message for an OSError, or its type."""
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror.lower()}{where}"
@@ -35,15 +35,19 @@ def describe(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int | None = None) -> str:
-    """A table in Markdown, of cells that are Markdown already. The first `left` columns are aligned left, all if it is
-    not given, the others right."""
-    rule = [":--" if left is None or place < left else "--:" for place in range(len(header))]
+def markdown_text(text: str) -> str:
+    """A text as it is in Markdown: no cell, link, tag or emphasis is made of it."""
+    return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:
+    """A table in Markdown, of cells that are Markdown already. align: "l" or "r" for each column, all left if empty."""
+    rule = [{"l": ":--", "r": "--:"}[each] for each in align or "l" * len(header)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, rule, *rows))
 
 
 def csv_cell(value: object) -> object:
-    """A value as a cell of CSV: an apostrophe stands before text that a spreadsheet would treat as a formula."""
+    """A value as a cell of CSV. Text that a spreadsheet would treat as a formula gets an apostrophe in front."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 

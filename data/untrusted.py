@@ -1,4 +1,4 @@
-"""JSON files that others wrote: read strictly, checked against dataclasses, refused in one short sentence."""
+"""Reads untrusted JSON files strictly, checks them against dataclasses, and refuses them with one short sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from binade.data.json_files import adapter_of
 
 T = TypeVar("T")
 REASONS = {
-    "string_type": "is not a text",
+    "string_type": "is not a string",
     "int_type": "is not a whole number",
     "list_type": "is not a list",
     "tuple_type": "is not a list",
@@ -29,12 +29,12 @@ REASONS = {
 
 
 class RefusedError(ValueError):
-    """The reason why a file is refused: a sentence without its subject's name and its full stop."""
+    """The reason why a file is refused: a sentence without the file's name and the full stop."""
 
 
 class Record:
-    """Base of dataclasses that are read from a file: it must name every field, those with a default too, and no
-    other. Constructing one in Python checks nothing."""
+    """Base of dataclasses that are read from a file: the file must have every field, even those with a default, and no
+    others. Constructing one in Python checks nothing."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -62,7 +62,7 @@ def _free_of(characters: str) -> AfterValidator:
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """For Annotated lists and objects: so many entries at most, counted before any is looked at."""
+    """For Annotated lists and objects: the maximum number of entries, checked before any entry is parsed."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict | list) and len(given) > entries:
@@ -77,8 +77,7 @@ LINES = _free_of(r"\x00-\x08\x0b\x0c\x0e-\x1f\x7f")  # one with line breaks and 
 
 
 def parse(kind: type[T], content: bytes, marker: str, version: int, most_values: int) -> T:
-    """The record of a file that is marked as {marker: version, ...}. Raises RefusedError, and nothing else, for
-    whatever the content is."""
+    """The record of a file that is marked as {marker: version, ...}. For any content, it raises only RefusedError."""
     given = _read_json(content)
     if not isinstance(given, dict) or marker not in given:
         raise RefusedError(f'it has no "{marker}": it is another kind of file')
@@ -87,7 +86,7 @@ def parse(kind: type[T], content: bytes, marker: str, version: int, most_values:
         raise RefusedError("its version is not a whole number")
     if found != version:
         raise RefusedError(
-            f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the Binade that wrote it"
+            f"its version is {str(found)[:20]}, and this Binade reads version {version}: use the version that wrote it"
         )
     if _count(given, most_values) > most_values:
         raise RefusedError(f"it holds more than {most_values:,} values")
@@ -111,7 +110,7 @@ def _read_json(content: bytes) -> Any:
         raise RefusedError("it is nested too deeply") from None
     except RefusedError:
         raise
-    except ValueError:  # no JSON, or an integer of thousands of digits
+    except ValueError:  # not JSON, or an integer with thousands of digits
         raise RefusedError("it is not JSON") from None
 
 
@@ -127,7 +126,7 @@ def _constant(name: str) -> None:
 
 
 def _count(given: Any, most: int) -> int:
-    """How many values a document holds; counting stops soon after most."""
+    """The number of values in a document; counting stops soon after the maximum."""
     count, left = 0, [given]
     while left and count <= most:
         count += 1
@@ -138,7 +137,7 @@ def _count(given: Any, most: int) -> int:
 
 
 def _reason(error: ValidationError) -> str:
-    """What is wrong and where, without repeating a value, which may be enormous."""
+    """What is wrong and where, without the value, which may be enormous."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = list(first["loc"])
     if "[key]" in place:  # the name of an entry

@@ -1,6 +1,6 @@
-"""Compares what is on disk with the checksums that were written with it: what `binade verify` does.
+"""Compares files on disk with the checksums that were written with them, for `binade verify`.
 
-The index does this for rows when it takes a segment in, and for a tensor's values when they are read. This reads
+The index does this for rows when it adds a segment, and for a tensor's values when they are read. This module reads
 everything.
 """
 
@@ -26,8 +26,8 @@ UNREADABLE = (OSError, ValueError, TypeError, pa.ArrowException)
 
 @dataclass
 class Verified:
-    """How many runs and files were read; damaged: a line for each file that is not what was written; unchecked: the
-    runs of earlier versions, which have no checksums."""
+    """The number of runs and files read; damaged: a line for each file that differs from what was written; unchecked:
+    the runs of earlier versions, which have no checksums."""
 
     runs: int = 0
     files: int = 0
@@ -44,13 +44,14 @@ def verify(
     """Read every file of these runs of a root, of all if none are named. damaged is called with each line as it is
     found, done with the segments read so far and their number. Runs that are being recorded may be among them.
 
-    Raises RunError if the root is no directory or has no such run, TensorFileError if an object store cannot be read.
+    Raises RunError if the root is not a directory or has no such run, TensorFileError if an object store cannot be
+    read.
     """
     if not root.is_dir():
-        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: name the root of some runs")
+        raise RunError(is_a_file(root) if root.exists() else f"{root} does not exist: give a directory of runs")
     directories = run_directories(root)
     if unknown := sorted(set(run_ids) - {directory.name for directory in directories}):
-        raise RunError(f"{root} has no run {unknown[0]!r}: name a directory in it")
+        raise RunError(f"{root} has no run {unknown[0]!r}: give the name of a directory in it")
     found = Verified()
 
     def refuse(path: Path, reason: str) -> None:
@@ -72,7 +73,7 @@ def verify(
             found.unchecked.append(run.run_id)
         before, rows = len(found.damaged), 0
         with ExitStack() as held:
-            with suppress(OSError):  # no locks here: then nobody can merge segments either
+            with suppress(OSError):  # the file system has no locks, so nothing can merge segments either
                 held.enter_context(locked(run.directory, fcntl.LOCK_SH))  # so that no segments are merged meanwhile
             segments = run.segments if run.status.state != RUNNING else segments
             for name in segments:
@@ -107,7 +108,7 @@ def _check_segment(run: RunInfo, name: str, found: Verified, refuse: Callable[[P
     if "tensor.parquet" in damaged:
         return 0
     for path, digest in zip(rows["path"].to_pylist(), rows["sha256"].to_pylist(), strict=True):
-        if path is not None and not Path(path).is_absolute():  # an imported file is not ours
+        if path is not None and not Path(path).is_absolute():  # Binade did not write imported files
             _check_tensor(fetched(run.directory / path), digest, found, refuse)
     return len(rows)
 

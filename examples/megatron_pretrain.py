@@ -1,12 +1,12 @@
-"""Megatron-LM's pretrain_gpt.py, quantized and recorded: the last lines of the original (core_v0.16.1), three changed.
+"""Megatron-LM's pretrain_gpt.py (core_v0.16.1), quantized and recorded: its last lines, with three lines changed.
 
-Start it where the original is started, with Megatron-LM's root and Binade's on PYTHONPATH, and the same arguments:
+Start it like the original, with the same arguments, and with the roots of Megatron-LM and Binade on PYTHONPATH:
 
     CUSTOM_QUANT_TYPE=FA_linear_mxfp8 TENSOR_SAVE_DIR=runs \\
         torchrun --nproc-per-node 8 megatron_pretrain.py --transformer-impl local \\
         --no-gradient-accumulation-fusion --no-persist-layer-norm ...
 
-The first iteration's first micro-batch is recorded, on every rank; `iterations=` and `micro_batches=` take more.
+It records the first micro-batch of the first iteration on every rank; `iterations=` and `micro_batches=` record more.
 """
 
 import time

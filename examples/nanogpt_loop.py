@@ -1,10 +1,10 @@
-"""A training loop like nanoGPT's, quantized and recorded: two lines more than without Binade.
+"""A training loop like nanoGPT's, quantized and recorded with two additional lines.
 
     python examples/nanogpt_loop.py --recipe nvidia_nvfp4
     binade serve
 
-Nothing else tells Binade what the loop does: estimate_loss runs in eval mode, so that it is not recorded; each of the
-other forward passes is a micro-batch, and each step of the optimizer ends an iteration. The text is this file.
+The loop needs no other changes. estimate_loss runs in eval mode, so it is not recorded. Each of the other forward
+passes is a micro-batch, and each optimizer step ends an iteration. The training text is this file.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""How the blocks of a tensor differ: histograms of their scales, of their errors and of their crest factors.
+"""Histograms over the blocks of a tensor: of their scales, errors and crest factors.
 
-A histogram adds up over tensors, iterations and layers, so that "which blocks fail" needs no values.
+Histograms can be added over tensors, iterations and layers, so that the question "which blocks fail" needs no values.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from binade.quant.scaling import SCALINGS
 from binade.quant.specs import TENSOR, Block, Spec
 
 GROUP = Block(1, 32)
-RUN = 1 << 12  # whole blocks of every format
+RUN = 1 << 12  # a multiple of the block size of every format
 
 
 @dataclass(frozen=True)

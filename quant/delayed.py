@@ -27,8 +27,8 @@ class ScaleHistory:
         self.used = self.scale
 
     def use(self, x: Tensor, again: bool = False) -> Tensor:
-        """The scale for x; its absmax decides over the following ones. again: x was scaled before, in a pass that is
-        recomputed; it gets the scale that was used last, and decides nothing. Nothing waits for a GPU."""
+        """The scale for x, whose absmax is added to the history. again: x was scaled before, in a pass that is
+        recomputed; it gets the last scale, and does not change the history. Nothing waits for a GPU."""
         if again:
             return self.used.to(x.device)
         self.amaxes, self.scale = self.amaxes.to(x.device), self.scale.to(x.device)
@@ -43,7 +43,7 @@ class ScaleHistory:
         return used
 
     def state(self) -> dict[str, Tensor]:
-        """What a run keeps, and `load` takes."""
+        """The state that a run saves and `load` restores."""
         return {"amaxes": self.amaxes, "scale": self.scale}
 
     def load(self, state: dict[str, Tensor]) -> None:

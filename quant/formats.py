@@ -1,4 +1,4 @@
-"""What each number format is, as data: FORMATS[name] is a frozen descriptor.
+"""The number formats as data: FORMATS[name] is a frozen descriptor.
 
 A format is an `Element` (how one value is coded, see `elements`), the values that share a scale, and the rules by which
 that scale may be found (see `scaling`). Adding a format of a known family is one entry in FORMATS. With every option
@@ -38,7 +38,7 @@ from binade.quant.elements import (
 
 
 class ScaleRule(StrEnum):
-    """How the scale of a block or a tensor is found. `scaling.SCALINGS` holds the arithmetic of each."""
+    """How the scale of a block or a tensor is computed. `scaling.SCALINGS` holds the arithmetic of each."""
 
     NONE = "none"
     """No scale: values are rounded as they are. HiFloat8 is published without one."""

@@ -8,7 +8,7 @@ along two axes:
     dgrad     dx = dy · w      dy along its last axis (out),  w along its first axis (out)
     wgrad     dw = dyᵀ · x     dy along the tokens,           x along the tokens
 
-If a GEMM's operands are rotated (`hadamard`), it takes them as they are: the rotations cancel in the product.
+If a GEMM's operands are rotated (`hadamard`), it multiplies the rotated tensors: the rotations cancel in the product.
 
 Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
 
@@ -33,7 +33,7 @@ from binade.quant.specs import OPERAND_FIELDS, GemmFormats, Spec
 
 @dataclass(frozen=True)
 class Observed:
-    """What a tap receives: an operand (with the quantized tensor, if any) or a result of a GEMM.
+    """The argument of a tap: an operand (with the quantized tensor, if any) or a result of a GEMM.
 
     name       of the forward product "a", "b", "y"; of dgrad "grad", "dgrad_b", "grad_a"; of wgrad "wgrad_grad",
                "wgrad_a", "grad_b". An operand that had a name in an earlier GEMM is shown before it is rounded
@@ -82,7 +82,7 @@ class Rounding:
     again: bool = False
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
-        """x as the product takes it, shown to the tap by a name."""
+        """x as the product uses it, shown to the tap under a name."""
         spec = self.formats[which]
         if spec is None:
             if tap:
@@ -114,7 +114,7 @@ class Rounding:
         return product if any(self.formats[name] for name in OPERAND_FIELDS if name.startswith(gemm)) else None
 
     def forward_again(self, x: Tensor, which: str, forward: str, dim: int) -> Tensor:
-        """What a backward operand is rounded from: the original, or its rounded forward value."""
+        """The tensor that a backward operand is rounded from: the original, or its rounded forward value."""
         spec = self.formats[forward]
         if which not in self.formats.of_rounded or spec is None:
             return x
@@ -148,7 +148,7 @@ class _Matmul(torch.autograd.Function):
             if tap:
                 exact = how.exact("dgrad", lambda: grad @ (b if transpose_b else b.transpose(-1, -2)))
                 tap(Observed("grad_a", da, exact=exact))
-        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b has not
+        if ctx.needs_input_grad[1]:  # contracted over m, and over the batch axes that b lacks
             source = how.forward_again(a, "wgrad_a", "forward_a", -1)
             if b.dim() == 2:
                 grad, a, source = grad.flatten(0, -2), a.flatten(0, -2), source.flatten(0, -2)
@@ -176,7 +176,7 @@ def matmul(a: Tensor, b: Tensor, how: Rounding, *, transpose_b: bool = False, ta
 def linear(x: Tensor, weight: Tensor, how: Rounding, *, tap: Tap | None = None) -> Tensor:
     """x [..., in] · weightᵀ [in, out] -> [..., out], its three GEMMs rounded as `how` says. Dtypes must agree.
 
-    The leading axes are one axis of tokens, as tiles need it; the tap is told the tensors' own shapes.
+    The leading axes are merged into one axis of tokens, as tiles need it; the tap gets the tensors' original shapes.
     """
     if x.dim() <= 2:
         return matmul(x, weight, how, transpose_b=True, tap=tap)

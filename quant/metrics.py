@@ -49,22 +49,22 @@ METRICS = {
     "cosine": Metric("Cosine", "⟨x,q⟩ / (‖x‖·‖q‖)"),
     "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
-    "flush_to_zero": Metric("Flushed to zero", "of the nonzero elements, those that become 0", "%", percent=True),
+    "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(
-        "Underflow, of all", "nonzero elements that become 0, of all elements", "%", percent=True
+        "Underflow, of all", "share of all elements that are nonzero and become 0", "%", percent=True
     ),
     "saturated": Metric(
-        "Saturated", "elements with |x/scale| above the format's largest finite value, of all", "%", percent=True
+        "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
     "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x being the bf16 gradient of the same iteration and data"),
-    "codes_used": Metric("Codes used", "distinct codes that occur, of the format's"),
+    "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
     "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
     "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal; the excess kurtosis is this − 3"),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
-    "outlier_ratio": Metric("Outliers", "elements with |x−μ| > 6σ, of all", "%", percent=True),
+    "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
     "ks": Metric("Kolmogorov–Smirnov", "sup |F−G|"),
     "wasserstein": Metric("Wasserstein", "∫|F⁻¹−G⁻¹|"),
     "js": Metric("Jensen–Shannon", "divergence on shared sketch bins, base 2", "bits"),
@@ -137,7 +137,7 @@ def _error_sums(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _measured(found: np.ndarray, numel: int) -> Errors:
-    """Of what `cpu.measure` found."""
+    """Errors from the result of `cpu.measure`."""
     return _from_sums(found[:8].tolist(), numel, float(found[8]) / numel)
 
 
@@ -165,14 +165,14 @@ def sqnr_later(x: Tensor, q: Tensor) -> Callable[[], float]:
 def loss_change_later(
     x: Tensor, q: Tensor | Spec, gradient: Tensor, dim: int = -1
 ) -> Callable[[], tuple[float, float]]:
-    """What rounding x to q does to the loss, predicted from the loss' gradient with respect to x: tensors of one shape.
-    Of a spec, q is x rounded along `dim`.
+    """The predicted effect on the loss of rounding x to q, from the gradient of the loss with respect to x: tensors of
+    one shape. With a spec, q is x rounded along `dim`.
 
     Returns a function, so that nothing waits for a GPU until it is called. It gives, in the units of the loss:
 
         first    Σ g·e, e = q - x: the change to first order
         fisher   ½ Σ g²·e²: the change to second order, if the loss is a sum over independent terms and the squared
-                 gradients stand for the diagonal of its Hessian. Of a mean over N terms, N times this
+                 gradients stand for the diagonal of its Hessian. For a mean over N terms, N times this
 
     Products in float32, sums in float64. Both are NaN where x, q or the gradient is not finite. Definitions: the
     `loss_shift_first` and `loss_shift_fisher` of common pruning and quantization papers.
@@ -263,7 +263,7 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
 
 
 def _absmax(x: Tensor, spec: Spec) -> float | None:
-    """The tensor's largest magnitude, 0 for a spec that does not need it; None if it is another for each row."""
+    """The tensor's largest magnitude, 0 for a spec that does not need it; None if it differs for each row."""
     outer = SCALINGS[spec.scale].outer
     if outer not in (None, TENSOR) or spec.history:
         return None
@@ -280,9 +280,10 @@ def score(
 def score_later(
     x: Tensor, spec: Spec, dim: int = -1, backend: str = "auto", codes: Counted | None = None, seed: int = 0
 ) -> Callable[[], Errors]:
-    """As `score`, but a function that returns the result: nothing waits for a GPU until it is called. With codes,
-    which is `counted(x)`, a format without block scales rounds each distinct value once. Of a spec with a rotation, all
-    is of the rotated values, which are what is rounded; SQNR is the same on either side."""
+    """As `score`, but a function that returns the result: nothing waits for a GPU until it is called. With codes, which
+    is `counted(x)`, a format without block scales rounds each distinct value once. For a spec with a rotation,
+    everything refers to the rotated values, which are the ones rounded; SQNR is the same before and after the
+    rotation."""
     if spec.hadamard and x.numel():
         check_tensor(x, dim, seed)
         return score_later(rotate(x, spec, dim, seed), unrotated(spec), dim, backend, seed=seed)
@@ -300,7 +301,7 @@ def score_later(
 
 
 def streamed_score(x: Tensor, fmt: str | Format | Spec, dim: int = -1, **options: object) -> Errors | None:
-    """As `score` of a tensor on the CPU, without memory for another of its size; None where no kernel does it."""
+    """As `score` for a tensor on the CPU, without memory for a second tensor; None if no kernel supports it."""
     spec = Spec.of(fmt, **options)
     check_tensor(x, dim)
     found = None if spec.hadamard or not x.numel() else cpu.score(x.detach(), spec, dim)
@@ -353,8 +354,8 @@ def errors_later(
 def score_blocks_later(
     x: Tensor, spec: Spec, dim: int, q: Tensor | None = None, scales: Tensor | None = None, absmax: Tensor | None = None
 ) -> tuple[Callable[[], Errors], Callable[[], dict[str, Histogram]]]:
-    """As `errors_later` and `block_histograms_later`, of an x with values, in one pass where there is a kernel
-    for both. Without q, x is rounded here."""
+    """As `errors_later` and `block_histograms_later`, for a nonempty x, in one pass if there is a kernel for both.
+    Without q, x is rounded here."""
     found = None
     if q is None:
         found = cpu.score(x.detach(), spec, dim, blocks=True)

@@ -1,8 +1,8 @@
-"""The definition of every format, in plain torch, written to be read: float32 in, float32 out, any device.
+"""The definition of every format in plain, readable torch: float32 in, float32 out, any device.
 
-Three steps make a quantizer: `scaling` finds what a block shares and divides by it, `rounding` puts a scaled value on
-the element's grid, and `scaling` multiplies back. What the formats are is in `formats` and `specs`; the same bits,
-faster, come from `backends`. Tests compare all of them with libraries written by others.
+A quantizer has three steps: `scaling` computes the shared scale of a block and divides by it, `rounding` puts a scaled
+value on the element's grid, and `scaling` multiplies back. `formats` and `specs` define the formats; `backends`
+computes the same bits faster. Tests compare all of them with other libraries.
 
 Layout: a tensor reaches `quantize_blocks` as [groups, block], each row the values that share a scale (see `to_blocks`).
 """
@@ -22,8 +22,8 @@ from binade.quant.specs import ROW, TENSOR, Block, Spec
 def quantize_blocks(x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """x [groups, block] float32 -> values on the element's grid, block scales, the dequantized values.
 
-    absmax is what `Scaling.outer` asks for, see `outer_absmax`. Block scales are [groups, 1]. u: see `noise_blocks`.
-    A block that holds NaN or Inf gets the scale NaN and is NaN throughout.
+    absmax is the one that `Scaling.outer` needs, see `outer_absmax`. Block scales are [groups, 1]. u: see
+    `noise_blocks`. A block that holds NaN or Inf gets the scale NaN and is NaN throughout.
     """
     return SCALINGS[spec.scale].quantize(x, spec, absmax, u)
 
@@ -77,7 +77,7 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
         if not x.numel():
             return torch.zeros((), dtype=torch.float32, device=x.device)
         low, high = torch.aminmax(x)
-        return torch.maximum(-low, high).float().abs()  # never -0, which would pass its sign on
+        return torch.maximum(-low, high).float().abs()  # never -0, whose sign would carry over
     if block == ROW and x.numel():
         return x.abs().amax(dim, keepdim=True).float().expand(x.shape)
     blocks = to_blocks(x, dim, block)
@@ -85,7 +85,7 @@ def absmax_over(x: Tensor, dim: int, block: Block) -> Tensor:
 
 
 def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
-    """What `Scaling` methods take as absmax, at each element (x's shape), or a scalar for the whole tensor."""
+    """The absmax for `Scaling` methods, at each element (x's shape), or a scalar for the whole tensor."""
     outer = TENSOR if spec.block == TENSOR else SCALINGS[spec.scale].outer
     if spec.history:
         return torch.ones((), device=x.device)  # the scale before any iteration
@@ -93,7 +93,7 @@ def outer_absmax(x: Tensor, spec: Spec, dim: int) -> Tensor:
 
 
 def noise_blocks(x: Tensor, spec: Spec, dim: int, block: Block | None, seed: int) -> Tensor | None:
-    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None where none is needed."""
+    """Noise for stochastic rounding as [groups, block], drawn by an element's place in x; None if none is needed."""
     if spec.rounding != Rounding.STOCHASTIC and spec.scale != ScaleRule.EDEN:
         return None
     return to_blocks(noise(x.numel(), seed, x.device).reshape(x.shape), dim, block)
@@ -116,7 +116,7 @@ def quantize_dequantize(x: Tensor, spec: Spec, dim: int, absmax: Tensor, seed: i
 
     absmax: of each element's outer block, as `absmax_over` gives it, or a scalar.
     """
-    block = spec.block or TENSOR  # nothing is shared: one row will do
+    block = spec.block or TENSOR  # no shared scale, so one row is enough
     flat = block == TENSOR
     u = noise_blocks(x.reshape(-1) if flat else x, spec, 0 if flat else dim, block, seed)
     if flat:

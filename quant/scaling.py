@@ -1,7 +1,7 @@
-"""How a block or a tensor finds its scale, divides by it, stores it and multiplies it back: one class per scheme.
+"""How the scale of a block or a tensor is computed, applied, stored and multiplied back: one class per scheme.
 
 A new scheme is a subclass of `Scaling` and its entry in SCALINGS; the name in `formats.ScaleRule` documents it. The
-kernels of every backend take its scales as they are given (see `backends.runs`), unless it overrides `quantize`.
+kernels of every backend use its scales (see `backends.runs`), unless it overrides `quantize`.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Scaling:
         return self.of_largest(nan_max(x), spec, absmax)
 
     def factors(self, scale: Tensor, spec: Spec, absmax: Tensor) -> Factors:
-        """What values are multiplied and divided by."""
+        """The factors that values are multiplied and divided by."""
         return Factors(torch.ones((), device=scale.device) / scale, scale)
 
     def quantize(self, x: Tensor, spec: Spec, absmax: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """(values on the element's grid, scales, what they stand for). u: noise for stochastic rounding."""
+        """(values on the element's grid, scales, the values they represent). u: noise for stochastic rounding."""
         scale = self.block_scale(x, spec, absmax)
         factors = self.factors(scale, spec, absmax)
         values = round_to_element(scaled(x, factors), spec.format.element, spec.rounding, spec.overflow, u)
@@ -124,7 +124,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Unscaled(Scaling):
-    """Values are rounded as they are."""
+    """Values are rounded without a scale."""
 
     shares = "no scale"
 
@@ -478,19 +478,19 @@ def _count(block: Block, shape: tuple[int, ...], dim: int) -> int:
 
 
 def scaled(x: Tensor, factors: Factors) -> Tensor:
-    """What is rounded for x."""
+    """The scaled values of x, which are then rounded."""
     return x if factors.encode is None else x * factors.encode
 
 
 def read_back(values: Tensor, factors: Factors) -> Tensor:
-    """What values on an element's grid stand for, float32."""
+    """The values represented by values on an element's grid, float32."""
     for factor in (factors.scale, factors.outer):
         values = values if factor is None else values * factor
     return values if factors.divisor is None else values / factors.divisor
 
 
 def nan_unless_finite(x: Tensor) -> Tensor:
-    """0 where x is finite, else NaN: what is added to a scale that must be NaN then."""
+    """0 where x is finite, else NaN; added to a scale to make it NaN."""
     return x - x
 
 

@@ -1,4 +1,5 @@
-"""The binade sketch: counts of values by the top 12 bits of their IEEE binary32 form, and what can be read from them.
+"""The binade sketch: counts of values by the top 12 bits of their IEEE binary32 form, and statistics that can be
+computed from them.
 
 A bin is a sign, an exponent and 3 mantissa bits: an eighth of a binade. Every power of two and every format's range
 limit lies on an edge, counts are exact, and sketches merge by addition. The place of a value within its bin is unknown,
@@ -58,7 +59,7 @@ class Sketch:
 
 
 def merge(sketches: Iterable[Sketch]) -> Sketch:
-    """The sketch of all values together."""
+    """The sketch of the combined values."""
     counts = np.zeros(BINS, np.int64)
     for sketch in sketches:
         counts[sketch.bins] += sketch.counts
@@ -84,7 +85,7 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     """
     p = np.asarray(p, np.float64)
     if not ((p >= 0) & (p <= 1)).all():
-        raise ValueError(f"a probability lies in 0 to 1, not {p[~((p >= 0) & (p <= 1))].flat[0]}")
+        raise ValueError(f"probabilities must be from 0 to 1, not {p[~((p >= 0) & (p <= 1))].flat[0]}")
     upto = np.cumsum(counts)
     total = int(upto[-1]) if len(upto) else 0
     if not total:

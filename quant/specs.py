@@ -115,7 +115,10 @@ class Spec:
         for item in filter(None, (item.strip() for item in ((found and found[2]) or "").split(","))):
             name, equals, value = (word.strip() for word in item.partition("="))
             if not equals:
-                raise SpecError(f"{item!r} in {text!r} sets no option: write option=value, of {', '.join(OPTIONS)}")
+                raise SpecError(
+                    f"{item!r} in {text!r} sets no option: write option=value, the option being one of "
+                    f"{', '.join(OPTIONS)}"
+                )
             if name in given:
                 raise SpecError(f"{name} is given twice in {text!r}: give it once")
             given[name] = value
@@ -179,7 +182,7 @@ Chosen = Mapping[str, Any]
 class Option:
     """An option of a spec.
 
-    default   its value where it is not given
+    default   its value if it is not given
     allowed   the values to choose from, or, in words, what fits; empty where the option does not apply
     read      a value of what was given, a text or the value itself. Raises SpecError
     fits      whether a value is possible where `allowed` is in words
@@ -228,7 +231,7 @@ def _blocks(chosen: Chosen) -> str:
 def _block_fits(block: Block, chosen: Chosen) -> bool:
     if size := RUNS.get(chosen["scale"]):
         return block == Block(1, size)
-    if chosen["scale"] == ScaleRule.NVFP4_ROW:  # each row has a scale of its own, which a tile would cross
+    if chosen["scale"] == ScaleRule.NVFP4_ROW:  # each row has its own scale, which a tile would cross
         return block.rows == 1 and block.columns is not None
     return block.columns is not None or chosen["scale"] in TENSOR_OR_BLOCK
 
@@ -372,8 +375,8 @@ def known_specs(texts: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class GemmFormats:
-    """What the six operands of a product's three GEMMs are rounded to; None leaves the operand as it is. Names and
-    texts of specs become specs.
+    """The specs that the six operands of a product's three GEMMs are rounded to; None leaves the operand unrounded.
+    Names and texts of specs become specs.
 
     For a linear layer a is the input and b the weight; for `gemm.matmul` they are its two arguments. `of_rounded` names
     those of dgrad_b and wgrad_a that are rounded from the rounded forward operand, not from the original.
@@ -411,7 +414,7 @@ class GemmFormats:
 
     @property
     def varies(self) -> bool:
-        """Whether equal operands are rounded differently from one pass to the next, by a seed or by former passes."""
+        """Whether rounding equal operands may differ between passes, because of a seed or of earlier passes."""
         return any(spec.random or spec.history > 0 for name in OPERAND_FIELDS if (spec := self[name]))
 
 

@@ -150,7 +150,7 @@ def _summary(
     nans: int,
     infs: int,
 ) -> Summary:
-    """absmin is infinite where all is zero. Where nothing is finite, low to central have no meaning."""
+    """absmin is infinite if all values are zero. Without finite values, low to central are meaningless."""
     if numel == nans + infs:
         low = high = mean = rms = math.nan
         central = (math.nan,) * 3
@@ -177,8 +177,8 @@ def _summary(
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over a tensor finds: counts [BINS] of the finite values, or none, sums of their (x - shift)^k for
-    k = 1 to 4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
+    """The result of one pass over a tensor: counts [BINS] of the finite values, or none, sums of their (x - shift)^k
+    for k = 1 to 4, their extremes (infinite without any), and how many values are zero, NaN and infinite."""
 
     counts: np.ndarray
     sums: np.ndarray
@@ -192,7 +192,7 @@ class Pass:
 
     @classmethod
     def of(cls, found: np.ndarray) -> Pass:
-        """Of what `moments.measured` found."""
+        """A Pass from the result of `moments.measured`."""
         *_, low, high, absmin, zeros, nans, infs, shift = found.tolist()
         return cls(np.zeros(0, np.int64), found[:4], shift, low, high, absmin, int(zeros), int(nans), int(infs))
 

@@ -1,5 +1,5 @@
-"""What is kept of a tensor to follow it over iterations: its hot channels, and a few of its values beside what they
-were rounded to. Both are small and need no other iteration, so that whoever records keeps nothing from one to the next.
+"""Data for following a tensor over iterations: its hot channels, and a few of its values before and after rounding.
+Both are small and depend on a single iteration, so that recording keeps no state between iterations.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Sample:
 def sample_later(
     x: Tensor, q: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None = None
 ) -> Callable[[], Sample] | None:
-    """A sample of x, which was rounded to q along `dim`; of a spec with a rotation both rotated. scales, absmax: as
-    `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
+    """A sample of x, which was rounded to q along `dim`; both are rotated if the spec has a rotation. scales, absmax:
+    as `quantizer.apply` returns and takes them. Returns a function, so that nothing waits for a GPU until it is called;
     None for a rotation by signs that differ with each call, as the values then do, too."""
     if spec.signs == "random" or not x.numel():
         return None
@@ -102,13 +102,13 @@ def sample_later(
 
 
 def _scale(at: Tensor, x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: Tensor | None) -> Tensor | None:
-    """What a code is multiplied by in these places of x, float64 [n] or [1]; None if the values of a block differ."""
+    """The factor of a code at these places of x, float64 [n] or [1]; None if it differs within a block."""
     scaling = SCALINGS[spec.scale]
     if scaling.per_element:
         return None
     outer = outer_absmax(x, spec, dim) if absmax is None else absmax
     outer = outer.take(at).reshape(-1, 1) if outer.dim() else outer
-    if scales is None:  # one for the tensor, which follows from absmax, or none
+    if scales is None:  # one scale for the tensor, computed from absmax, or none
         found = scaling.block_scale(x.new_ones(1, 1).float(), spec, outer)
     else:
         size, inner = x.shape[dim], x.shape[dim % x.dim() + 1 :].numel()
@@ -132,5 +132,5 @@ def _at_edge(values: Tensor, rounded: Tensor, scale: Tensor, element: Element) -
     v, c = values.double() / scale, rounded.double() / scale
     ok = v.isfinite() & c.isfinite() & (scale > 0)
     index = torch.searchsorted((grid[1:] + grid[:-1]) / 2, torch.where(ok, c, 0.0).contiguous())
-    # Not c itself: a dequantized value that the tensor's dtype cannot hold was rounded once more.
+    # May differ from c: a dequantized value that the tensor's dtype cannot hold was rounded again.
     return (ok & ((v - grid[index]).abs() > EDGE * widths[index])).sum() / ok.sum()

@@ -1,4 +1,4 @@
-"""Collect: choose what to record, see what it will take, and queue it."""
+"""Collect: choose what to record, see the estimated cost, and queue the runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from binade.data.runs import RunError, resolve_root
 from binade.quant.formats import FORMATS
 
 PREFIX = "collect_"
-LEFT = "left_on_collect"  # the fields, for which Streamlit forgets them while another page is shown
+LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while another page is shown
 MOST_SEEDS = 20
 SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
@@ -51,14 +51,14 @@ def page() -> None:
 
 
 def _begin() -> None:
-    """Fill the fields: from the job that the address names, else as they were left, else from the quick preset."""
+    """Fill the fields from the job in the address, or with their last values, or from the quick preset."""
     state = st.session_state
     number = st.query_params.get("from")
     if number and state.get("collect_from") != number:
         state["collect_from"] = number
         try:
             if not (number.isdecimal() and len(number) < 10):
-                raise JobError("a job's number was expected")
+                raise JobError("expected the number of a job")
             job = jobs.find(resolve_root(), int(number))
             request = parse(job.arguments)
             config = request.runs[0]
@@ -75,21 +75,21 @@ def _begin() -> None:
         state.update(state.get(LEFT, {}))
     for name in state:
         if str(name).startswith(PREFIX):
-            state[name] = state[name]  # or it would be lost where its widget is not drawn this time
+            state[name] = state[name]  # otherwise Streamlit drops it if its widget is not drawn this time
 
 
 def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: str = "", tags: str = "") -> None:
-    """Set every field. A value above what the form takes is lowered to that, with a warning."""
+    """Set every field. A value above the form's maximum is lowered to it, with a warning."""
     state, beyond = st.session_state, []
     for name, value in collecting.widgets_of(config).items():
         most = collecting.OPTIONS[name].option.form_maximum
         if most is not None and value is not None and value > most:
-            beyond.append(f"{name.replace('_', ' ')} {value}: {most} here")
+            beyond.append(f"{name.replace('_', ' ')} {value} (at most {most} here)")
             value = most
         state[f"{PREFIX}{name}"] = value
     if beyond:
         st.warning(
-            plain(f"The form does not offer everything that the job had ({'; '.join(beyond)}). The command line does."),
+            plain(f"The form cannot set these values of the job: {'; '.join(beyond)}. Use the command line instead."),
             icon=":material/warning:",
         )
     state[f"{PREFIX}recipes"], state[f"{PREFIX}seeds"] = list(recipes), seeds
@@ -98,7 +98,7 @@ def _fill(config: RunConfig, recipes: tuple[str, ...], seeds: int = 1, title: st
 
 
 def _fill_start(start: SlurmOptions) -> None:
-    """Set where the runs are started, and what the form has no field for of how."""
+    """Set where the runs are started, and the start options that the form has no field for."""
     state = st.session_state
     state[_key("kept")] = start
     state[_key("target")] = start.target or (CLUSTER if start.launcher == Launcher.SLURM else HERE)
@@ -137,7 +137,7 @@ def _fields() -> None:
     try:
         shape, modules = config.shape(), jobs.modules_of(config)
         layers, most = shape.layers, shape.max_sequence
-    except ConfigError:  # a path without a model, which the summary says
+    except ConfigError:  # a path without a model: the summary shows the error
         layers, most, modules = None, None, ()
     st.session_state[_key("modules")] = [name for name in _value("modules") if name in modules]
     with st.container(border=True):
@@ -214,7 +214,7 @@ def _field(place: Any, name: str, *, maximum: float | None = None, **settings: A
 
 
 def _summary() -> None:
-    """The estimate, the command and the button, for what is chosen."""
+    """The estimate, the command and the button for the chosen runs."""
     root = resolve_root()
     values = {name: _value(name) for name in collecting.FIELDS}
     base = st.session_state[_key("base")]
@@ -247,8 +247,7 @@ def _summary() -> None:
         st.caption(plain(found.basis))
         if not found.within_budget:
             st.caption(
-                "The values of all tensors would exceed the byte budget: those beyond it keep statistics, sketch and "
-                "scores only."
+                "The values of all tensors would exceed the byte budget: tensors beyond it are recorded without values."
             )
         for refusal in found.refusals:
             st.error(plain(refusal), icon=":material/block:")
@@ -267,12 +266,12 @@ def _summary() -> None:
     commands = [wrapped(line, COMMAND) for line in jobs.command_line(runs, start).splitlines()]
     st.code("\n".join(commands), language="shell", wrap_lines=True)
     if kept := [*collecting.kept_options(base), *replace(start, target=None).arguments()]:
-        st.caption(plain(f"Kept from the job that was cloned: {' '.join(kept)}"))
-    st.caption(f"Into `{root}`.")
+        st.caption(plain(f"Kept from the cloned job: {' '.join(kept)}"))
+    st.caption(f"The runs are written to `{root}`.")
 
 
 def _start() -> SlurmOptions | None:
-    """How the runs are started: the choice is shown if there is one. None for a target that is not there any more."""
+    """How the runs are started. The field is shown if there is a choice. None for a target that no longer exists."""
     kept: SlurmOptions = _value("kept")
     choices = [HERE, CLUSTER] if kept.launcher == Launcher.SLURM else [HERE]
     try:

@@ -68,16 +68,17 @@ PRESETS = {
     "ablation": Preset(
         "Ablation",
         ":material/stairs:",
-        "The recipe chosen below, or te_nvfp4: forward, + dgrad, + wgrad, then without one ingredient each",
+        "The recipe chosen below, or te_nvfp4: forward, + dgrad, + wgrad, then with one ingredient left out at a time",
         replace(RunConfig(), warmup_iterations=12, control_iter=2, capture_every=10, backend=Backend.TORCH),
-        tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),  # nvidia_nvfp4 keeps both layers of a tiny model
+        # not nvidia_nvfp4, which keeps both layers of a tiny model in bf16
+        tuple(rung.recipe for rung in ladder("te_nvfp4").rungs),
         seeds=3,
     ),
 }
 
 
 def recipes_of(name: str, chosen: Sequence[str]) -> tuple[str, ...]:
-    """The recipes of a preset, for those chosen before: an ablation is of the chosen one, if it can be ablated."""
+    """The recipes of a preset, given those chosen before: an ablation uses the chosen one if possible."""
     preset = PRESETS[name]
     others = [recipe for recipe in chosen if recipe != BF16]
     if name != "ablation" or len(others) != 1:
@@ -100,7 +101,7 @@ def _widget_value(name: str, value: Any) -> Any:
 
 
 def config_of(values: Mapping[str, Any], base: RunConfig) -> RunConfig:
-    """A configuration from the page's fields; what the page has no field for is base's."""
+    """A configuration from the page's fields; everything else is taken from base."""
     return replace(base, **{name: _option_value(name, value) for name, value in values.items()})
 
 
@@ -113,8 +114,8 @@ def _option_value(name: str, value: Any) -> Any:
 
 
 def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seeds: int = 1) -> list[RunConfig]:
-    """A checked run for each recipe, for so many seeds, counted from that of the values. Raises ConfigError,
-    RecipeError or UnknownFormatError for the first that cannot be run."""
+    """A checked run for each recipe and seed. Seeds are counted from the one in values. Raises ConfigError, RecipeError
+    or UnknownFormatError for the first that cannot be run."""
     if not recipes:
         raise ConfigError("choose at least one recipe")
     config = config_of(values, base)
@@ -125,14 +126,14 @@ def runs_of(values: Mapping[str, Any], recipes: list[str], base: RunConfig, seed
 
 
 def kept_options(base: RunConfig) -> list[str]:
-    """The options of a configuration that the page has no field for, as a command line has them."""
+    """The options of a configuration that the page has no field for, as command-line arguments."""
     plain = RunConfig()
     shown = {name: getattr(plain, name) for name in (*FIELDS, "recipe")}
     return arguments_of(replace(base, **shown))[3:]
 
 
 def wrapped(command: str, letters: int) -> str:
-    """A command on lines of about so many characters, broken before options, with backslashes for a shell."""
+    """A command wrapped to lines of about this many characters, before options, with backslashes for a shell."""
     words = shlex.split(command)
     starts = [0, *(index for index, word in enumerate(words) if word.startswith("--")), len(words)]
     options = [shlex.join(words[start:end]) for start, end in pairwise(starts)]

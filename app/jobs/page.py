@@ -87,8 +87,8 @@ def _empty(root: Path) -> None:
 
 
 def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int] | None = None) -> None:
-    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs has changed, or the
-    catalog from the version that was seen: it may know the last tensors of a job only after that has ended."""
+    """Draw the page again every PULSE seconds while a job is active, and when the list of jobs or the version of the
+    catalog has changed: the last tensors of a job may appear in the catalog only after the job has ended."""
     if any(view.active for view in shown):
         redraw_when(lambda: True, PULSE)
         return
@@ -101,7 +101,7 @@ def _redraw_on_change(root: Path, shown: list[JobView], seen: tuple[Catalog, int
 
 
 def _ensure_runner(root: Path, views: list[JobView]) -> None:
-    """Start the runner if jobs wait and none runs, as after a restart of the machine."""
+    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
     if any(view.active for view in views) and not read_only() and not jobs.has_runner(root):
         _do(partial(jobs.start_runner, root))
 
@@ -120,10 +120,10 @@ def _head(root: Path, views: list[JobView]) -> None:
             st.caption(plain(f"Read-only: {why}"), width="content")
         else:
             with st.container(horizontal=True, vertical_alignment="center", width="content", gap="small"):
-                st.caption("At once", width="content")
+                st.caption("Parallel jobs", width="content")
                 st.session_state["jobs_at_once"] = jobs.at_once(root)
                 st.number_input(
-                    "At once",
+                    "Parallel jobs",
                     1,
                     jobs.MOST_AT_ONCE,
                     key="jobs_at_once",
@@ -214,12 +214,13 @@ def _title(root: Path, view: JobView) -> None:
 
 
 def _actions(root: Path, view: JobView) -> None:
-    """Callbacks act before the page is drawn: a click counts even if the page finds the job changed and starts over."""
+    """The actions are callbacks, which run before the page is drawn: a click counts even if the job has changed and the
+    page starts over."""
     job = view.job
     with st.container(horizontal=True, gap="small"):
         if view.active:
             with st.popover("Cancel", icon=":material/stop_circle:", disabled=view.state is State.CANCELLING):
-                kept = "" if view.state in WAITS else " What it has recorded is kept."
+                kept = "" if view.state in WAITS else " Tensors recorded so far are kept."
                 st.markdown(f"This ends every process of job {job.id}.{kept}")
                 act = (partial(jobs.cancel, root, job.id), "Cancelling")
                 st.button("Cancel the job", type="primary", key=f"cancel_{job.id}", on_click=_do, args=act)
@@ -227,7 +228,7 @@ def _actions(root: Path, view: JobView) -> None:
             act = (partial(_retry, root, job.id), "Queued again")
             st.button("Retry", icon=":material/replay:", key=f"retry_{job.id}", on_click=_do, args=act)
         if jobs.resumable(view):
-            act = (partial(_resume, root, job.id), "Queued to go on")
+            act = (partial(_resume, root, job.id), "Queued to continue")
             text = "Continue its run from the last checkpoint"
             st.button("Resume", icon=":material/resume:", key=f"resume_{job.id}", on_click=_do, args=act, help=text)
         if st.button("Clone and change", icon=":material/content_copy:", key=f"clone_{job.id}"):
@@ -268,7 +269,7 @@ def _delete(root: Path, view: JobView) -> None:
             status = view.run.status
             goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
             with_run = st.checkbox(
-                "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays under Runs"
+                "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays on the page Runs"
             )
             st.caption(plain(f"The run {view.run.run_id}: {goes}."))
         act = (partial(_remove, root, job.id, with_run), "Deleted")
@@ -282,7 +283,7 @@ def _remove(root: Path, number: int, with_run: bool) -> None:
 
 
 def _do(action: Callable[[], object], done: str = "") -> None:
-    """Act, and show the message `done`, or the error."""
+    """Run an action and show the message `done`, or the error."""
     try:
         action()
     except FAILED as error:
@@ -329,7 +330,7 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
     formats = first_formats(opened, where)
     worst = _worst(opened, where, formats[0]) if formats else None
     height = worst.height if worst else 300
-    several = len(losses) > 1  # a single one is no curve, and stands above
+    several = len(losses) > 1  # a single loss is not a curve, and is shown above
     cells = st.columns(1 + several, gap="medium")
     if several:
         note = thinned_note(step)
@@ -343,12 +344,12 @@ def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> Non
             tensor_id = show.draw(worst, pin=False)
             open_tensor(tensor_id, where, {"format": formats[0]})
         elif view.active:
-            st.caption("The worst tensors are shown as soon as some are recorded and scored.")
+            st.caption("The worst tensors appear here once some have been recorded and scored.")
 
 
 def _worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
     def compute(done: Done) -> Drawn:
-        worst = overview.worst(opened, where, fmt, "what it has recorded so far")
+        worst = overview.worst(opened, where, fmt, "what the job has recorded so far")
         if worst is None:
             return Drawn()
         return Drawn((replace(worst, name="job_worst", height=max(300, worst.height or 0), hint=""),)).prepared()
@@ -359,10 +360,10 @@ def _worst(opened: Catalog, where: Filter, fmt: str) -> Figure | None:
 def _log(root: Path, view: JobView) -> None:
     lines = jobs.log_tail(root, view.job, lines=LOG_LINES)
     if lines:
-        st.caption("The last lines of its log")
+        st.caption("Last lines of the log")
         st.code("\n".join(lines), language=None, wrap_lines=True)
     elif view.state in WAITS:
-        st.caption("It has not started yet.")
-    st.caption("Its command")
+        st.caption("The job has not started yet.")
+    st.caption("Command")
     command = shlex.join(["binade", *view.job.arguments])
     st.code(wrapped(command, COMMAND), language="shell", wrap_lines=True)

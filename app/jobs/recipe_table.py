@@ -1,4 +1,4 @@
-"""Recipes on the Collect page without Streamlit: what is known of one, the table of its operands, the user's own files.
+"""Recipes on the Collect page, without Streamlit: their sources, the table of operands, and the user's own files.
 
 A recipe that is saved here is <root>/.recipes/<name>.toml, in the format of `collector.recipes.files`.
 """
@@ -27,7 +27,7 @@ from binade.terminal import names
 
 FOLDER = ".recipes"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-CHANGE = re.compile(r"[\w.\"-]+\s*=")  # a recipe has its first = in parentheses
+CHANGE = re.compile(r"[\w.\"-]+\s*=")  # in the name of a recipe, = occurs only in parentheses
 REFUSED = (RecipeError, UnknownFormatError, SpecError)
 EDITED = ", edited"
 BIASED = "biased: it clips"
@@ -43,7 +43,7 @@ def saved(root: Path) -> list[str]:
 
 
 def warnings_of(recipe: Recipe) -> list[str]:
-    """What to know of a recipe before its results are believed, in a few words each."""
+    """Warnings about a recipe's results, a few words each."""
     words = []
     if recipe.about.read == "recalled":
         words.append("from memory, source not read")
@@ -55,7 +55,7 @@ def warnings_of(recipe: Recipe) -> list[str]:
 
 
 def details(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """Where a recipe comes from, what it leaves out and what is not certain: lists by title, none empty."""
+    """The sources of a recipe, what it leaves out and what is uncertain: nonempty lists by title."""
     about = recipe.about
     lists = {
         f"Source ({about.read})" if about.read else "Source": about.source,
@@ -73,7 +73,7 @@ def biased_specs(recipe: Recipe) -> tuple[str, ...]:
 
 
 def biased(specs: Iterable[Spec]) -> tuple[str, ...]:
-    """Those of the specs whose stochastic rounding is biased, each once."""
+    """The specs, each once, whose stochastic rounding is biased."""
     return tuple(dict.fromkeys(str(spec) for spec in specs if spec.biased))
 
 
@@ -129,8 +129,8 @@ def schedule_of(recipe: Recipe) -> pd.DataFrame:
 
 
 def recipe_of(table: pd.DataFrame, schedule: pd.DataFrame, keep: str, start: Recipe, name: str) -> Recipe:
-    """The recipe of an edited table and schedule, with the layers of `keep` in bf16. What is known of it is from
-    `start`, from which they were made. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
+    """The recipe of an edited table and schedule, with the layers of `keep` in bf16. Its `about` is that of `start`,
+    the recipe that they were made from. Raises RecipeError, UnknownFormatError or SpecError for the first cell that is
     wrong."""
     about = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(start.about).items()}
     given = about | _tables(table) | {"keep": {"layers": keep.strip()}, "schedule": []}
@@ -164,10 +164,12 @@ def _tables(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def _stage(changes: str, before: Recipe) -> dict[str, Any]:
-    """The tables of a stage of a schedule: of the name of a recipe, or of changes, such as "linear.forward = bf16;
+    """The tables of a stage of a schedule, given as the name of a recipe or as changes such as "linear.forward = bf16;
     linear.dgrad.weight = mxfp8". Raises RecipeError."""
     if not changes:
-        raise RecipeError("nothing changes: name a recipe such as bf16, or operands as in linear.forward = bf16")
+        raise RecipeError(
+            "the row changes nothing: write a recipe such as bf16, or operands as in linear.forward = bf16"
+        )
     if CHANGE.match(changes):
         pairs = (each.partition("=") for each in changes.split(";") if each.strip())
         cells = [(key, cell.strip().strip('"')) for key, _, cell in pairs]
@@ -178,13 +180,13 @@ def _stage(changes: str, before: Recipe) -> dict[str, Any]:
             raise RecipeError(f"{changes!r}: write changes as in linear.forward = bf16; qk.forward = bf16") from None
     recipe = parse_recipe(changes)
     if own := [name for name in ("keep", "schedule") if getattr(recipe, name)]:
-        raise RecipeError(f"{changes} has {' and '.join(own)} of its own: write {without(changes, *own)}")
+        raise RecipeError(f"{changes} has its own {' and '.join(own)}: write {without(changes, *own)}")
     modules = dict.fromkeys(name for name, _ in (*before.modules, *recipe.modules))
     return _tables(table_of(replace(recipe, modules=tuple((name, recipe.linear_of((name,))) for name in modules))))
 
 
 def _same(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes do the same; their names do not count."""
+    """Whether two recipes are the same apart from their names."""
     return to_toml(replace(one, about=other.about)) == to_toml(other)
 
 
@@ -194,18 +196,18 @@ def path_of(root: Path, name: str) -> Path:
         raise RecipeError(f"{name!r} is not a valid name for a recipe: use up to 64 letters, digits, - and _")
     path = folder(root) / f"{name}.toml"
     if names(str(path)) != (str(path),):
-        raise RecipeError(f"{root} has a comma in its name, which separates recipes: use a root without one")
+        raise RecipeError(f"{root} has a comma in its name, and commas separate recipes: use a root without one")
     try:
         parse_recipe(name)
     except REFUSED:
         return path
-    raise RecipeError(f"{name} is a recipe of Binade, and its results would have the same name: choose another name")
+    raise RecipeError(f"{name} is already the name of a built-in recipe: choose another name")
 
 
 def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
-    """Write a recipe to a file of `path_of`, which appears whole or not at all.
+    """Write a recipe to a file of `path_of`, atomically.
 
-    Raises RecipeError if there is one and `replace` is not set, ReadOnlyError, OSError.
+    Raises RecipeError if the file exists and `replace` is not set, ReadOnlyError, OSError.
     """
     check_writable("saving a recipe")
     if path.exists() and not replace:
@@ -216,6 +218,6 @@ def save(path: Path, recipe: Recipe, *, replace: bool = False) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a file of `path_of`. Raises ReadOnlyError, or OSError where there is none."""
+    """Delete a file of `path_of`. Raises ReadOnlyError, or OSError if it does not exist."""
     check_writable("deleting a recipe")
     path.unlink()

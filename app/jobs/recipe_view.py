@@ -1,4 +1,4 @@
-"""The recipes of the Collect page: the picker, what is known of the chosen ones, and the editor."""
+"""The recipes of the Collect page: the picker, notes on the chosen ones, and the editor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from binade.data.runs import resolve_root
 
 CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
-    "A job for each. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published recipe; "
-    "the path of a .toml file. Type any other: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
+    "One job per recipe. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published "
+    "recipe; "
+    "the path of a .toml file. Or type another one: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
 )
 SAVE = ":material/save:"
 COLUMNS = {
@@ -42,11 +43,12 @@ COLUMNS = {
 }
 STAGES = {
     "from": st.column_config.TextColumn(
-        "From", width=90, pinned=True, help="An iteration, or a part of all of them: 9000, 90%"
+        "From", width=90, pinned=True, help="An iteration, or a share of the iterations: 9000, 90%"
     ),
     "changes": st.column_config.TextColumn(
         "Changes to",
-        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It holds to the next row",
+        help="A recipe, or what changes: linear.forward = bf16; linear.wgrad.input = mxfp8. It applies until the next "
+        "row",
     ),
 }
 
@@ -67,13 +69,13 @@ def picker(key: str) -> None:
 
 
 def about(chosen: Sequence[str]) -> None:
-    """What is known of the chosen recipes: the title of each, with what to be careful about; all else on request."""
+    """Notes on the chosen recipes: the title and the warnings of each; the rest is shown on request."""
     known = {}
     for name in chosen:
         try:
             recipe = parse_recipe(name)
         except recipe_table.REFUSED:
-            continue  # the summary says so
+            continue  # the summary shows the error
         if recipe.about.title or recipe_table.warnings_of(recipe):
             known[name] = recipe
     if not known:
@@ -111,9 +113,9 @@ def editor(picked: str, modules: Sequence[str]) -> None:
     except recipe_table.REFUSED as error:
         _refuse(error)
         return
-    right.text_input("Layers that it keeps in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
+    right.text_input("Layers kept in bf16", key="collect_keep", placeholder="none", help=FORM_LAYERS)
     table = _operands(modules)
-    st.markdown(":small[Schedule: what changes as the run goes on]")
+    st.markdown(":small[Schedule: changes during the run]")
     stages = _edited("stages", STAGES, num_rows="dynamic", height="content")
     name_place, *places = st.columns([3, 1, 1], vertical_alignment="bottom")
     hint = "letters, digits, - and _"
@@ -158,12 +160,12 @@ def _begin(start: str) -> None:
 
 
 def _operands(modules: Sequence[str]) -> pd.DataFrame:
-    """The table of operands, as it was edited, with rows for the modules that are chosen above it."""
+    """The edited table of operands, with rows for the modules chosen above it."""
     state = st.session_state
     own = st.multiselect(
         "Modules with their own formats", list(dict.fromkeys([*modules, *state["collect_own"]])), key="collect_own",
         placeholder="none: the same for all linear layers", accept_new_options=True,
-        help="Linear layers with rows of their own",
+        help="Linear layers that get their own rows",
     )  # fmt: skip
     if own != recipe_table.modules_of(state["recipe_operands"]):
         state["recipe_operands"] = recipe_table.with_modules(state["recipe_operands"], own)
@@ -172,10 +174,10 @@ def _operands(modules: Sequence[str]) -> pd.DataFrame:
 
 
 def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFrame:
-    """A table as it was edited."""
+    """The edited table."""
     state = st.session_state
     key = f"recipe_{name}_{state['recipe_count']}"
-    if key not in state:  # a new table, or one that was not shown for a while, for which Streamlit forgets the edits
+    if key not in state:  # a new table, or one that was hidden for a while, whose edits Streamlit has dropped
         state[f"recipe_{name}_first"] = state[f"recipe_{name}"]
     table: pd.DataFrame = st.data_editor(
         state[f"recipe_{name}_first"], key=key, hide_index=True, column_order=list(columns), column_config=columns,
@@ -192,7 +194,7 @@ def _delete(place: Any, path: Path, picked: str) -> None:
 
 
 def _deleted(path: Path, picked: str) -> None:
-    """Delete a recipe, also from what is chosen."""
+    """Delete a recipe and remove it from the chosen ones."""
     state = st.session_state
     try:
         recipe_table.delete(path)
@@ -206,7 +208,7 @@ def _deleted(path: Path, picked: str) -> None:
 
 
 def _save(place: Any, path: Path, recipe: Recipe, text: str) -> None:
-    """The button that saves the recipe. It says so beforehand where that replaces a file."""
+    """The button that saves the recipe, with a warning if that replaces a file."""
     exists = path.exists()
     done = False
     with suppress(OSError):

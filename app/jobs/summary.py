@@ -1,4 +1,4 @@
-"""Jobs as the Jobs page shows them: their states, order and losses, and how far they are in words. No Streamlit."""
+"""Jobs as the Jobs page shows them: states, order, losses and progress in words. No Streamlit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def badge(state: State) -> str:
 
 
 def ordered(views: Sequence[JobView]) -> list[JobView]:
-    """What runs, then the queue in its order, then what has ended, latest first."""
+    """Running jobs, then queued ones in order, then ended ones, latest first."""
     active = sorted(
         (view for view in views if view.active), key=lambda view: view.state in (State.QUEUED, State.PENDING)
     )
@@ -57,7 +57,7 @@ def ordered(views: Sequence[JobView]) -> list[JobView]:
 
 
 def matching(views: Sequence[JobView], words: str) -> list[JobView]:
-    """Those that have every word in their title, tags, state or arguments."""
+    """The jobs that have every word in their title, tags, state or arguments."""
     wanted = words.lower().split()
 
     def text(job: Job, state: State) -> str:

@@ -1,6 +1,6 @@
-"""Notes on a tensor: where an imported one comes from, and what was corrected in its log's words.
+"""Notes on a tensor: where an imported one comes from, and what was corrected in its log.
 
-Names, paths and words come from files that anybody may have written: all of it is shown as text, never as Markdown.
+Names, paths and words come from untrusted files, so everything is shown as text, never as Markdown.
 """
 
 from __future__ import annotations

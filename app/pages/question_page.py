@@ -1,4 +1,4 @@
-"""The page of a question that has a page of its own and no layout for it."""
+"""The page of a question that has its own page, in the default layout."""
 
 from __future__ import annotations
 

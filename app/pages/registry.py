@@ -24,7 +24,7 @@ class Page:
     params, draw        its parameters and its figures, of a page that can be drawn again elsewhere
     kept                whether a session can keep it
     writes              whether it is left out of a read-only app
-    question            that it answers, of a page of one question
+    question            the question that it answers, if the page has a single one
     """
 
     name: str
@@ -39,7 +39,7 @@ class Page:
 
 
 def _of(question: Question) -> Page:
-    """The page that answers a question: the page it is a view of, or its own."""
+    """The page that answers a question: the page that it is a view of, or its own page."""
     if question.page in SHARED:
         return SHARED[question.page]
     return Page(

@@ -31,10 +31,10 @@ def loss_table(records: Mapping[str, Sequence[Mapping[str, Any]]], most: int) ->
 
 
 def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
-    """All runs, whatever the filter."""
+    """All runs, regardless of the filter."""
     opened = selection.opened
     runs = opened.runs()
-    runs = runs[runs["recipe"].notna()]  # an import has none, and no loss
+    runs = runs[runs["recipe"].notna()]  # an import has no start time and no loss
     latest = runs_with_reference(runs.head(style.MAX_GROUPS), opened.parts())
     found = losses_of(opened, latest["run_id"].tolist())
     labels = dict(zip(latest["run_id"], latest["label"], strict=True))

@@ -73,7 +73,7 @@ def _totals(runs: pd.DataFrame) -> None:
 
 
 def _course(opened: Catalog, runs: pd.DataFrame) -> dict[str, list[float]]:
-    """The losses of the newest runs by run_id, at most SPARKS of each."""
+    """The losses of the newest runs by run_id, at most SPARKS points per run."""
     found = losses_of(opened, runs["run_id"].head(MOST_RUNS).tolist())
     every = {run: [record["loss"] for record in records] for run, records in found.items()}
     return {run: losses[:: -(-len(losses) // SPARKS) or 1] for run, losses in every.items()}
@@ -88,7 +88,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
         reason=runs["damage"].fillna(runs["reason"]),
         recipe=runs["run_id"].map(dict(zip(named["run_id"], names, strict=True))).astype(object).fillna(runs["recipe"]),
         source=source,
-        seconds=seconds.where(source.isna()),  # an import may have been gone on with days later
+        seconds=seconds.where(source.isna()),  # an import may have been continued days later
         megabytes=runs["bytes"] / 1e6,
         course=runs["run_id"].map(course),
     )
@@ -124,7 +124,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
 
 
 def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
-    """A form for what users say of a run: its name and color are used on all pages."""
+    """A form for the name, note and color of a run, which all pages use."""
     if runs.empty or read_only():
         return
     with st.expander("Name a run"):

@@ -51,7 +51,7 @@ def page(opened: Catalog) -> None:
     if not sql.strip():
         return
     try:
-        with st.spinner("Asking …"):
+        with st.spinner("Running the query …"):
             answer = box.select(sql)
     except QueryError as error:
         st.error(plain(str(error)), icon=":material/error:")

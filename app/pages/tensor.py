@@ -41,7 +41,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         return Drawn(problems=(f"No tensor matches: {where.sentence()}.",))
     tensor_id = in_filter(opened, where, values["tensor"], values["format"])
     if values["tensor"] not in (None, tensor_id):
-        return Drawn(problems=(f"The tensor {values['tensor']} is not among: {where.sentence()}.",))
+        return Drawn(problems=(f"The tensor {values['tensor']} does not match the filter: {where.sentence()}.",))
     rows = listed(opened, where, tensor_id)
     try:
         x = opened.load(tensor_id)
@@ -54,7 +54,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
 
 
 def listed(opened: Catalog, where: Filter, tensor_id: str) -> pd.DataFrame:
-    """The filter's tensors, as many as can be listed, and the one that is looked at."""
+    """The filter's tensors, as many as can be listed, and the selected one."""
     found = opened.tensors(where, limit=MAX_LISTED)
     if tensor_id in set(found["tensor_id"]):
         return found
@@ -62,8 +62,8 @@ def listed(opened: Catalog, where: Filter, tensor_id: str) -> pd.DataFrame:
 
 
 def in_filter(opened: Catalog, where: Filter, wanted: str | None, fmt: str) -> str:
-    """The tensor that is wanted if it is one of the filter's: else the filter's worst, or its first if none is
-    scored. The filter selects at least one."""
+    """The requested tensor if the filter selects it; else the worst one of the filter, or the first if none is scored.
+    The filter must select at least one."""
     if wanted and not opened.moments(where, "tensor_id", [wanted]).empty:
         return wanted
     scored = opened.scored_formats(where)

@@ -29,7 +29,7 @@ def params(opened: Catalog) -> dict[str, Param]:
 
 
 def board(selection: Selection, values: dict[str, Any]) -> Board | Drawn:
-    """What is ranked; the answer itself where that is nothing."""
+    """The board to rank, or the answer itself if there is nothing to rank."""
     measure, fmt = MEASURES[values["metric"]], values["format"] or ""
     ranked = Board(selection.opened, selection.where, format=fmt, measure=measure)
     needs_format = boards.of_format(measure.key) and "metric" not in VIEWS[values["view"]].ignores

@@ -25,20 +25,20 @@ class Question:
     title        a short name for it, in the navigation or among the views of its page
     icon, help   shown with it
     page, view   where it is answered, as in the address: the view of "worst" or "tensor", else the name of its own page
-    draw         what the answer is, without Streamlit: (what is selected, the parameters' values) -> Drawn. What is
-                 selected is a Board on the page worst, a SelectedTensor on the page tensor, else a Selection
+    draw         the function that answers it, without Streamlit: (the selection, the parameters' values) -> Drawn. The
+                 selection is a Board on the page worst, a SelectedTensor on the page tensor, else a Selection
     controls     the parameters of its own, besides those of the page, and the widgets that set them
     narrow       the controls above the answer where they depend on what is selected and on the values; by default all
                  that are not inline
     ignores      parameters of its page that the answer does not depend on: their controls are not shown
-    slow         what takes long in draw, as a title, "" if nothing does. draw then takes `done` as well, which it calls
-                 with (how many steps are through, of how many)
+    slow         a title for the slow part of draw, "" if there is none. draw then also takes `done`, which it calls
+                 with (steps done, steps in all)
     of_runs      whether the answer also depends on how far runs are: on their losses and states
     of_values    whether the answer depends on a tensor's row and values alone, so that it stays when the root changes
     link         parameters that the overview's link sets
     note         shown under the title of a page of its own, in place of the filter
     layout       the module whose `page()` shows a page of its own that is not laid out like the others
-    on_overview  whether the overview asks it
+    on_overview  whether the overview lists it
     report       what it adds to a report's sections; None: a section of its own, drawn with the default parameters
     """
 
@@ -63,24 +63,24 @@ class Question:
 
     @property
     def name(self) -> str:
-        """That of its folder."""
+        """The name of its folder."""
         return self.draw.__module__.split(".")[-2]
 
     @property
     def place(self) -> str:
-        """Where it is answered, as the navigation shows it."""
+        """Where it is answered, as shown in the navigation."""
         return f"{self.page.capitalize()} › {self.title}" if self.view else self.title
 
     @property
     def address(self) -> dict[str, str]:
-        """The parameters of the link to it."""
+        """The parameters of a link to it."""
         return ({"view": self.view} if self.view else {}) | self.link
 
     def params(self, opened: Catalog) -> dict[str, Param]:
         return {control.name: control.param_in(opened) for control in self.controls}
 
     def controls_of(self, selected: Any, values: dict[str, Any]) -> list[Control]:
-        """The controls that stand above the answer."""
+        """The controls above the answer."""
         if self.narrow:
             return list(self.narrow(selected, values))
         return [control for control in self.controls if not control.inline]

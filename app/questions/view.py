@@ -24,7 +24,7 @@ from binade.data.filter import Filter
 
 
 def show_question(question: Question, selected: Selection, values: dict[str, Any]) -> None:
-    """Show the controls, and the answer for what is selected. values: of the page's parameters."""
+    """Show the controls, and the answer for the selection. values: those of the page's parameters."""
     values = values | show_controls(question.controls_of(selected, values), gap="large")
     drawn = _draw_stoppable(question, selected, values) if question.slow else _draw(question, selected, values)
     if drawn is not None:
@@ -32,8 +32,7 @@ def show_question(question: Question, selected: Selection, values: dict[str, Any
 
 
 def show_controls(controls: Iterable[Control], gap: Literal["small", "large"] = "small") -> dict[str, Any]:
-    """Show controls, those of one row side by side with a gap like that of two figures or a small one; the values
-    that they have."""
+    """Show controls, those of one row side by side, and return their values."""
     for _, row in groupby(controls, key=lambda control: control.row or control.name):
         together = list(row)
         columns = st.columns([each.width for each in together], gap=gap if len(together) < 3 else "small")
@@ -44,7 +43,7 @@ def show_controls(controls: Iterable[Control], gap: Literal["small", "large"] = 
 
 
 def _widget(control: Control) -> None:
-    """A widget with the parameter's value, brought within what is possible here."""
+    """A widget with the parameter's value, limited to what is possible here."""
     name, choices = control.name, control.choices
     st.session_state[name] = control.possible(st.session_state.get(name))
     common: dict[str, Any] = {"key": name, "help": control.help, "disabled": control.disabled}
@@ -68,7 +67,7 @@ def _widget(control: Control) -> None:
 def _draw(
     question: Question, selected: Selection, values: dict[str, Any], step: Done = lambda count, of: None
 ) -> Drawn:
-    """The answer: one for all who ask for the same."""
+    """The answer, computed once for all identical requests."""
     opened = selected.opened
     given = {field.name: getattr(selected, field.name) for field in fields(selected)}
     numel = given.pop("x").numel() if "x" in given else 0
@@ -88,7 +87,7 @@ def _draw(
 
 
 def _draw_stoppable(question: Question, selected: Selection, values: dict[str, Any]) -> Drawn | None:
-    """The answer, drawn beside a bar and a button that stops it; None if the user has stopped just this."""
+    """The answer, computed with a progress bar and a stop button; None if the user has stopped this computation."""
     row = getattr(selected, "row", None)
     tensor = None if row is None else row["tensor_id"]
     wanted = repr((tensor, selected.where, sorted(values.items(), key=str)))
@@ -106,7 +105,7 @@ def _draw_stoppable(question: Question, selected: Selection, values: dict[str, A
 
 
 def show_answer(drawn: Drawn, where: Filter, values: Mapping[str, Any]) -> None:
-    """The verdict, the problems, and the items in their order, those of one group side by side."""
+    """Show the verdict, the problems, and the items in order, those of one group side by side."""
     if drawn.verdict:
         show.verdict(drawn.verdict)
     show.problems(drawn)
@@ -150,7 +149,7 @@ def _show(item: Item, where: Filter, values: Mapping[str, Any]) -> None:
 
 
 def open_tensor(tensor_id: str | None, where: Filter, values: Mapping[str, Any]) -> None:
-    """Go to the page of the tensor that was chosen, if one was."""
+    """Open the page of the chosen tensor, if any."""
     if tensor_id:
         go("tensor", where, tensor=tensor_id, format=values.get("format") or "")
 

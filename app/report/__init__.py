@@ -5,9 +5,9 @@ options    its command-line options
 contents   the sections of a report of a filter's selection, from the questions
 sessions   the sections of a saved session's report
 runs       the sections on runs, definitions and versions
-section    what sections are made of, and what questions draw them from
+section    the parts of a section, and the selection that questions draw from
 tables     names, units and numbers of tables
 stats      the numbers as JSON and text
 page       the report as one HTML file that needs nothing else: page.html, page.css, page.js
-rendering  charts to PNG and SVG, by processes of their own
+rendering  charts to PNG, SVG and PDF, in separate processes
 """

@@ -33,7 +33,7 @@ SECTIONS = (
     Section(
         "distributions",
         "Distributions",
-        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, by what divides the "
+        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, for each group of the "
         "selection.",
     ),
     Section(
@@ -45,7 +45,7 @@ SECTIONS = (
     Section(
         "comparisons",
         "Comparisons",
-        text="What each format would do to the selected operands, as scored when they were captured, forward beside "
+        text="What each format would do to the selected operands, as scored when they were captured, forward next to "
         "backward; and each recipe’s loss and gradients against the bf16 run of the same data.",
     ),
     Section(
@@ -56,7 +56,7 @@ SECTIONS = (
     Section(
         "hifp8",
         "HiFloat8",
-        text="HiFloat8 has no scale: the precision that a value gets is decided by its magnitude alone. "
+        text="HiFloat8 has no scale: the precision of a value depends on its magnitude alone. "
         "All values, from sketches; then the codes that its worst tensors use, from their values.",
     ),
     Section(
@@ -69,7 +69,7 @@ SECTIONS = (
 
 
 def contributions(opened: Catalog, where: Filter, command: str) -> Iterator[Section]:
-    """The report of what a filter selects, which must be something. command: that the report was made by."""
+    """The report of a filter's selection, which must not be empty. command: the command line that made the report."""
     yield from SECTIONS
     panels = overview.panels(opened, where)
     yield Section("overview", figures=[replace(f, name=f.name.removeprefix("panel_")) for f in panels])
@@ -94,7 +94,7 @@ def _as_on_its_page(selection: ReportSelection, question: Question) -> Section:
 
 
 def quick_analysis(panels: Section) -> Figure | None:
-    """The overview's panels as one picture; None if there is none."""
+    """The overview's panels as one picture; None without panels."""
     if not panels.figures:
         return None
     charts = [figure.chart.properties(width=640, height=280) for figure in panels.figures]

@@ -20,7 +20,13 @@ def params() -> list[click.Parameter]:
             ["--zip", "archive"],
             type=Path,
             metavar="FILE",
-            help="Also write a ZIP: PNG (except of a session), SVG, CSV, JSON",
+            help="Also write a ZIP: PNG (not for a session), SVG, CSV, JSON; and tables as Markdown and LaTeX",
+        ),
+        Option(
+            ["--paper", "papers"],
+            type=click.Choice(("84mm", "174mm")),
+            multiple=True,
+            help="Also draw each chart for a paper, in this width: SVG and PDF, 8 pt",
         ),
         Option(
             ["--theme"],

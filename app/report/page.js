@@ -3,7 +3,8 @@
     const themes = JSON.parse(document.getElementById('themes').textContent);
     const dark = matchMedia('(prefers-color-scheme: dark)');
     const root = document.documentElement;
-    const scheme = () => root.dataset.scheme || (dark.matches ? 'dark' : 'light');
+    // Paper is light, and as wide as page.css makes it.
+    const scheme = () => root.dataset.print ? 'light' : root.dataset.scheme || (dark.matches ? 'dark' : 'light');
     const charts = [...document.querySelectorAll('.chart')];
     async function chartOf(node) {
         const text = atob(JSON.parse(document.getElementById(node.dataset.name).textContent));
@@ -13,14 +14,15 @@
     const drawn = new Map();
 
     function draw(node) {
-        const wanted = scheme();
+        const theme = scheme();
+        const wanted = root.dataset.print ? 'print' : theme;
         if (drawn.get(node)?.scheme === wanted) return drawn.get(node).view;
         const old = drawn.get(node);
-        const options = { mode: 'vega-lite', ast: true, actions: false, renderer: 'svg', logLevel: 1, tooltip: { theme: wanted } };
+        const options = { mode: 'vega-lite', ast: true, actions: false, renderer: 'svg', logLevel: 1, tooltip: { theme } };
         const view = (old ? old.view : Promise.resolve())
             .then(before => before && before.finalize())
             .then(() => chartOf(node))
-            .then(({ spec }) => vegaEmbed(node, { ...spec, config: themes[wanted].config }, options))
+            .then(({ spec }) => vegaEmbed(node, { ...spec, config: themes[theme].config }, options))
             .then(result => result.view)
             .catch(error => { node.textContent = `This chart cannot be drawn: ${error.message}`; throw error; });
         drawn.set(node, { scheme: wanted, view });
@@ -38,17 +40,33 @@
         await savePicture(kind, node.querySelector('svg.marks'), caption, { ground: card, text: quiet, font: themes.font }, name);
     });
 
+    const near = new Set();
     const seen = new IntersectionObserver(entries => {
-        entries.filter(entry => entry.isIntersecting).forEach(entry => draw(entry.target));
+        for (const { target, isIntersecting } of entries) {
+            near[isIntersecting ? 'add' : 'delete'](target);
+            if (isIntersecting) draw(target);
+        }
     }, { rootMargin: '800px' });
     charts.forEach(node => seen.observe(node));
-    const again = () => { for (const node of drawn.keys()) draw(node); };
+    const again = () => near.forEach(draw);
     dark.addEventListener('change', again);
     document.getElementById('scheme').addEventListener('click', () => {
         root.dataset.scheme = scheme() === 'dark' ? 'light' : 'dark';
         again();
     });
-    addEventListener('beforeprint', () => charts.forEach(draw));
-    // For scripts and tests: every chart drawn, and its view.
-    window.binade = { drawAll: () => Promise.all(charts.map(draw)), view: name => draw(charts.find(c => c.dataset.name === name)) };
+    // A browser prints what is drawn already: every chart is drawn before it is asked to.
+    async function drawForPrint() {
+        root.dataset.print = 'yes';
+        await Promise.allSettled(charts.map(draw));
+    }
+    const printed = async () => { await drawForPrint(); print(); };
+    document.getElementById('print').addEventListener('click', printed);
+    addEventListener('keydown', event => {
+        if (event.key !== 'p' || !(event.ctrlKey || event.metaKey)) return;
+        event.preventDefault();
+        printed();
+    });
+    addEventListener('afterprint', () => { delete root.dataset.print; again(); });
+    // For scripts and tests: a chart's view.
+    window.binade = { view: name => draw(charts.find(c => c.dataset.name === name)) };
 })();

@@ -1,8 +1,9 @@
-"""A report as one HTML file that needs nothing else: interactive charts, numbers as tables, what it was made from.
+"""A report as one HTML file that needs nothing else: interactive charts, numbers as tables, and the runs it was made
+from.
 
 The libraries that draw are inlined. The page's own policy forbids every request and every script but the two that it
-was written with, whose hashes it names; expressions are interpreted, never compiled. Whatever comes from metadata is
-escaped; where it stands in JSON, so that no tag can end there.
+was written with, whose hashes it names; expressions are interpreted, never compiled. Everything that comes from
+metadata is escaped, in JSON too, so that no tag can end there.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ def _style() -> str:
         f":root{{--font:{FONT};--mono:{MONO};{variables(LIGHT)}}}"
         f"@media (prefers-color-scheme: dark){{:root{{{variables(DARK)}}}}}"
         f":root[data-scheme=light]{{{variables(LIGHT)}}}:root[data-scheme=dark]{{{variables(DARK)}}}\n"
+        f":root[data-print]{{{variables(LIGHT)}}}\n"
     ) + (HERE / "page.css").read_text()
 
 
 def fits(figure: Figure) -> bool:
-    """Whether the page holds the figure's numbers."""
+    """Whether the figure's numbers are part of the page."""
     return figure.table.size <= CSV_CELLS
 
 
@@ -75,7 +77,7 @@ def of_page(figure: Figure) -> dict[str, Any]:
 
 
 def note(figure: Figure) -> str:
-    """The figure's note without what its caption says as well."""
+    """The figure's note without what its caption repeats."""
     text = figure.note
     for line in figure.caption.splitlines():
         text = text.replace(line, "")

@@ -1,8 +1,8 @@
-"""Charts to PNG and SVG and to what a page holds of them, by as many processes as there are cores to use: vl-convert
-draws one chart at a time.
+"""Charts to PNG, SVG and PDF and to what a page holds of them, by as many processes as there are cores to use:
+vl-convert draws one chart at a time.
 
 The processes run this file as a script. It imports nothing of the project, so that each of them takes a fifth of the
-memory that the index and the analysis need, and they end when their input does, however their parent has ended.
+memory that the index and the analysis need, and they end when their input ends, even if their parent was killed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ SUBSCRIPTS = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=Tru
 SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻ᵀ", "0123456789−T", strict=True))
 SIMILAR = str.maketrans({"⟨": "‹", "⟩": "›", "‖": "||"})
 _TEXT = re.compile(r"(<(?:text|tspan)\b[^>]*>)([^<]*)")
+_SIZES = re.compile(r' (width|height)="([0-9.]+)"')
 _CLIP = re.compile(r"((?:id=\"|url\(#)clip)([0-9]+)(?=[\")])")
 _SHIFTED = re.compile(f"([{''.join(SUBSCRIPTS)}]+|[{''.join(SUPERSCRIPTS)}]+)")
 SMALL, DOWN, UP = 0.72, 0.2, -0.36  # a small digit's size, and its shift down or up, in ems of the text
@@ -45,8 +46,15 @@ class Picture(NamedTuple):
     embedded: str
 
 
+class Paper(NamedTuple):
+    """A chart drawn for a paper."""
+
+    svg: bytes
+    pdf: bytes
+
+
 class Renderers:
-    """Processes that draw; a context manager that ends them. Requests are taken in their order."""
+    """A context manager with processes that draw. Requests are handled in order."""
 
     def __init__(self, jobs: int | None = None) -> None:
         self.jobs = jobs or len(os.sched_getaffinity(0))
@@ -79,12 +87,16 @@ class Renderers:
         request = {"spec": spec, "caption": caption, "colors": colors, "png": png, "embedded": embedded or {}}
         return self._pool.submit(self._picture, request)
 
+    def paper(self, spec: dict[str, Any], mm: float) -> Future[Paper]:
+        """Draw a Vega-Lite specification so wide. The future raises RenderError."""
+        return self._pool.submit(self._paper, {"spec": spec, "mm": mm})
+
     def bundle(self) -> Future[str]:
         """Vega, Vega-Lite and vega-embed as one script."""
         return self._pool.submit(lambda: self._request({})["script"])
 
     def _start(self) -> None:
-        # A process group of its own: Ctrl-C is for the parent, which ends it.
+        # In its own process group, so that Ctrl-C reaches only the parent, which then ends this process.
         self._own.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
         )
@@ -94,6 +106,10 @@ class Renderers:
         answer = self._request(request)
         png = base64.b64decode(answer["png"]) if "png" in answer else None
         return Picture(answer["svg"].encode(), png, answer["embedded"])
+
+    def _paper(self, request: dict[str, Any]) -> Paper:
+        answer = self._request(request)
+        return Paper(answer["svg"].encode(), base64.b64decode(answer["pdf"]))
 
     def _request(self, request: dict[str, Any]) -> dict[str, str]:
         process = self._own.process
@@ -126,6 +142,22 @@ def render(
     return answer
 
 
+def on_paper(spec: dict[str, Any], mm: float) -> dict[str, str]:
+    """The drawing without a caption, so wide."""
+    import vl_convert
+
+    svg = supported(_numbered(vl_convert.vegalite_to_svg(spec)))
+    pdf = vl_convert.svg_to_pdf(_wide(svg, mm / 25.4 * 72, ""))  # it takes pixels for points
+    svg = _wide(svg, mm, "mm")
+    return {"svg": svg, "pdf": base64.b64encode(pdf).decode()}
+
+
+def _wide(svg: str, width: float, unit: str) -> str:
+    before, height = (float(size) for _, size in _SIZES.findall(svg)[:2])
+    sizes = iter((f' width="{width:.6g}{unit}"', f' height="{width * height / before:.6g}{unit}"'))
+    return _SIZES.sub(lambda _: next(sizes), svg, count=2)
+
+
 def _numbered(svg: str) -> str:
     """The drawing with its clips numbered from 0: Vega counts those of all the drawings that its process has made."""
     numbers: dict[str, int] = {}
@@ -133,8 +165,8 @@ def _numbered(svg: str) -> str:
 
 
 def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
-    """The drawing with its caption beneath, on the card's ground."""
-    sizes = dict(re.findall(r' (width|height)="([0-9.]+)"', svg[: svg.index(">") + 1]))
+    """The drawing with its caption below, on the background of the card."""
+    sizes = dict(_SIZES.findall(svg[: svg.index(">") + 1]))
     chart_height = float(sizes["height"])
     width, height = max(float(sizes["width"]), caption["width"]), chart_height + caption["height"]
     return (
@@ -147,7 +179,8 @@ def captioned(svg: str, caption: dict[str, Any], colors: dict[str, str]) -> str:
 
 
 def supported(svg: str) -> str:
-    """The drawing in letters that Liberation Sans has: small digits become digits set small."""
+    """The drawing with letters that Liberation Sans has: superscript and subscript digits become small ordinary
+    digits."""
     return _TEXT.sub(lambda found: found[1] + _shifted(found[2].translate(SIMILAR)), svg)
 
 
@@ -165,7 +198,7 @@ def _shifted(text: str) -> str:
 
 def main() -> None:
     """Answer each request, a line of JSON on stdin, with one on stdout: a picture ({"svg"}, with "png" if requested),
-    the scripts ({"script"}) for an empty request, or {"error"}."""
+    one for a paper ({"svg", "pdf"}) if it has "mm", the scripts ({"script"}) for an empty request, or {"error"}."""
     import vl_convert
 
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a parent that was killed reads no answer: end without a traceback
@@ -173,7 +206,10 @@ def main() -> None:
     for line in sys.stdin.buffer:
         try:
             request = json.loads(line)
-            answer = render(**request) if request else {"script": vl_convert.javascript_bundle()}  # type: ignore[call-arg]
+            if "mm" in request:
+                answer = on_paper(**request)
+            else:
+                answer = render(**request) if request else {"script": vl_convert.javascript_bundle()}  # type: ignore[call-arg]
         except (ValueError, KeyError, TypeError) as error:
             answer = {"error": " ".join(str(error).split())[:300] or type(error).__name__}
         sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")

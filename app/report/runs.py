@@ -1,4 +1,4 @@
-"""The sections of text and tables: which runs, the command that repeats each, what a metric is."""
+"""The sections of text and tables: the runs, the commands that reproduce them, and definitions of the metrics."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def section(opened: Catalog, runs: pd.DataFrame) -> Section:
 
 
 def again(config: dict[str, Any]) -> str:
-    """The command that makes one run again: a batch's asks for this run's recipe alone. Where runs go is left out, and
-    so up to who calls it."""
+    """The command that reproduces one run; for a run of a batch, with its recipe alone. It leaves out the root, which
+    the caller chooses."""
     command = config.get("command")
     if not isinstance(command, str):
         return "not recorded"
@@ -84,7 +84,8 @@ def definitions() -> Section:
         Table("terms", "Terms", terms),
     )
     text = (
-        "x is the tensor before, q the tensor after rounding. NaN and Inf are counted apart and left out of the sums."
+        "x is the tensor before, q the tensor after rounding. NaN and Inf are counted separately and left out of the "
+        "sums."
     )
     return Section("definitions", "Definitions", tables=tables, text=text)
 

@@ -1,4 +1,4 @@
-"""What reports are made of: sections of figures and tables, and what questions draw them from."""
+"""The parts of reports: sections of figures and tables, and the selection that questions draw them from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slug(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers that stand by themselves. name is unique in a report."""
+    """A table without a figure. name is unique in a report."""
 
     name: str
     title: str
@@ -83,7 +83,7 @@ def merged(contributions: Iterable[Section]) -> tuple[Section, ...]:
 
 @dataclass(frozen=True)
 class ReportSelection(Selection):
-    """What a report is made of: a catalog and a filter, which selects something."""
+    """The input of a report: a catalog and a filter whose selection is not empty."""
 
     @cached_property
     def formats(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class ReportSelection(Selection):
         return self.opened.facets(self.where)
 
     def dividing(self, fields: Sequence[str]) -> list[str]:
-        """Those of the fields that divide the selection, and quant_type."""
+        """The fields that divide the selection, and quant_type."""
         return [field for field in fields if field == "quant_type" or len(self.values_of(field)) > 1]
 
     def ranked(self, fmt: str) -> pd.DataFrame:

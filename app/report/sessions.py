@@ -1,4 +1,4 @@
-"""What the report of a session holds: its notes, its pinned charts with what their keeper says, its view, its runs."""
+"""The contents of a session's report: its notes, its pinned charts with their captions, its view and its runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DRAWERS = 2  # threads that draw pins: half of their time is spent in torch, num
 
 
 def filter_of(opened: Catalog, session: Session) -> Filter:
-    """The filter of the session's view, as far as it can be met here."""
+    """The filter of the session's view, as far as it applies here."""
     return read_filter(opened.facets(), session.view.params)[0]
 
 
 def contributions(opened: Catalog, session: Session, command: str) -> Iterator[Section]:
-    """The report of a session, drawn again from its runs as they are now; what is missing is listed as a problem."""
+    """The report of a session, drawn again from the current state of its runs; missing parts are listed as problems."""
     yield from _pins(opened, session)
     yield _view(opened, session)
     yield _runs(opened, session)
@@ -36,7 +36,7 @@ def contributions(opened: Catalog, session: Session, command: str) -> Iterator[S
 
 
 def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
-    """A section for each pin, so that some are drawn while pictures are made of those before."""
+    """A section for each pin, so that pins are drawn while earlier ones are rendered."""
     for number, (pin, drawn) in enumerate(_drawn(opened, session), 1):
         figures: list[Figure] = []
         for figure in drawn.figures:
@@ -48,7 +48,7 @@ def _pins(opened: Catalog, session: Session) -> Iterator[Section]:
 
 
 def _drawn(opened: Catalog, session: Session) -> Iterator[tuple[Pin, Drawn]]:
-    """Each pin as it is drawn, in their order."""
+    """Each pin, drawn, in order."""
     ahead: deque[tuple[Pin, Future[Drawn]]] = deque()
     with ThreadPoolExecutor(DRAWERS, "pins") as pool:
         try:
@@ -59,7 +59,7 @@ def _drawn(opened: Catalog, session: Session) -> Iterator[tuple[Pin, Drawn]]:
                     yield first, drawn.result()
             for last, drawn in ahead:
                 yield last, drawn.result()
-        finally:  # whoever stops waits for those that are being drawn only
+        finally:  # after Ctrl-C, only wait for those that are being drawn
             pool.shutdown(wait=False, cancel_futures=True)
 
 

@@ -19,14 +19,14 @@ TEXT_COLUMNS = ("group", "tensors", "numel", "mean", "std", "min", "max", "absmi
 
 
 def strict_json(content: Any) -> str:
-    """JSON that any reader takes: NaN is null, infinities are the texts "inf" and "-inf"."""
+    """JSON that any parser reads: NaN is null, infinities are the strings "inf" and "-inf"."""
     constants = {"NaN": None, "Infinity": "inf", "-Infinity": "-inf"}
     plain = json.loads(json.dumps(content, default=_plain), parse_constant=constants.get)
     return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
-    """What json does not know as something that it knows."""
+    """Convert an object for json."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     return None if value is pd.NaT or value is pd.NA else value.isoformat()

@@ -1,4 +1,4 @@
-"""A report's tables as people read them: names, units and numbers."""
+"""A report's tables for readers: names, units and numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from binade.app.style import MEASURES
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
-    """A table as people read it: metrics by their names and units, shares in percent, words for columns. axis: of the
-    chart that it is drawn as, see `axis_of`."""
+    """A table for readers: metrics with names and units, shares in percent, words for columns. axis: that of the
+    table's chart, see `axis_of`."""
     unit = f", {axis}" if axis else ""
     places = next((names for sign, names in PLACES.items() if sign in frame.columns), {})
     columns = {}
@@ -64,7 +64,7 @@ def axis_of(spec: Any) -> str:
 
 
 def _words(name: str) -> str:
-    """A column's name that has none of its own here, as words: "column 3" as "Column 3"."""
+    """A readable name for a column that has no entry here: "Column 3" for "column 3"."""
     return name[:1].upper() + name[1:].replace("_", " ")
 
 

@@ -6,9 +6,9 @@
     draw/distributions/  heatmaps/  comparisons/  statistics/  hifp8/  attention_maps/
     draw/report.json           what was drawn from what, and the list of these files
 
-Of a session: pins/ and view/ in place of the folders above, with SVG in place of PNG, which takes three times as long.
-The ZIP has each chart as PNG (but of a session), SVG, CSV and its Vega-Lite specification, and each table as CSV and
-JSON.
+A session's report has pins/ and view/ instead of these folders, and SVG instead of PNG, which takes three times as
+long. The ZIP has each chart as PNG (except for a session), SVG, CSV and its Vega-Lite specification, and each table as
+CSV, JSON, Markdown and LaTeX. --paper adds NAME-84mm.svg and .pdf to each chart.
 
 All files are made in a staging directory and then moved into place, index.html last. In a folder that exists, the files
 of an earlier report (its report.json names them) are replaced or removed. A file that no report wrote is never touched:
@@ -24,7 +24,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -34,12 +34,14 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile, ZipInfo
 
 from altair.utils.schemapi import disable_debug_mode
 
+from binade.app import exports
 from binade.app.figure import WIDTH, Figure
 from binade.app.formatting import big, bytes_text
 from binade.app.report import contents, sessions, stats
 from binade.app.report.page import of_page, page
-from binade.app.report.rendering import Picture, RenderError, Renderers
+from binade.app.report.rendering import Paper, Picture, RenderError, Renderers
 from binade.app.report.section import Section, Table, merged
+from binade.app.report.tables import shown
 from binade.app.sessions import notes, storage
 from binade.app.sessions.session import Session, SessionError
 from binade.app.theme import FONT, THEMES
@@ -47,7 +49,6 @@ from binade.data.cache import Cache
 from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.store import staged_file, staging_directory, sweep_beside, write_atomic
-from binade.data.text import csv_table
 
 __all__ = ["RenderError", "ReportError", "Request", "SessionError", "UsageError", "no_room", "run"]
 
@@ -64,15 +65,16 @@ class ReportError(RuntimeError):
 
 
 class UsageError(ReportError):
-    """What was asked for makes no sense."""
+    """The request cannot be fulfilled as given."""
 
     exit_status = 2
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. archive: a ZIP of the report as well; command: how it was asked for; session: the id of a
-    saved session, whose view, pins and notes are then drawn in place of the filter's charts."""
+    """What to draw. archive: the path of a ZIP to write as well; command: the command line of the request; session: the
+    id of a saved session whose view, pins and notes are drawn instead of the filter's charts; papers: the widths of
+    exports.COLUMNS in which to draw each chart for a paper."""
 
     output: Path
     where: Filter
@@ -81,6 +83,7 @@ class Request:
     jobs: int | None = None
     command: str = ""
     session: str | None = None
+    papers: tuple[str, ...] = ()
 
 
 def make(opened: Catalog, request: Request, progress: Progress) -> int:
@@ -112,14 +115,14 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals().tensors:
         found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
-        advice = "name the root of some runs with --tensor-save-dir, or collect one with binade quick mxfp8"
+        advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
         raise UsageError(f"{request.output} cannot hold a report: give --output a folder of its own")
     if request.output.exists() and not request.output.is_dir():
-        raise UsageError(f"{request.output} is a file: give --output a folder, new or of an earlier report")
+        raise UsageError(f"{request.output} is a file: give --output a new folder, or one that holds an earlier report")
     if request.archive is not None and request.archive.is_dir():
         raise UsageError(f"{request.archive} is a folder: give --zip a file's name")
     if request.archive is not None:
@@ -127,8 +130,8 @@ def _check(opened: Catalog, request: Request) -> None:
 
 
 def _check_archive(archive: Path, output: Path) -> None:
-    """Raise UsageError for a ZIP in a folder that is not there, but for the report's own, or by the name of one of the
-    report's files."""
+    """Raise UsageError if the folder of the ZIP does not exist (unless it is the report's own), or if the ZIP would
+    have the name of one of the report's files."""
     within = archive.relative_to(output).parts if archive.is_relative_to(output) else ()
     if within and within[0] in (*ALWAYS, *FOLDERS, *SESSION_FOLDERS):
         raise UsageError(f"{archive} is where the report writes its own files: give --zip another name")
@@ -137,7 +140,7 @@ def _check_archive(archive: Path, output: Path) -> None:
 
 
 def _written_before(output: Path) -> set[str]:
-    """The files that an earlier report wrote into the folder. Raises UsageError for a manifest that is none."""
+    """The files that an earlier report wrote into the folder. Raises UsageError for an invalid manifest."""
     manifest = output / MANIFEST
     if not manifest.exists():
         return set()
@@ -145,14 +148,15 @@ def _written_before(output: Path) -> set[str]:
         files = json.loads(manifest.read_bytes())["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{manifest} is not a report's: give --output another folder, or move that file") from None
+        advice = "give --output another folder, or move that file"
+        raise UsageError(f"{manifest} was not written by a report: {advice}") from None
     inside = (PurePosixPath(name) for name in names)
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
 
 
 def _refuse_foreign(output: Path, files: Iterable[str], before: set[str], folders: Iterable[str] = ()) -> None:
-    """Raise UsageError if one of the files is there and not from an earlier report, or is a folder, or if one of the
-    folders, which may be theirs, is no folder."""
+    """Raise UsageError if one of the files exists and is not from an earlier report or is a folder, or if one of the
+    folders exists and is a file."""
     files = list(files)
     foreign = {name for name in files if (_is_there(output / name) and name not in before) or (output / name).is_dir()}
     wanted = {*folders, *(str(parent) for name in files for parent in PurePosixPath(name).parents[:-1])}
@@ -169,7 +173,7 @@ def _is_there(path: Path) -> bool:
 
 def publish(made: Path, output: Path, before: set[str]) -> None:
     """Move a report's files into place. before: the files of an earlier report. Raises UsageError, before anything is
-    moved, where that would replace a file that no report wrote."""
+    moved, if that would replace a file that no report wrote."""
     manifest = json.loads((made / MANIFEST).read_bytes())
     files = set(manifest["files"])
     _refuse_foreign(output, files, before)
@@ -189,8 +193,8 @@ def publish(made: Path, output: Path, before: set[str]) -> None:
 
 
 class Files:
-    """The files of a report while it is made: a folder, and a ZIP if one is wanted. The ZIP's entries carry no time of
-    day, so that the same report makes the same bytes."""
+    """Writes the files of a report: a folder, and a ZIP if requested. The ZIP's entries have a fixed time stamp, so
+    that the same report gives the same bytes."""
 
     def __init__(self, folder: Path, archive: ZipFile | None) -> None:
         self.folder, self.archive = folder, archive
@@ -210,11 +214,15 @@ class Files:
             entry.external_attr = 0o644 << 16
             self.archive.writestr(entry, content, ZIP_STORED if name.endswith(".png") else ZIP_DEFLATED)
 
-    def add_figure(self, path: str, figure: Figure, picture: Picture) -> None:
+    def add_figure(self, path: str, figure: Figure, picture: Picture, papers: Mapping[str, Paper]) -> None:
         pictures = {"svg": picture.svg} if picture.png is None else {"png": picture.png, "svg": picture.svg}
         if not path.startswith("overview/"):  # quick_analysis.png has these
             kind = next(iter(pictures))
             self.write(f"{path}.{kind}", pictures[kind])
+        for width, paper in papers.items():
+            for kind, drawn in paper._asdict().items():
+                self.write(f"{path}-{width}.{kind}", drawn)
+                self.add(f"{path}-{width}.{kind}", drawn)
         if self.archive:
             content = {"caption": figure.caption, "vega_lite": figure.spec}
             for kind, drawn in pictures.items():
@@ -224,7 +232,9 @@ class Files:
 
     def add_table(self, table: Table) -> None:
         if self.archive:
-            self.add(f"tables/{table.name}.csv", csv_table(table.frame))
+            self.add(f"tables/{table.name}.csv", exports.of_table(table.frame, ".csv"))
+            for end in (".md", ".tex"):
+                self.add(f"tables/{table.name}{end}", exports.of_table(shown(table.frame), end, table.title))
             self.add(f"tables/{table.name}.json", stats.strict_json(table.frame.to_dict("records")))
 
 
@@ -236,7 +246,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
         sessions.contributions(opened, session, command) if session else contents.contributions(opened, where, command)
     )
     found: list[Section] = []
-    waiting: deque[tuple[str, Figure, Future[Picture]]] = deque()
+    waiting: deque[tuple[str, Figure, Future[Picture], dict[str, Future[Paper]]]] = deque()
     embedded: dict[str, str] = {}
     done = total = 0
     expected = len(session.pins) if session else 0
@@ -245,9 +255,9 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
         def collect(most: int) -> None:
             nonlocal done
             while len(waiting) > most:
-                path, figure, picture = waiting.popleft()
+                path, figure, picture, papers = waiting.popleft()
                 drawn = picture.result()
-                files.add_figure(path, figure, drawn)
+                files.add_figure(path, figure, drawn, {width: paper.result() for width, paper in papers.items()})
                 embedded[path] = drawn.embedded
                 done += 1
                 progress(done, max(total, expected), path)
@@ -262,7 +272,12 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
             for path, figure in figures.items():
                 spec = figure.sized_spec(WIDTH) | {"config": theme.config()}
                 picture = renderers.render(spec, figure.caption_svg, colors, not session, of_page(figure))
-                waiting.append((path, figure, picture))
+                papers = {
+                    width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
+                    for width in request.papers
+                    if "/" in path  # the panels of quick_analysis have files of their own
+                }
+                waiting.append((path, figure, picture, papers))
                 collect(4 * renderers.jobs)
         collect(0)
         sections = merged(found)
@@ -283,7 +298,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
 
 
 def _top(opened: Catalog, where: Filter, session: Session | None) -> dict[str, object]:
-    """What stands above the sections of the page."""
+    """The part of the page above its sections."""
     totals = opened.totals(where)
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return {
@@ -312,8 +327,9 @@ def _manifest(opened: Catalog, request: Request, files: list[str]) -> str:
 
 
 def run(root: Path, request: Request) -> int:
-    """As `make`, told on stderr; returns the exit status but for KeyboardInterrupt. Raises ReportError, OSError."""
-    disable_debug_mode()  # the tests hold every chart to Vega-Lite's schema
+    """As `make`, with progress on stderr. Returns the exit status, except for KeyboardInterrupt. Raises ReportError,
+    OSError."""
+    disable_debug_mode()  # the tests check every chart against Vega-Lite's schema
     start = time.monotonic()
     with Catalog.open(root) as opened:
         for reason in opened.refused:
@@ -351,5 +367,5 @@ def _progress_line() -> Iterator[Progress]:
 def no_room(error: OSError) -> str:
     """An OSError as a sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full: nothing of the report was kept; free some space or give another --output"
+        return "the disk is full: no report was written; free some space or give another --output"
     return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"

@@ -1,6 +1,6 @@
 """The session that is open in this browser tab: every page can pin charts to it, and the user saves it.
 
-It lives in the tab's state until it is saved: `Draft.changed` says whether closing the tab would lose something.
+Until it is saved, it exists only in the tab's state: `Draft.changed` says whether closing the tab would lose something.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Draft:
 
     @property
     def state(self) -> str:
-        """In words, whether it is saved."""
+        """A description of whether it is saved."""
         if self.saved is None:
             return "not saved yet"
         return f"{'changed since' if self.changed else 'saved as'} version {self.saved.number}"
@@ -72,8 +72,8 @@ def change(**changes: Any) -> None:
 
 
 def runs_of(pin: Pin) -> tuple[str, ...] | None:
-    """The runs that a pin of the open session is drawn from: those that it was saved with. None for a pin that is not
-    saved yet: it shows every run that is here."""
+    """The runs that a pin of the open session is drawn from: those it was saved with. None for a pin that is not saved
+    yet: it is drawn from every run of the root."""
     if (draft := current()) is None:
         return None
     saved = draft.saved.session if draft.saved else draft.session
@@ -83,7 +83,7 @@ def runs_of(pin: Pin) -> tuple[str, ...] | None:
 
 
 def notify(*notices: str) -> None:
-    """Show notices above the page until they are closed, in place of those that are shown."""
+    """Replace the notices above the page; they stay until they are closed."""
     st.session_state["notices"] = list(notices)
 
 
@@ -153,10 +153,10 @@ def show(view: View) -> NoReturn:
     """Go to a view; if its page is not served, go to the open session with a notice."""
     state = st.session_state
     if view.page not in state["pages"]:
-        notice = f"The session's page, {view.page.upper()}, is not for viewers: its notes and pins are here."
+        notice = f"Viewers cannot open the session's page, {view.page.upper()}. Its notes and pins are here."
         notify(*dict.fromkeys([*state.get("notices", []), notice]))
         view = View("sessions", {"part": ["open"]})
-    state["page"] = None  # or a view of the page that was shown last would be taken for a move of its widgets
+    state["page"] = None  # otherwise a view of the current page would be mistaken for a change of its widgets
     for name in ("left", "filter"):
         state.pop(name, None)
     st.switch_page(state["pages"][view.page], query_params=view.params)

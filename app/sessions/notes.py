@@ -27,9 +27,9 @@ STAYS_TEXT = (
 
 @lru_cache(maxsize=16)
 def safe(notes: str) -> str:
-    """The notes without pictures, and without links whose text is not their address: [text](https://...) becomes
-    text <https://...>, any other form stays text. Raw HTML is for the one who draws to leave escaped, as st.markdown
-    does by default. Notes nested beyond DEEPEST become a block of plain text."""
+    """The notes without pictures, and without links whose text is not their address: [text](https://...) becomes text
+    <https://...>, any other form stays text. The caller must escape raw HTML, as st.markdown does by default. Notes
+    nested beyond DEEPEST become a block of plain text."""
     if _brackets(notes) >= DEEPEST or _depth(notes) >= DEEPEST:
         lines = re.split(r"\r\n|\r|\n", notes)
         return "\n".join([TOO_DEEP, "", *(f"    {line}" for line in lines)])
@@ -40,7 +40,7 @@ def safe(notes: str) -> str:
 
 
 def to_html(notes: str) -> str:
-    """The notes as HTML for a page without Streamlit: `safe`, and no tag of their own."""
+    """The notes as HTML for a page without Streamlit: `safe`, and with raw tags escaped."""
     reader = MarkdownIt("js-default", {"html": False})
     reader.normalizeLinkText = str  # type: ignore[assignment, method-assign]  # else xn--... is shown as the letters that it means
     reader.add_render_rule("link_open", _link_open)
@@ -53,7 +53,7 @@ def _link_open(self: RendererHTML, tokens: Sequence[Token], index: int, options:
 
 
 def _depth(notes: str) -> int:
-    """How deeply blocks and emphasis lie within each other: blocks as far as DEEPEST."""
+    """The nesting depth of blocks and emphasis; blocks are counted up to DEEPEST."""
     reader = MarkdownIt("commonmark", {"html": False, "maxNesting": DEEPEST + 1}).enable("strikethrough")
     deepest = 0
     for block in reader.parse(notes):
@@ -66,7 +66,7 @@ def _depth(notes: str) -> int:
 
 
 def _brackets(notes: str) -> int:
-    """How deeply brackets lie within each other, as in coloured text and formulas."""
+    """The nesting depth of brackets, as in coloured text and formulas."""
     depth = deepest = 0
     for found in re.finditer(r"[\[{(]|[\]})]", notes):
         depth = depth + 1 if found[0] in "[{(" else max(depth - 1, 0)

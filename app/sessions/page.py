@@ -172,8 +172,8 @@ def _more(opened: Catalog, one: Session) -> None:
     count = len(versions) + len(problems)
     st.divider()
     st.caption(
-        f"Deleting takes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
-        "No run and no tensor is touched. It cannot be undone."
+        f"This deletes the session with its {count} version{'s' * (count != 1)}, {len(one.pins)} pins and its notes. "
+        f"Runs and tensors are kept. It cannot be undone."
     )
     sure = st.checkbox("Yes, delete it", key=f"sure_{one.id}")
     st.button("Delete", key=f"delete_{one.id}", disabled=not sure, on_click=_delete, args=(opened, one))
@@ -337,8 +337,9 @@ def _import(opened: Catalog) -> None:
         st.info(plain(f"Nothing can be imported: {why}."), icon=":material/lock:")
         return
     st.markdown(
-        "A session file (.json) or a bundle (.zip), as this page exports them. It is checked before anything is kept. "
-        "If a session of the same id exists here, the imported one becomes its next version."
+        "A session file (.json) or a bundle (.zip), as exported on this page. It is checked before anything is "
+        "imported. "
+        "If a session with the same ID exists here, the imported one becomes its next version."
     )
     given = uploads.uploader("File", ["json", "zip"], "import_file")
     st.caption("A bundle too large to send through the browser: `binade bundle import FILE.zip`")

@@ -2,8 +2,8 @@
 
 The parameters are those of the page's address, each a list of texts: the filter's fields and the page's own. They are
 read as the page reads them, so that a pin, a link and a report show the same. Two things differ, because a pin has a
-caption that must stay true: a pin of a session is drawn from the session's runs only, whatever else came to the root
-since, and if what it names is gone, nothing is drawn instead.
+caption that must stay true: a pin of a session is drawn from the session's runs only, even if the root has new ones,
+and if something that it names is gone, nothing is drawn instead.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def tensors_of(catalog: Catalog, pins: Iterable[Pin], runs: Sequence[str] | None
 
     watched = copy(catalog)
     watched.load = load  # type: ignore[method-assign]
-    watched.cache = None  # else what is drawn already loads nothing
+    watched.cache = None  # otherwise cached charts would load nothing
     for pin in pins:
         draw(watched, pin, runs)
         loaded |= dict.fromkeys(_tensors(pin))
@@ -84,7 +84,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
     None, as before a session is saved, from what is here.
 
     A page without charts (sql) has none, and neither has a pin of a run, a tensor or a setting that is not here. Never
-    raises for what a pin asks: it is a problem then.
+    raises because of a pin's content, which is reported as a problem instead.
     """
     key = ("view", pin.page, repr(sorted(pin.params.items())), runs if runs is None else tuple(runs), catalog.state())
     drawn, is_whole = catalog.kept(key, lambda: _view(catalog, pin, runs))
@@ -92,7 +92,7 @@ def draw(catalog: Catalog, pin: Pin, runs: Sequence[str] | None = None) -> Drawn
         return drawn
     figure = drawn.get(pin.chart)
     if figure is None:
-        problems = (*drawn.problems, f"The view has no chart {pin.chart[:40]!r} now.")
+        problems = (*drawn.problems, f"The view no longer has the chart {pin.chart[:40]!r}.")
         return replace(drawn, items=(), problems=problems)
     return replace(drawn, items=(figure,))
 
@@ -137,7 +137,7 @@ def _of_session(catalog: Catalog, pin: Pin, runs: Sequence[str]) -> tuple[Catalo
 
 
 def _gone(catalog: Catalog, pin: Pin, where: Filter, params: Params, tensors: Sequence[str]) -> str:
-    """What a pin asks for and has lost altogether, in words: fields of the filter, settings, tensors."""
+    """Descriptions of things that a pin refers to and that no longer exist: fields of the filter, settings, tensors."""
     lost = [name for name in FIELDS if pin.params.get(name) and not getattr(where, name)]
     for name, param in params.items():
         texts = pin.params.get(name, [])
@@ -185,7 +185,7 @@ def other_runs(catalog: Catalog, session: Session) -> list[str]:
 
 
 def missing_runs(root: Path, session: Session) -> list[str]:
-    """A sentence for each run of the session that is absent here, or differs from what it was."""
+    """A sentence for each run of the session that is missing here or has changed."""
     problems = []
     for run in session.runs:
         if not _is_here(root, run.run_id):
@@ -205,7 +205,7 @@ def missing_runs(root: Path, session: Session) -> list[str]:
 
 
 def _is_here(root: Path, run_id: str) -> bool:
-    """Whether a run's directory is there. The id may be anyone's text: it must be a plain name."""
+    """Whether a run's directory exists. The id is untrusted: it must be a plain name."""
     plain = not run_id.startswith(".") and "/" not in run_id and "\0" not in run_id
     try:
         return plain and (root / run_id / "run.json").is_file()

@@ -1,9 +1,9 @@
-"""What a session is, and its file: one JSON object that another reader can open, trust and continue.
+"""A session and its file format: one JSON object that other users can open, trust and continue.
 
 It holds a view (a page and its parameters: filter, tensors, chart settings, what-if options, all as the address bar has
 them), notes, pinned charts, and the runs that it shows with their fingerprints. A session file is untrusted input:
-`parse` takes it whole or says in one sentence why not, and the annotations of the dataclasses are all that it may hold.
-No Streamlit here.
+`parse` accepts all of it or says in one sentence why not, and a file may hold only what the annotations of the
+dataclasses allow. No Streamlit here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pages() -> tuple[str, ...]:
 
 def _known_page(page: str) -> str:
     if page not in pages():
-        raise ValueError(f"is none of {', '.join(pages())}")
+        raise ValueError(f"is not one of {', '.join(pages())}")
     return page
 
 
@@ -50,7 +50,8 @@ Params = Annotated[dict[Annotated[str, Field(max_length=40, pattern=r"^[a-z_]+$"
 
 
 class SessionError(ValueError):
-    """A session file or a saved session cannot be used. One sentence: what is wrong, what was expected."""
+    """A session file or a saved session cannot be used. The message is one sentence: what is wrong, and what was
+    expected."""
 
     exit_status = 1
 
@@ -79,7 +80,7 @@ class Pin(Record):
         return replace(self, caption="")
 
     def __str__(self) -> str:
-        """In a line: its page and chart, its parameters, and its caption."""
+        """One line: its page and chart, its parameters, and its caption."""
         params = ", ".join(f"{name} {'/'.join(texts)}" for name, texts in sorted(self.params.items()))
         return " · ".join(filter(None, (f"{self.page} {self.chart}".strip(), params, self.caption)))
 
@@ -111,7 +112,7 @@ class Session(Record):
 
     @property
     def content(self) -> tuple[object, ...]:
-        """All that its author wrote and chose: what saving keeps besides the time and the runs."""
+        """Everything that its author wrote and chose: what is saved besides the time and the runs."""
         return self.name, self.view, self.notes, self.pins
 
 
@@ -123,7 +124,7 @@ def new(name: str, view: View, **more: Any) -> Session:
 
 
 def copied(session: Session, name: str) -> Session:
-    """The same under another name and an id of its own."""
+    """A copy with another name and its own id."""
     fresh = new(name, session.view)
     return replace(session, id=fresh.id, name=name, created=fresh.created)
 
@@ -137,7 +138,8 @@ class Difference(NamedTuple):
 
 
 def differences(first: Session, second: Session) -> list[Difference]:
-    """What two sessions differ in: name, page, filter and parameters, notes, pins, runs. Empty if in nothing."""
+    """The differences of two sessions in name, page, filter and parameters, notes, pins and runs. Empty if there are
+    none."""
     found = [Difference("Name", first.name, second.name), Difference("Page", first.view.page, second.view.page)]
     for name in sorted({**first.view.params, **second.view.params}, key=lambda name: (name not in TITLES, name)):
         title = f"Filter: {TITLES[name].lower()}" if name in TITLES else f"Parameter: {name}"

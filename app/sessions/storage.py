@@ -43,7 +43,7 @@ def folder(root: Path) -> Path:
 def save(root: Path, session: Session) -> Version:
     """Save as the next version, with the time of saving. Earlier versions stay.
 
-    Raises SessionError if it is beyond the limits or the disk refuses, ReadOnlyError if the app is read-only; then
+    Raises SessionError if it is beyond the limits or cannot be written, ReadOnlyError if the app is read-only; then
     nothing is left behind.
     """
     check_writable("Saving a session")
@@ -118,7 +118,7 @@ def _readable(reads: Iterable[Callable[[], Version]]) -> tuple[list[Version], li
 
 
 def delete(root: Path, session_id: str) -> int:
-    """Delete a session with its history; how many versions went. Raises SessionError, ReadOnlyError."""
+    """Delete a session with its history, and return the number of its versions. Raises SessionError, ReadOnlyError."""
     check_writable("Deleting a session")
     if not re.fullmatch(ID, session_id):
         raise SessionError(f"{session_id[:40]!a} is not a session ID.")

@@ -2,5 +2,5 @@
 
 costs.py    what each operand would cost in each scored spec, from the index
 choice.py   the cheapest choice, an integer linear program
-advice.py   the choice as a recipe, beside uniform and published recipes, and the runs that test it
+advice.py   the choice as a recipe, compared with uniform and published recipes, and the runs that test it
 """

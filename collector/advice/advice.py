@@ -1,4 +1,4 @@
-"""The advice: a choice of specs as a recipe, beside uniform and published recipes, and the runs that test it."""
+"""The advice: a choice of specs as a recipe, compared with uniform and published recipes, and the runs that test it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from binade.data.catalog import Catalog
 from binade.quant.specs import OPERAND_FIELDS, Spec
 
 POINTS = 12  # of the frontier
-AS_MANY = 0.01  # bits per value that do not count: an advice may not use all of its budget
+AS_MANY = 0.01  # tolerance in bits per value, since the advice may not use all of its budget
 RELIABLE = 0.8
 ADVISED = "Advised"  # begins the title of the recipes made here
 COLUMNS = ["kind", "name", "bits", "change"]
@@ -37,11 +37,11 @@ COLUMNS = ["kind", "name", "bits", "change"]
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """A request for advice.
 
     bits       the budget: average bits per operand value, of forward and of backward operands each
     change     instead of it, how much the loss may rise
-    by         what gets a choice of its own: a key of GROUPS
+    by         the granularity of the choice: a key of GROUPS
     specs      those to choose from beside bf16; all that were scored if empty
     tiles      round weights in tiles only
     most_bf16  how many layers may have a GEMM in bf16; None for any number
@@ -91,8 +91,7 @@ class Advice:
 
     @property
     def uniform(self) -> pd.Series | None:
-        """Of the recipes with one spec for all and at most as many bits, that with the least change; None if there is
-        none."""
+        """The best recipe with one spec for all operands and at most as many bits; None if there is none."""
         found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
         return None if found.empty else found.sort_values("change").iloc[0]
 
@@ -118,12 +117,12 @@ class Advice:
         text = f"Advised: {self.bits:.2f} bits per forward value for a predicted loss change of {self.change:+.3g}"
         other = self.uniform
         if other is None:
-            return f"{text}; no single format takes so few bits."
-        return f"{text}; {other['name']} alone, with {other['bits']:.2f} bits, is predicted {other['change']:+.3g}."
+            return f"{text}; no single format takes as few bits."
+        return f"{text}; with {other['name']} alone, {other['bits']:.2f} bits, it is {other['change']:+.3g}."
 
     @property
     def doubts(self) -> list[str]:
-        """A sentence for each reason not to act on it."""
+        """A sentence for each reason not to rely on it."""
         found = []
         if self.costs.micro_batches == 1:
             found.append(
@@ -142,13 +141,13 @@ class Advice:
             )
         if not self.backward.empty:
             found.append(
-                "What backward operands do to the loss is not predicted: they are chosen for the least noise in "
+                "The effect of backward operands on the loss is not predicted: they are chosen for the least noise in "
                 "gradients."
             )
         return found
 
     def recipe(self, name: str) -> Recipe:
-        """The choice as a recipe, the most common one for [linear]."""
+        """The choice as a recipe; the most common specs become [linear]."""
         given = self.request
         limit = f"{given.bits:g} bits" if given.bits is not None else f"a loss change of {given.change:g}"
         about = About(
@@ -223,7 +222,7 @@ def _specs(costs: Costs, request: Request) -> list[str]:
 
 
 def _rows(table: pd.DataFrame, best: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a table that a choice takes."""
+    """The rows of a table that belong to a choice."""
     long = pd.concat(
         [best[["group"]].assign(spec=best["a"], first=True), best[["group"]].assign(spec=best["b"], first=False)]
     )

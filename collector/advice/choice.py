@@ -26,11 +26,12 @@ GROUPS = {
     "module": ("module",),
     "model": (),
 }
-"""What gets one choice for each of its GEMMs, by what tells the groups apart."""
+"""The groups that share a choice for each of their GEMMs, with the columns that distinguish them."""
 
 
 def family(spec: str) -> tuple[str, int | None]:
-    """Specs of one family can be the two operands of a GEMM: their scales are of one kind, over runs of one length."""
+    """The family of a spec. The two operands of a GEMM need specs of one family: the same kind of scale, over runs of
+    the same length."""
     if spec == BF16:
         return BF16, None
     chosen = Spec.of(spec)
@@ -84,9 +85,9 @@ def choose(
     groups, group = np.unique(options["group"], return_inverse=True)
     bf16 = options.index[options["a"] == BF16] if most_bf16 is not None else options.index[:0]
     layers, layer = np.unique(options.loc[bf16, "layer"], return_inverse=True)
-    number, size = len(options), len(options) + len(layers)  # a variable more for each layer: 1 if it has bf16
+    number, size = len(options), len(options) + len(layers)  # one more variable for each layer: 1 if it uses bf16
     values = options.groupby("group")["values"].first().sum()
-    unit = options["cost"].max() or 1.0  # HiGHS compares with 1e-6: a hundredth of a bit would be much
+    unit = options["cost"].max() or 1.0  # HiGHS compares with a tolerance of 1e-6, so costs and bits are scaled
     costs, used = (
         np.concatenate([column, np.zeros(len(layers))]) for column in (options["cost"] / unit, options["bits"] / values)
     )

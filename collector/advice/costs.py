@@ -1,4 +1,4 @@
-"""What each operand of each GEMM would cost in each scored spec, from recorded runs."""
+"""The cost of each scored spec for each operand of each GEMM, from recorded runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16_BITS = 16.0
 
 
 class AdviceError(ConfigError):
-    """There is no advice. The message says what is missing and what to do."""
+    """Advice is not possible. The message says what is missing and what to do."""
 
     exit_status = 1
 
@@ -41,7 +41,7 @@ class Costs:
     micro_batches  the fewest that an operand was recorded in
     reliability    Spearman's ρ of the forward operands' changes, in the narrowest spec, between two halves of the
                    micro-batches; NaN of one micro-batch or of fewer than three operands
-    left           GEMMs that are not advised, as not both operands were scored: "qk.dquery"
+    left           GEMMs without advice, because not both operands were scored: "qk.dquery"
     """
 
     table: pd.DataFrame
@@ -58,7 +58,7 @@ class Costs:
 
     @property
     def values(self) -> float:
-        """Of all forward operands of a micro-batch."""
+        """The number of values of all forward operands of a micro-batch."""
         return float(self.forward[1]["values"].sum())
 
     @property
@@ -74,11 +74,11 @@ def bits_of(spec: str) -> float:
 
 
 def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = ()) -> Costs:
-    """Of the bf16 runs of the filter, or of its one recipe where it has no bf16 run. parts: of recipe.PARTS; all
+    """The costs from the filter's bf16 runs, or from its only recipe if it has no bf16 run. parts: of recipe.PARTS; all
     that were recorded if empty.
 
     A forward operand's change is its second-order term plus its first-order one, if that raises the loss by more than
-    two standard errors: what lowers it, or may be chance, is not counted on. Raises AdviceError.
+    two standard errors: terms that lower the loss, or may be chance, are ignored. Raises AdviceError.
     """
     runs = _runs(catalog, where)
     found = catalog.operand_costs(Filter(run_id=runs))
@@ -128,14 +128,14 @@ def _runs(catalog: Catalog, where: Filter | None) -> tuple[str, ...]:
     runs = catalog.runs()
     chosen = runs[runs["run_id"].isin(catalog.facets(where).get("run_id", []))]
     if chosen.empty:
-        raise AdviceError("no run with recorded tensors is here: collect one, as in binade run bf16")
+        raise AdviceError("there is no run with recorded tensors: collect one, as in binade run bf16")
     plain = [_rounds_nothing(catalog, run) for run in chosen["run_id"]]
     if any(plain):
         chosen = chosen[plain]
     for name in ("recipe", "model", "size", "dataset"):
         if len(several := sorted(map(str, chosen[name].fillna("unknown").unique()))) > 1:
             raise AdviceError(
-                f"the runs are of several {name}s, {', '.join(several)}, whose losses do not add up: choose with "
+                f"the runs are of several {name}s, {', '.join(several)}, whose losses cannot be added: choose with "
                 f"--{name} or --run"
             )
     return tuple(chosen["run_id"])
@@ -146,7 +146,7 @@ def _rounds_nothing(catalog: Catalog, run: str) -> bool:
 
 
 def _fields(table: pd.DataFrame) -> pd.Series:
-    """The field of GemmFormats of each operand, missing for what is none."""
+    """The field of GemmFormats of each operand; missing for tensors that are not operands."""
     fields = {
         (part, operand.field.partition("_")[0], operand.name): operand.field
         for part, operands in PARTS.items()

@@ -1,4 +1,4 @@
-"""What a Recorder can be given as `alert`, beside a function of your own: a webhook, and scalars of another logger."""
+"""Functions for the `alert` option of a Recorder: a webhook, and scalars in another logger."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TIMEOUT = 5.0  # seconds
 
 
 def webhook(url: str) -> Callable[[Event], None]:
-    """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and its
-    like show. In a thread of its own, for 5 seconds at most, which the end of the process waits for; a failure is a
-    warning. Raises ConfigError for what is not a URL of http or https."""
+    """Posts each event to the URL as JSON: its fields, and `text` with all of it in one sentence, which Slack and
+    similar services show. It runs in its own thread for at most 5 seconds, and the process waits for it at exit; a
+    failure is a warning. Raises ConfigError for what is not a URL of http or https."""
     try:
         valid = urlsplit(url).scheme in ("http", "https")
     except ValueError:
@@ -36,7 +36,8 @@ def webhook(url: str) -> Callable[[Event], None]:
         try:
             urllib.request.urlopen(request, timeout=TIMEOUT).close()
         except (OSError, ValueError, HTTPException) as error:  # URLError and HTTPError are OSErrors
-            warnings.warn(f"the webhook missed iteration {event.iteration}: {describe(error)}", stacklevel=2)
+            text = f"the webhook did not receive the event of iteration {event.iteration}: {describe(error)}"
+            warnings.warn(text, stacklevel=2)
 
     def alert(event: Event) -> None:
         Thread(target=post, args=(event,), name="webhook").start()

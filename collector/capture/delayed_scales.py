@@ -19,7 +19,7 @@ from binade.quant.specs import OPERAND_FIELDS, GemmFormats
 
 
 class DelayedScales:
-    """The histories of a model's operands on one rank, those of an earlier run to begin with if one is given.
+    """The histories of a model's operands on one rank, starting with those of an earlier run if one is given.
 
     Raises InstrumentError if that run has none, or none of an operand that needs one.
     """

@@ -162,7 +162,7 @@ def instrument(
         attached, is_attached = undo.enter_context(ExitStack()), False
 
         def follow() -> None:
-            """Attach to the layers, unless nothing is recorded or quantized: the model is then as it was."""
+            """Attach to the layers, or detach if nothing is recorded or quantized, which restores the model."""
             nonlocal is_attached
             before, is_attached = is_attached, fixed or (recorder is not None and not recorder.over)
             if before and not is_attached:
@@ -240,7 +240,7 @@ def coverage(
     cores: Sequence[str] = (),
     head: bool = False,
 ) -> Coverage:
-    """What `instrument`, with these arguments, would quantize and record of a model, and what it would leave out.
+    """The modules that `instrument`, with these arguments, would quantize, record and leave out.
 
         print(binade.coverage(model, "nvidia_nvfp4"))
 

@@ -1,5 +1,5 @@
-"""Follows what a Recorder measures, on the writer's thread: it keeps the ring of the last steps, judges triggers, and
-writes and announces events. The training loop reads `requested` and `fired` alone, and never waits.
+"""Follows the measurements of a Recorder on the writer's thread: it keeps the last steps in a ring, evaluates triggers,
+and writes events and sends alerts. The training loop reads only `requested` and `fired`, and never waits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from binade.data.text import describe
 
 LOG = logging.getLogger("binade")
 Alert = Callable[[Event], None]
-ROW_BYTES = 2048  # what a row of the ring takes, about
+ROW_BYTES = 2048  # approximate size of a row of the ring
 
 
 class Monitor:
     """The ring, triggers and events of one rank of a run.
 
-    requested   how many captures have been asked for
+    requested   how many captures have been requested
     fired       the triggers that have fired so far
     """
 
@@ -38,7 +38,7 @@ class Monitor:
         self.fired: tuple[str, ...] = ()
         self._options, self._writer, self._alerts = options, writer, list(alerts)
         self._triggers = Triggers(options.triggers, options.cooldown)
-        # One more than are asked for: the step in which the loss fires a trigger may be in it already.
+        # One more than requested: the step whose loss fires a trigger may already be in it.
         self._ring: deque[tuple[int, list[TensorRow]]] = deque(maxlen=options.ring + 1)
         self._trigger = self._reason = ""  # of the last one that fired
         self._capture = range(0)
@@ -47,8 +47,9 @@ class Monitor:
         self._fired: int | None = None  # the iteration of a trigger whose ring is not written yet
 
     def see(self, rows: list[TensorRow], ring: list[TensorRow]) -> list[TensorRow]:
-        """Judge the rows of a step. ring: those of them that are kept in memory only. Returns those to write: the
-        others, and what is in the ring if a trigger fires. Without rows, what the loss has left to write."""
+        """Evaluate the triggers on the rows of a step. ring: the rows that are kept in memory only. Returns the rows to
+        write: the others and, if a trigger fires, those in the ring. Without rows, returns those that a trigger on the
+        loss left to write."""
         kept = {id(row) for row in ring}
         written = [row for row in rows if id(row) not in kept]
         if self._options.trigger:
@@ -80,7 +81,7 @@ class Monitor:
         self._fire(iteration, measured)
 
     def see_loss(self, iteration: int, loss: float) -> None:
-        """Judge the loss of an iteration."""
+        """Evaluate the triggers on the loss of an iteration."""
         self._fire(iteration, {LOSS: {LOSS: loss, NAN: not math.isfinite(loss)}})
 
     def _fire(self, iteration: int, measured: dict[str, dict[str, float]]) -> None:
@@ -98,7 +99,7 @@ class Monitor:
             self.requested += 1
 
     def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
-        """A step's first NaN or Inf was made there; said once in a cool-down. where: more fields of the event."""
+        """Report where a step's first NaN or Inf appeared, once per cool-down. where: more fields of the event."""
         last = self._non_finite
         if last is not None and iteration <= last + self._options.cooldown:
             return
@@ -107,7 +108,7 @@ class Monitor:
         self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
-        """These iterations are recorded whole, as was asked for."""
+        """These iterations are recorded whole, as requested."""
         self._capture = steps
         text = f"iterations {steps[0]} to {steps[-1]} are recorded whole, for {self._reason}"
         self.announce(EventKind.CAPTURE, steps[0], text, self._trigger, until=steps[-1])
@@ -117,7 +118,7 @@ class Monitor:
         return any(row.identity.iteration in self._capture for row in rows)
 
     def wrote(self, segment: Path, rows: Sequence[TensorRow]) -> None:
-        """A segment with these rows is on the disk."""
+        """A segment with these rows has been written to disk."""
         if self.captured(rows):
             files = [*segment.iterdir(), *(self._writer.directory / row.path for row in rows if row.path)]
             self._captured_bytes += sum(file.stat().st_size for file in files)
@@ -132,7 +133,8 @@ class Monitor:
         until: int | None = None,
         **more: Any,
     ) -> None:
-        """Write an event of this rank and give it to the alerts. An alert that fails gets no more, with a warning."""
+        """Write an event of this rank and pass it to the alerts. An alert that fails is not called again, with a
+        warning."""
         event = Event(kind, iteration, text, now(), self._writer.rank, trigger, place, until, **more)
         append_event(self._writer.directory, event)
         LOG.warning("%s", event)

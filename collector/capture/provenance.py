@@ -1,11 +1,11 @@
-"""Finds the operation that makes the first NaN or Inf of a step.
+"""Finds the operation that produces the first NaN or Inf of a step.
 
 Each call of a module notes whether its inputs, parameters, results and gradients are finite. The culprit is the first
 module, in the order of execution, whose operands are finite and whose result is not: the innermost, since it ends
-before those that contain it. What a module computes between its parts is its own.
+before those that contain it. Whatever a module computes between the calls of its submodules counts as its own.
 
-On a GPU the notes stay there until the step ends, and travel in one copy that nothing waits for; so the operands of the
-first such operation are gone when it is known. Their largest values are kept: the GPU itself notes those of the first
+On a GPU the notes stay there until the step ends, and are fetched in one asynchronous copy; so the operands of that
+operation are gone by the time it is known. Their largest values are kept: the GPU itself notes those of the first
 forward pass whose operands are finite and whose result is not. Whole operands are kept on a CPU, and on a GPU if it
 happens again in the steps after that.
 """
@@ -61,7 +61,7 @@ class _Note:
 
 @dataclass
 class _Call:
-    """A call of a module. The notes of what it makes have their place in the order of execution."""
+    """A call of a module. Notes on its results and gradients have a position in the order of execution."""
 
     name: str
     started: int
@@ -78,22 +78,22 @@ class _Call:
         """(order, place, what happened) where something not finite begins."""
         name = self.name or "the model"
         if any(note.bad for note in self.parameters):
-            text = "has a parameter that was not finite before the step: the last update of the weights made it"
+            text = "has a parameter that was not finite before the step: it comes from the last update of the weights"
             yield self.started, name, f"{name} {text}"
         elif any(note.bad for note in self.operands):
             if not self.name:
-                yield self.started, "data", "the model's input is not finite: the data made it"
+                yield self.started, "data", "the model's input is not finite: it comes from the data"
         elif (at := _first(self.results)) is not None:
             yield at, name, f"{name}, {FORWARD}: its inputs are finite, its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
-                yield at, "loss", "the gradient of the model's result is not finite: the loss made it"
+                yield at, "loss", "the gradient of the model's result is not finite: it comes from the loss"
         elif (at := _first(self.leaving)) is not None:
             yield at, name, f"{name}, {BACKWARD}: the gradient of its result is finite, the one that it computes is not"
 
 
 def stays(x: Tensor) -> bool:
-    """Whether nothing waits for what is known of a tensor."""
+    """Whether the notes on a tensor stay on its device, so that nothing waits for them."""
     return x.is_cuda
 
 
@@ -118,7 +118,8 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Largest:
-    """Those of the operands of the first call of a step that made something not finite, decided and kept on a GPU."""
+    """The largest values of the operands of the first call of a step that produced a value that is not finite;
+    determined and kept on the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.made = torch.zeros((), dtype=torch.bool, device=device)
@@ -185,7 +186,7 @@ class Provenance:
         self.to_keep = deque[tuple[int, str, Tensor, Site]]()  # iteration, name, values
 
     def __deepcopy__(self, _: object) -> Provenance:
-        return self  # a copy of the model has its hooks, which do nothing there
+        return self  # a copy of the model also has the hooks, which do nothing there
 
     def attach(self, undo: ExitStack) -> None:
         for name, module in self.modules.items():
@@ -233,7 +234,7 @@ class Provenance:
         return (_seen(args, view := partial(self._listened, call)), _seen(kwargs, view))
 
     def _listened(self, call: _Call, x: Tensor) -> Tensor:
-        """x as the module takes it: a view, whose gradient is this call's share alone."""
+        """x as passed to the module: a view, whose gradient is this call's share alone."""
         if not (torch.is_grad_enabled() and x.requires_grad and x.is_floating_point()) or is_dtensor(x):
             return x
         note, view = self._note(x), x.view_as(x)
@@ -290,7 +291,7 @@ class Provenance:
                 self.recorder.keep(f"non_finite_{what}{counts[what]}", x, site)
 
     def end(self, iteration: int) -> None:
-        """A step has ended: have the writer's thread look at it."""
+        """A step has ended: pass it to the writer's thread."""
         self.keep_largest()
         ended, self.ended = self.ended, []
         waiting, self.waiting = self.waiting, []
@@ -309,7 +310,7 @@ class Provenance:
         self.recorder.later(partial(self._judge, iteration, ended, waiting, arrived, worst))
 
     def keep_largest(self) -> None:
-        """Record what the writer's thread has found to keep."""
+        """Record what the writer's thread has selected."""
         while self.to_keep:
             iteration, name, x, site = self.to_keep.popleft()
             self.recorder.keep(name, x, site, iteration)
@@ -368,7 +369,7 @@ def _chain(calls: list[_Call], origin: int) -> tuple[Reached, ...]:
 
 
 def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Nested tuples, lists and dicts with their tensors changed."""
+    """Nested tuples, lists and dicts with their tensors replaced."""
     if isinstance(value, Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -380,8 +381,8 @@ def _seen(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 @contextmanager
 def tracing(model: nn.Module, recorder: Recorder, sites: Mapping[str, Site]) -> Iterator[None]:
-    """Within it, the first operation of a step that makes a NaN or Inf is found and written as an event. sites: of the
-    modules that are recorded, by path."""
+    """A context in which the first operation of a step that produces a NaN or Inf is found and written as an event.
+    sites: those of the recorded modules, by path."""
     traced = Provenance(model, recorder, sites)
     with ExitStack() as undo:
         undo.enter_context(without_compiling())

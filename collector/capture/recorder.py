@@ -1,4 +1,4 @@
-"""A Recorder writes a run: the tensors of an instrumented model, and those that `record` is called with.
+"""A Recorder writes a run: the tensors of an instrumented model, and those passed to `record`.
 
 A tensor of a GEMM is recorded before quantization, with the error that quantization made. Its statistics, sketch and
 scores are computed at once, on its device; its values are copied while the byte budget lasts. A thread writes files and
@@ -74,7 +74,8 @@ SWITCH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def saving_enabled() -> bool:
-    """What TENSOR_SAVE_ENABLED says; on without it. Raises ValueError for a word that is neither yes nor no."""
+    """The value of TENSOR_SAVE_ENABLED; True if it is not set. Raises ValueError for a word that is neither yes nor
+    no."""
     word = os.environ.get(ENABLED_VARIABLE) or "1"
     if word.lower() not in SWITCH:
         raise ValueError(f"{ENABLED_VARIABLE}={word!r} is neither on nor off: {', '.join(SWITCH)}")
@@ -89,7 +90,7 @@ Captured = tuple[Pass, Path | None, Callable[[bool], TensorRow]]
 
 
 class RecorderError(RuntimeError):
-    """A Recorder is used while it has no run, or entered while it has one."""
+    """A Recorder is used outside its context, or entered twice."""
 
 
 class Recorder:
@@ -173,7 +174,9 @@ class Recorder:
         self.config = dict(config or {})
         for word in WORDS:
             if not isinstance(self.config.get(word), str | None):
-                raise ConfigError(f"config has {word} {self.config[word]!r}: a word was expected, as {word}='mine'")
+                raise ConfigError(
+                    f"config has {word} {self.config[word]!r}: a string was expected, such as {word}='mine'"
+                )
         self.tensors = frozenset(_names("tensors", tensors))
         for name in self.tensors.difference(tensor_names()):
             raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
@@ -200,7 +203,7 @@ class Recorder:
             capture_bytes,
         ).check()
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
-        # What is watched is not recorded besides, unless it says how many iterations are.
+        # With watching, no iterations are recorded in full unless `iterations` is given.
         self.iterations = 0 if iterations is None and self.watching.follows else iterations
         self.micro_batches, self.evaluation = micro_batches, evaluation
         self.sink = sink
@@ -214,7 +217,7 @@ class Recorder:
         self._reset()
 
     def _reset(self) -> None:
-        """Count from 0, as before the first run."""
+        """Reset all counts, as before the first run."""
         self.recording = True
         self.evaluating = False  # within a forward pass that does not train
         self.evaluations_left_out = 0
@@ -307,7 +310,7 @@ class Recorder:
         try:
             if state == DONE or not self.ranks.launcher_decides:
                 self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
-        except OSError as refused:  # not even a status fits: the run will be shown as crashed
+        except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
             failure = failure or refused
         if error is None and failure is not None:
             raise failure
@@ -316,13 +319,13 @@ class Recorder:
             if self.evaluations_left_out and not self._count:
                 warnings.warn(
                     f"nothing was recorded: all {self.evaluations_left_out} forward passes ran in eval mode or without "
-                    "gradients; call model.train(), or record them by Recorder(evaluation=True)",
+                    "gradients; call model.train(), or record them with Recorder(evaluation=True)",
                     stacklevel=2,
                 )
             missing = [name for place in Other for name in tensor_names(place) if name in self.tensors - self._shown]
             if missing and self._count:
                 warnings.warn(
-                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be seen; DTensors, "
+                    f"nothing was recorded as {', '.join(missing)}: the model has none that can be recorded; DTensors, "
                     "FSDP's parameters and copies that an optimizer steps are not recorded",
                     stacklevel=2,
                 )
@@ -349,29 +352,30 @@ class Recorder:
             end(self.iteration)
 
     def settle(self) -> None:
-        """Wait until everything published is on the disk. Raises OSError if the disk refused it."""
+        """Wait until everything published is on the disk. Raises OSError if a write failed."""
         if self.entered:
             self._writing.settle()
 
     def position(self) -> dict[str, int]:
-        """How far this rank's part of the run is, with all that was published on the disk. Raises OSError."""
+        """The position of this rank's part of the run, once everything published is on the disk. Raises OSError."""
         self.settle()
         return {"segments": self.writer.segments, "recorded": self._count, **self._writing.counts}
 
     def save_state(self, directory: Path | None = None) -> None:
-        """Have those in `savers` write to a directory, or to the run's own if it has one. Raises OSError."""
+        """Call the functions in `savers` with a directory, by default that of the run if there is one. Raises
+        OSError."""
         if self.entered:
             for save in self.savers:
                 save(directory or self.writer.directory)
 
     def step(self) -> None:
-        """Publish what was captured and count one iteration on. Iterations are counted by this method alone from then
+        """Publish what was captured and go to the next iteration. Iterations are counted by this method alone from then
         on, not by the steps of optimizers."""
         self.stepped = True
         self.go_to(self.iteration + 1)
 
     def check_steps(self) -> None:
-        """Warn if several forward and backward passes have run and nothing tells the iterations apart."""
+        """Warn if several forward and backward passes have run without anything that separates iterations."""
         known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
         if len(self.arrived) > 1 and not known:
             warnings.warn(
@@ -382,7 +386,7 @@ class Recorder:
             )
 
     def go_to(self, iteration: int) -> None:
-        """Publish what was captured, if that was another iteration; what follows belongs to this one."""
+        """Go to this iteration. Publishes what was captured if it belongs to another one."""
         if iteration == self.iteration:
             return
         self._end_pass()
@@ -399,38 +403,38 @@ class Recorder:
             follow()
 
     def report_loss(self, loss: float | Tensor) -> None:
-        """Tell the triggers the loss of this iteration, in nats per token; nothing waits for a GPU."""
+        """Report the loss of this iteration to the triggers, in nats per token. Nothing waits for a GPU."""
         if self.entered and self.watching.trigger:
             iteration, value = self.iteration, loss.detach() if isinstance(loss, Tensor) else loss
             self._writing.run(lambda: self._monitor.see_loss(iteration, float(value)))
 
     @property
     def triggers(self) -> tuple[str, ...]:
-        """The conditions, as they are written."""
+        """The trigger conditions, as text."""
         return tuple(trigger.text for trigger in self.watching.triggers)
 
     @property
     def fired(self) -> tuple[str, ...]:
-        """Those that have fired in this run, as far as is known."""
+        """The triggers known to have fired in this run."""
         return self._monitor.fired if self.entered else ()
 
     def changed(self, text: str, trigger: str | None) -> None:
-        """Write that what is quantized has changed with this iteration."""
+        """Write an event: what is quantized has changed with this iteration."""
         if self.entered:
             announce = self._monitor.announce
             self.later(partial(announce, EventKind.SCHEDULE, self.iteration, text, trigger))
 
     def later(self, task: Callable[[], None]) -> None:
-        """Run a task on the writer's thread, in the order of what is written."""
+        """Run a task on the writer's thread, in order with the writes."""
         self._writing.run(task)
 
     def found_non_finite(self, iteration: int, text: str, place: str, **where: Any) -> None:
-        """Write that this is where a step's first NaN or Inf was made. On the writer's thread."""
+        """Write an event: a step's first NaN or Inf appeared here. Called on the writer's thread."""
         self._monitor.found_non_finite(iteration, text, place, **where)
 
     def keep(self, name: str, x: Tensor, site: Site, iteration: int | None = None) -> None:
-        """Record a tensor of the pass that runs, or of the first of an earlier iteration, whether or not it is recorded
-        otherwise."""
+        """Record a tensor of the current pass, or of the first pass of an earlier iteration, even if that is not
+        recorded otherwise."""
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
         identity = self._identity(site, moment, operation=Operation.FORWARD.value, phase=Phase.PRE.value, **words)
@@ -447,14 +451,14 @@ class Recorder:
 
     @property
     def _measures(self) -> bool:
-        """Whether a trigger or the watch has this micro-batch measured."""
+        """Whether this micro-batch is measured for a trigger or because its step is watched."""
         if self.iteration in self._capture:
             return True
         return self.micro_batch == 0 and not self.evaluating and self.watching.follows_step(self.iteration)
 
     @property
     def _whole(self) -> bool:
-        """Whether all of this iteration is recorded, not its basic statistics alone."""
+        """Whether this iteration is recorded in full, not only its basic statistics."""
         watched = self.watching.stats == Stats.FULL and self.watching.watches(self.iteration) and self.micro_batch == 0
         return self._asked or watched or self.iteration in self._capture
 
@@ -465,19 +469,19 @@ class Recorder:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is recorded before this changes by `at`, or another run."""
+        """Whether nothing more is recorded, unless `at` or another run changes that."""
         if self.positioned or not self.enabled:
             return not (self.recording and self.enabled)
         return self._first is not None and self._is_over() and not self._measures
 
     def idle(self) -> bool:
-        """Whether nothing of this iteration is recorded, whatever the micro-batch."""
+        """Whether nothing of this iteration is recorded, in any micro-batch."""
         if self.paused or not self.enabled:
             return True
         return not self.positioned and self.over
 
     def _is_over(self) -> bool:
-        """Whether all iterations that are to be recorded were."""
+        """Whether all requested iterations have been recorded."""
         return self.iterations is not None and self.iteration - (self._first or 0) >= self.iterations
 
     def moment(self) -> Moment:
@@ -494,11 +498,11 @@ class Recorder:
         return Moment(self.iteration, self.micro_batch, recording, self.evaluating, recording and not whole)
 
     def moment_of_step(self) -> Moment:
-        """The current iteration, and whether a step of the optimizer is recorded now."""
+        """The current iteration, and whether an optimizer step would be recorded now."""
         return Moment(self.iteration, self.micro_batch, self.enabled and self._recorded == self.iteration)
 
     def recomputed(self, site: Site, moment: Moment) -> None:
-        """Mark a layer's forward pass of that moment as run again; its rows say so when they are published."""
+        """Mark a layer's forward pass at that moment as recomputed; its rows will say so when they are published."""
         self._recomputed.add((site, moment))
 
     def record(
@@ -525,8 +529,8 @@ class Recorder:
         operation  "forward", "backward" or "optimizer", which has no micro-batch
         phase      "pre" for an input of the operation, "post" for an output
         expert     the index of a routed expert, from 0
-        dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along it, else
-                   along the last axis
+        dim        the axis that the tensor's GEMM contracts, if it enters one; its scores are computed along this axis,
+                   else along the last
         scores     formats that the tensor is tried in; default: those of the Recorder
 
         The row has the statistics and sketch of the tensor in its own units, quant_type bf16 and the layer type of a
@@ -566,13 +570,13 @@ class Recorder:
         self._record(seen, identity, moment, scores, None, None, layer.shard(kind.observed))
 
     def publish_step(self) -> None:
-        """Queue what was captured of the optimizer's step, where `at` does not publish it."""
+        """Queue what was captured of the optimizer's step, unless `at` publishes it."""
         if self.positioned:
             self._publish()
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
-        product is a second one of the same, of which only the gradients are recorded."""
+        product is a recomputation, of which only the gradients are recorded."""
         if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
             return None
         key = layer.site, product, moment
@@ -605,8 +609,8 @@ class Recorder:
         shard: Shard,
         result_sqnr: Callable[[], float] | None = None,
     ) -> list[Tried]:
-        """Measure and copy a tensor; on a GPU nothing waits for it until the rows are published. Returns its scores:
-        those of later GEMMs may be added to them until then."""
+        """Measure and copy a tensor; on a GPU, asynchronously until the rows are published. Returns its scores: those
+        of later GEMMs may be added to them until then."""
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x = seen.tensor
@@ -695,7 +699,7 @@ class Recorder:
 
     def _publish_reduced(self) -> None:
         """At the end of a watched step, or with `at` of its first micro-batch: queue what was measured of it to be
-        reduced over ranks. All ranks do, whether or not they have measured something."""
+        reduced over ranks. All ranks call this, even if they have measured nothing."""
         if not self.entered or self._reduction is None or not self.watching.watches(self.iteration):
             return
         if self.positioned and self.micro_batch:
@@ -789,7 +793,7 @@ class _Observer:
         if not is_operand:
             sqnr, self.result_sqnr = self.result_sqnr, None
         shard = self.layer.shard(seen.name)
-        if shard.count > 1 and recorder.ranks.tensor.size == 1:  # the mesh of a DTensor shows what Ranks cannot know
+        if shard.count > 1 and recorder.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
             recorder.replica = shard.replica
         return recorder._record(seen, identity, self.moment, scores, kind.gemm, axis, shard, sqnr)
 
@@ -802,12 +806,12 @@ class _Observer:
             self.factors = [*self.factors[:1], seen.tensor]
         elif seen.name in ("grad_a", "grad_b") and (kept := self.operands.pop(seen.name[-1], None)):
             operand, version = kept
-            if _version(operand.tensor) != version:  # written over since: its error is not known any more
+            if _version(operand.tensor) != version:  # overwritten since then: its error is no longer known
                 return
             scale = self.recorder.loss_scale
             scale = scale() if callable(scale) else scale
             squares = None
-            if seen.name == "grad_b" and len(self.factors) == 2:  # none of an expert that no token was routed to
+            if seen.name == "grad_b" and len(self.factors) == 2:  # none for an expert without tokens
                 squares = _squares(*self.factors)
                 if squares.shape != operand.tensor.shape:  # of several weights shown as one
                     return
@@ -825,7 +829,7 @@ def _squares(x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[], Trace]:
-    """What the tensor is followed by over iterations."""
+    """The values for following the tensor over iterations."""
     hot, sample = hot_channels_later(shown), None
     if name == "weight" and seen.spec and seen.coded is not None and seen.quantized is not None:
         sample = sample_later(seen.coded, seen.quantized, seen.spec, seen.scales, seen.dim, seen.absmax)
@@ -833,13 +837,13 @@ def _trace_later(seen: Observed, shown: Tensor, name: str | None) -> Callable[[]
 
 
 def _version(x: Tensor) -> int:
-    """Counts how often x's values were written over."""
+    """Counts how often x's values were overwritten."""
     return 0 if x.is_inference() else x._version
 
 
 def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(given, str):  # its letters would be taken for the names
-        raise ConfigError(f"{option}={given!r} is one word: a tuple was expected, as {option}=({given!r},)")
+    if isinstance(given, str):  # its letters would be taken as names
+        raise ConfigError(f"{option}={given!r} is a single string: a tuple was expected, such as {option}=({given!r},)")
     return tuple(given)
 
 
@@ -862,12 +866,12 @@ def _check_record(
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"{name} is {_dtype(tensor)}, which is not recorded: convert it to float32 or bfloat16")
     if not tensor.dim():
-        raise ConfigError(f"{name} is a scalar: a tensor of at least one axis was expected, as x.reshape(1)")
+        raise ConfigError(f"{name} is a scalar: a tensor with at least one axis was expected, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
             raise ConfigError(f"{option}={value!r} of {name} is not an index: a whole number from 0 was expected")
     if not (isinstance(module, str) and module):
-        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, as module='norm'")
+        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, such as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
         if word not in known:
             raise ConfigError(f"{option}={word!r} of {name} is unknown: {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Watched statistics of several ranks as one row per logical tensor, before they are written.
+"""Reduces the watched statistics of several ranks to one row per logical tensor before they are written.
 
 The writers' threads exchange rows in a group of their own, once per watched step, so that neither training nor its
 collective operations wait. If a rank does not answer, each writes its own rows from then on.
@@ -29,7 +29,7 @@ TIMEOUT = timedelta(seconds=60)  # for a rank to answer
 
 
 class Reduction:
-    """Of the rows of these ranks, in a group of their own."""
+    """Reduces the rows of these ranks, in a separate process group."""
 
     def __init__(self, members: Sequence[int], group: dist.ProcessGroup) -> None:
         self._group, self._size = group, len(members)
@@ -38,8 +38,8 @@ class Reduction:
 
     @classmethod
     def of(cls, ranks: Ranks, watches: bool) -> Reduction | None:
-        """Of the ranks that watch, None on another and if there are not several. Every rank of the run calls it at the
-        same time. Raises PeerLostError."""
+        """The reduction among the ranks that watch; None on other ranks, and if only one watches. Every rank of the run
+        calls this at the same time. Raises PeerLostError."""
         if ranks.size == 1:
             return None
         found = Group(dist.group.WORLD).gather(torch.tensor([int(watches)], device=ranks.device))
@@ -50,7 +50,7 @@ class Reduction:
         return cls(members, group) if watches else None
 
     def __call__(self, iteration: int, rows: list[TensorRow]) -> list[TensorRow]:
-        """What this rank is to write of the rows of a watched step: the first rank those of all, the others none."""
+        """The rows of a watched step that this rank writes: the first rank writes those of all, the others none."""
         if not self._works:
             return rows
         gathered: list[tuple[int, list[TensorRow]]] | None = [(0, [])] * self._size if self._is_first else None
@@ -180,6 +180,6 @@ def _errors(parts: Sequence[TensorRow]) -> Errors:
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.float64:
-    """The weighted sum; what has no weight does not count."""
+    """The weighted sum; terms without weight do not count."""
     total: np.float64 = np.where(weights > 0, values * weights, 0.0).sum()
     return total

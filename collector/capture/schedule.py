@@ -1,4 +1,4 @@
-"""Changes to bf16 in a run that trains: of a layer, a GEMM or everything, from a step on or when a trigger fires."""
+"""Changes to bf16 during training: for a layer, a GEMM or everything, from a given step or when a trigger fires."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
 
     layers  as in `skip` of instrument; default: all
     gemm    forward, dgrad or wgrad; default: all three
-    at      the iteration from which it holds
-    when    one of the Recorder's triggers: it holds from the step after the one in which that is known to have fired
+    at      the iteration from which it applies
+    when    one of the Recorder's triggers: it applies from the step after the one in which that is known to have fired
 
-    It is written to the run as an event. Raises ConfigError unless exactly one of at and when is given, for another
-    GEMM, and for a trigger that cannot be read.
+    It is written to the run as an event. Raises ConfigError unless exactly one of at and when is given, for an unknown
+    GEMM, and for an invalid trigger.
     """
     if (at is None) == (when is None):
         raise ConfigError("a schedule needs one of at=ITERATION and when=TRIGGER")
@@ -66,7 +66,7 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
 
 @dataclass
 class Pending:
-    """The changes of an instrumented model that are still to come.
+    """The changes of an instrumented model that have not been made yet.
 
     listeners   of the products of each change
     """

@@ -1,7 +1,7 @@
-"""Records what a step computes besides its products, where a Recorder names it: see data.tensor_kinds.Other.
+"""Records what a step computes besides its products, if a Recorder names it: see data.tensor_kinds.Other.
 
 Norms, LM heads and mixtures of experts are seen in their forward pass, parameters in the step of a torch optimizer that
-holds them. Nothing is attached for what is not named.
+holds them. Nothing is attached for tensors that are not named.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _shard_of_weight(layer: Layer, _: str) -> Shard:
 
 @contextmanager
 def recording(model: nn.Module, recorder: Recorder, found: Sequence[tuple[Other, Layer]]) -> Iterator[None]:
-    """Within it what was found by `others` is recorded."""
+    """A context in which the layers found by `others` are recorded."""
     with ExitStack() as undo:
         for product, layer in found:
             if product is not Other.PARAMETER:
@@ -162,7 +162,7 @@ def _next_gradient(x: Tensor, show: Callable[[Tensor], None]) -> None:
 def _optimizer(
     model: nn.Module, recorder: Recorder, layers: dict[str, Layer], kinds: dict[str, TensorKind]
 ) -> Iterator[None]:
-    """Within it the steps of optimizers are recorded: their state, these parameters by name, and their updates."""
+    """A context in which optimizer steps are recorded: their state, these parameters by name, and their updates."""
     compares = not recorder.tensors.isdisjoint((kinds["update"].name, kinds["ratio"].name))
     before: dict[Tensor, Tensor] = {}
 

@@ -1,4 +1,5 @@
-"""What a format does to an operand of a GEMM: measured while the operand is at hand, fetched when it is written."""
+"""The error of a format on an operand of a GEMM: measured while the operand is in memory, fetched when it is
+written."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from binade.quant.specs import TENSOR, Spec
 
 @dataclass
 class Tried:
-    """One format on one operand of one GEMM; used: the one that the GEMM rounded it to."""
+    """One format on one operand of one GEMM; used: whether the GEMM rounded the operand to it."""
 
     format: str
     gemm: Gemm | None

@@ -1,4 +1,4 @@
-"""Conditions on what is measured of a run, as text that is parsed to data.
+"""Conditions on the measurements of a run, parsed from text.
 
     sqnr_db < 12 for 3          of any tensor, three measured steps in a row
     saturated > 1%              a share; % divides by 100
@@ -6,7 +6,7 @@
     loss > mean + 4 sd          against its last 20 values
     nan                         a NaN or Inf in a tensor or the loss
 
-A history has only values before the one that is judged, and nothing is judged until it is full.
+A history has only values before the current one, and nothing fires until the history is full.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Trigger:
 
     @classmethod
     def parse(cls, text: str) -> Trigger:
-        """Raises ConfigError, which says what is allowed."""
+        """Parse a condition. Raises ConfigError, which says what is allowed."""
         words = " ".join(text.split())
         if words == NAN:
             return cls(words, NAN)
@@ -88,7 +88,7 @@ class Trigger:
         )
 
     def limit_after(self, values: deque[float]) -> float | None:
-        """The limit, given the values before; None if they are too few."""
+        """The limit, given the previous values; None if there are too few."""
         if not self.history:
             return self.limit
         if len(values) < self.window:
@@ -107,7 +107,7 @@ class Fired:
 
 @dataclass
 class _Past:
-    """What a trigger remembers of one tensor."""
+    """The state of a trigger for one tensor."""
 
     values: deque[float]
     held: int = 0
@@ -115,7 +115,7 @@ class _Past:
 
 @dataclass
 class Triggers:
-    """The conditions of a run, with what they remember."""
+    """The triggers of a run, with their state."""
 
     conditions: tuple[Trigger, ...]
     cooldown: int = 0
@@ -123,7 +123,8 @@ class Triggers:
     _fired: dict[Trigger, int] = field(default_factory=dict)
 
     def see(self, iteration: int, measured: Mapping[str, Mapping[str, float]]) -> list[Fired]:
-        """Those that fire, given the quantities of each place of one step; each at most once, at the first place."""
+        """The triggers that fire, given the quantities of each place of one step; each fires at most once, at the first
+        place."""
         found = []
         for trigger in self.conditions:
             fired = [

@@ -1,6 +1,6 @@
-"""How a Recorder follows a long run: which steps it measures, what makes it capture more, and for how long.
+"""Options for following a long run: which steps a Recorder measures, what makes it capture more, and for how long.
 
-Plain data, no torch: the command line declares its options here too.
+Plain data, no torch: the command-line options are declared here, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stats(StrEnum):
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """What a Recorder and `binade run` share. The fields are keywords of the one and options of the other."""
+    """The options that a Recorder and `binade run` share, as keywords and as command-line options."""
 
     # fmt: off
     watch: str | None = option(None, group=WATCH, metavar="WHEN", pattern=EVERY,
@@ -43,20 +43,20 @@ class WatchOptions:
     capture_steps: int = option(2, group=WATCH, metavar="K", minimum=0,
         help="Steps recorded whole after a trigger fires")
     ring: int = option(0, group=WATCH, metavar="N", minimum=0, maximum=10_000,
-        help="Also record the N steps before a trigger fires. Every step is then measured like a watched one")
+        help="Also record the N steps before a trigger fires. Every step is then measured as a watched step is")
     ring_bytes: int = option(64 << 20, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Memory that those steps take at most", default_help="64M")
+        help="Limit of the memory that those steps take", default_help="64M")
     find_nan: bool = option(False, group=WATCH,
-        help="In every step, find the operation that makes the first NaN or Inf. This costs time in every step")
+        help="In every step, find the operation that produces the first NaN or Inf. This makes every step slower")
     cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,
-        help="Steps after a trigger fired in which it does not fire again")
+        help="Number of steps for which a trigger that has fired does not fire again")
     capture_bytes: int = option(1 << 30, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Triggers capture nothing more once captures take this much on the disk", default_help="1G")
+        help="Disk space limit for captures. Once it is reached, triggers capture nothing more", default_help="1G")
     # fmt: on
 
     @property
     def every(self) -> int:
-        """One step in how many is watched; 0 for none."""
+        """One step in this many is watched; 0 for none."""
         found = EVERY.fullmatch(self.watch or "")
         return int(found[1] or 1) if found else 0
 
@@ -67,11 +67,11 @@ class WatchOptions:
 
     @property
     def follows(self) -> bool:
-        """Whether any step is measured that is not recorded anyway."""
+        """Whether steps are measured in addition to those that are recorded."""
         return bool(self.every or self.ring)
 
     def follows_step(self, iteration: int) -> bool:
-        """Whether a step is measured for being watched, or for the ring."""
+        """Whether a step is measured because it is watched, or for the ring."""
         return bool(self.ring) or self.watches(iteration)
 
     def watches(self, iteration: int) -> bool:

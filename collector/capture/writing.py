@@ -43,9 +43,9 @@ OVERHEAD = 1 << 13
 # Values waiting to be written; callers that offer more block until there is room.
 IN_FLIGHT = 1 << 30
 
-# Rows that name no file are written together: so many, or once the last write was this share of the time since the run
-# began ago, which is LONGEST seconds at most. So a short run shows its rows at once, and the number of segments of a
-# long one grows with the logarithm of its time or, where it records much, with its rows.
+# Rows without files are written together: after this many rows, or once the time since the last write exceeds this
+# share of the run's age, at most LONGEST seconds. So a short run shows its rows at once, and the number of segments of
+# a long run grows with the logarithm of its time or, if it records much, with its rows.
 ROWS = 1000
 SHARE, LONGEST = 0.01, 600.0
 
@@ -70,7 +70,7 @@ def _acquired() -> Lock:
 
 class Writing:
     """The files and segments of one rank of a run, its tensor files within max_bytes in all. The rows of a segment go
-    to the sink once it is on the disk; a sink that fails gets no more, with a warning. The monitor sees every row.
+    to the sink once it is on the disk; a sink that fails is not used again, with a warning. The monitor sees every row.
     before: the counts of a run that is continued, see `counts`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class Writing:
         self._queued: list[tuple[int, Lock]] = []
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._failures: deque[Exception] = deque()
-        # Only the thread writes the following.
+        # Only the thread writes the following variables.
         self._bytes = before.get("bytes", 0)
         self._published = before.get("tensors", 0)
         self._without_values = before.get("tensors_without_raw", 0)
@@ -130,8 +130,8 @@ class Writing:
         self._raise()
 
     def publish_reduced(self, iteration: int, pending: Sequence[Pending]) -> None:
-        """Queue the rows of a watched step to be reduced over ranks: each calls it for the same steps, then `publish`,
-        which raises a failure."""
+        """Queue the rows of a watched step to be reduced over ranks. Each rank calls this for the same steps, and then
+        `publish`, which raises any failure."""
         rows = list(pending)
         self._tasks.put(lambda: self._segment(rows, {}, iteration))
 
@@ -150,7 +150,7 @@ class Writing:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of the status, as they are once `settle` has returned."""
+        """The counts of the status; valid once `settle` has returned."""
         return {"tensors": self._published, "tensors_without_raw": self._without_values, "bytes": self._bytes}
 
     def close(self) -> Exception | None:
@@ -165,7 +165,7 @@ class Writing:
         self._thread.join()
 
     def _raise(self) -> None:
-        """Raise the first failure; those that followed it are dropped."""
+        """Raise the first failure; later ones are dropped."""
         if self._failures:
             first = self._failures[0]
             self._failures.clear()
@@ -220,7 +220,7 @@ class Writing:
         self._writer.update(**self.counts, **status)
 
     def _take(self, kept: list[Pending]) -> None:
-        """Make rows, and take those of the monitor's ring if a trigger has fired since."""
+        """Make rows, and add those of the monitor's ring if a trigger has fired meanwhile."""
         rows = self._made(kept)
         ring = [row for row, each in zip(rows, kept, strict=True) if each.ring]
         self._rows += self._monitor.see(rows, ring) if self._monitor else rows
@@ -242,14 +242,14 @@ class Writing:
 
     @property
     def _due(self) -> bool:
-        """Whether the rows that wait are to be written now."""
+        """Whether the pending rows should be written now."""
         now = time.monotonic()
         waited, longest = now - self._wrote, min(SHARE * (now - self._began), LONGEST)
         captured = self._monitor is not None and self._monitor.captured(self._rows)
         return len(self._rows) >= ROWS or waited >= longest or captured or any(row.path for row in self._rows)
 
     def _write(self) -> None:
-        """Write the rows that wait as a segment."""
+        """Write the pending rows as a segment."""
         if not self._rows:
             return
         rows, self._rows = self._rows, []
@@ -270,7 +270,7 @@ class Writing:
         self._attempt(lambda: self._send(rows))  # a warning may have been made an error
 
     def _send(self, rows: list[TensorRow] | None) -> None:
-        """Give rows to the sink, or None to close it."""
+        """Send rows to the sink, or close it for None."""
         sink = self._sink
         if sink is None:
             return
@@ -281,10 +281,10 @@ class Writing:
                 sink.write(self._writer.directory, self._writer.rank, rows)
         except Exception as error:
             self._sink = None
-            with suppress(Exception):  # the same again, or what follows from it
+            with suppress(Exception):  # the same error again, or a consequence of it
                 sink.close(error)
             warnings.warn(
-                f"the sink failed and receives nothing more: {one_line(error)}; binade export writes it later",
+                f"the sink failed and is no longer used: {one_line(error)}; write the data later with binade export",
                 stacklevel=2,
             )
 

@@ -36,7 +36,7 @@ def _seeds(text: str) -> tuple[int, ...] | int:
 
 
 def _params() -> list[click.Parameter]:
-    """Those of `run`, but for what says what is quantized: the ladder does."""
+    """The parameters of `run`, without those that choose formats: the ladder sets these."""
     params = [p for p in training_params("run") if getattr(p, "title", "") != FORMAT.title or p.name == "skip_layers"]
     for param in params:
         if isinstance(param, Option) and param.name == "skip_layers":
@@ -45,13 +45,13 @@ def _params() -> list[click.Parameter]:
         ["--seeds"],
         type=_seeds,
         metavar="N|A,B,...",
-        help="How many seeds, counted from --seed, or which; each has a bf16 run of its own  [default: 1]",
+        help="Number of seeds, counted from --seed, or a list of seeds; each also gets a bf16 run  [default: 1]",
     )
     return [click.Argument(["recipe"], metavar="RECIPE"), seeds, *params]
 
 
 def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], SlurmOptions]:
-    """The rungs of the first seed, then of the next, checked, and where they run. Raises ConfigError."""
+    """The checked runs, seed by seed, and where they run. Raises ConfigError."""
     seeds = params.pop("seeds") or 1
     request = request_of("run", {"operand_quant": ()} | params)
     (base,) = request.runs
@@ -82,8 +82,8 @@ def _ablate(recipe: str, **params: Any) -> None:
     runs, start = runs_of(found, params)
     if runs[0].iterations == 1:
         fail(
-            "one iteration is trained, whose loss comes before the first backward pass: dgrad and wgrad show in the "
-            "losses of later ones. Give --train-iters"
+            "only one iteration is trained, and its loss is computed before any backward pass: dgrad and wgrad affect "
+            "later losses only. Give --train-iters"
         )
     if dry_run:
         print_text(_described(found, runs, start))
@@ -111,6 +111,6 @@ ablate = Command(
     params=_params(),
     callback=_ablate,
     help=_ablate.__doc__,
-    cancelled="cancelled; the jobs that were queued stay",
+    cancelled="cancelled; jobs already queued are kept",
     failed="the queue cannot be changed",
 )

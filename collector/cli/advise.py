@@ -67,7 +67,7 @@ def _advise(
     """Choose a format for every operand: the least predicted loss under a budget of bits.
 
     ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
-    bf16 runs are used. The choice is among the formats that they were scored in.
+    bf16 runs are used. It chooses among the formats that the runs were scored in.
     """
     from binade.collector.advice.advice import Request, queue, verification
     from binade.collector.advice.advice import advise as choose
@@ -110,17 +110,17 @@ def _advise(
 
 
 def _described(found: Advice) -> str:
-    """The choice in words, the frontier, what decides, and why to doubt it."""
+    """A description of the choice, the frontier, the deciding operands, and reasons for doubt."""
     lines = [found.sentence, "", "bits per forward value   predicted loss change"]
     for row in found.frontier.sort_values("bits").itertuples():
         name = "" if row.kind == "advised" else f"  {row.kind} {row.name}"
         lines.append(f"{row.bits:22.2f}   {row.change:+21.3g}{name}")
     high = found.deciding.head(LISTED)
     if len(high):
-        lines += ["", "kept wider than the narrowest, and how much loss that saves"]
+        lines += ["", "operands kept wider than the narrowest format, and how much loss that saves"]
         lines += [f"    {row.place:<24} {row.spec:<28} {row.saved:+.3g}" for row in high.itertuples()]
     if found.unplaced:
-        lines += ["", f"not placed, as not all of their formats were scored: {', '.join(found.unplaced)}"]
+        lines += ["", f"not shown, because some of their formats were not scored: {', '.join(found.unplaced)}"]
     return "\n".join([*lines, *([""] if found.doubts else []), *found.doubts])
 
 
@@ -131,22 +131,23 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--budget"], type=_positive, metavar="BITS", title=limits,
                help="Average bits per operand value, forward and backward each  [default: 5.5]"),
         Option(["--memory"], type=size, metavar="SIZE", title=limits,
-               help="Instead: the bytes that the forward operands of a micro-batch may take, such as 40M"),
+               help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         Option(["--loss"], type=_positive, metavar="X", title=limits,
-               help="Instead: the fewest bits whose predicted loss change is at most X"),
+               help="Instead of --budget: the fewest bits with a predicted loss change of at most X"),
         Option(["--by"], type=click.Choice(BY), default="site", title=limits,
-               help="What gets formats of its own: each linear layer (site), each layer, each module in all layers, or "
-               "the model  [default: site]"),
+               help="Choose formats for each linear layer (site), each layer, each module in all layers, or the whole "
+                   "model  [default: site]"),
         Option(["--parts"], type=_parts, default="linear", metavar="A,B,...", title=limits,
                help="linear, qk, pv, router; the others stay in bf16  [default: linear]"),
         Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
-               help="Formats to choose from beside bf16  [default: all that were scored]"),
+               help="Formats to choose from, in addition to bf16  [default: all that were scored]"),
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
         Option(["--most-bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),
         Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
-               help="Queue the runs that test it, for as many seeds: bf16, the best single format of at most as many "
+               help="Queue the runs that test it, for this number of seeds: bf16, the best single format of at most "
+                   "as many "
                "bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these  [default: 200]"),

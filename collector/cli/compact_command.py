@@ -12,8 +12,8 @@ def _compact(root: str | None, size: int, dry_run: bool) -> int:
     """Merge the small segments of runs that have ended into large ones.
 
     ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs]. Runs that are being
-    recorded and imports are left as they are. The app may read and other runs may be
-    recorded meanwhile. Exit status 1 if a run was skipped, with the reason.
+    recorded and imports are left as they are. Meanwhile the app may read, and other runs may be recorded. Exit status 1
+    if a run was skipped; the reason is printed.
     """
     from binade.data.compact import compact  # imports pyarrow
 

@@ -1,4 +1,4 @@
-"""What each recipe costs and saves: loss against bf16, error by kind of operand, size of the operands, time.
+"""The costs and savings of each recipe: loss against bf16, error by kind of operand, size of the operands, time.
 
 `compare(root)` computes it from the index and the loss files; collector/tables.py shows it. No torch here.
 
@@ -65,7 +65,7 @@ MEASURES = {"sqnr_db": "sqnr_db", "flush_to_zero": "flush_to_zero_share", "satur
 
 
 def rounding_figure(side: str, measure: str) -> str:
-    """The figure of a measure of one of SIDES: linear_forward_sqnr_db."""
+    """The name of the figure for a measure of one of SIDES: linear_forward_sqnr_db."""
     return f"{side.replace(' ', '_').lower()}_{measure}"
 
 
@@ -106,7 +106,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Settings:
-    """What runs must share to be compared, as run.json has it; None where it says nothing.
+    """The settings that runs must share to be compared, from run.json; None for what it lacks.
 
     layers is the number the model has, shortened or not; device is "cpu" or the GPU's name.
     """
@@ -171,7 +171,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sections in order of their first run, and the skipped runs with the reason."""
+    """Sections in the order of their first runs, and the skipped runs with the reason."""
 
     root: Path
     sections: tuple[Section, ...]
@@ -199,7 +199,7 @@ class _Run:
 
     @property
     def rank(self) -> tuple[int, tuple[str, str]]:
-        """The longest is the most telling, the newest of these."""
+        """The sort key: the longest run counts, and of several the newest."""
         return self.iterations, self.age
 
 
@@ -327,7 +327,8 @@ def _reference(seed: Value, longest: Mapping[tuple[str, str], Mapping[Value, _Ru
 
 
 def _order(key: tuple[str, str], places: Mapping[str, int]) -> tuple[int, str, int, str, int]:
-    """As the ten recipes are listed, then others by name, the rungs of a ladder in its order; what is done first."""
+    """The sort key: the ten recipes in their order, then others by name, and rungs in the order of their ladder;
+    finished ones first."""
     recipe, state = key
     base = without_none(recipe)
     place = TEN_RECIPES.index(base) if base in TEN_RECIPES else len(TEN_RECIPES)
@@ -393,7 +394,9 @@ def _gradients(
     found = {key: tensors[tensors["iteration"] == first] for key, tensors in found.items()}
     figures: dict[tuple[str, str], Figures] = {}
     if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
-        refused.append(f"gradients: {values:,} values are too many to compare here; the app's page Recipes does")
+        refused.append(
+            f"gradients: {values:,} values are too many to compare here; the app's page Recipes compares them"
+        )
         return figures
     for key, tensors in found.items():
         errors, unread = gradient_errors(catalog, tensors)

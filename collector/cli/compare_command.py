@@ -28,12 +28,12 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
         fail(f"skipped: {reason}")
     if not comparison.sections:
         found = "holds no runs that can be read" if runs.is_dir() else "does not exist"
-        raise RunError(f"{runs} {found}: name the root of some runs, or collect some with binade batch")
+        raise RunError(f"{runs} {found}: give a directory of runs, or collect some with binade batch")
     written = render(comparison, kind)
     if output is None:
         print_text(written.removesuffix("\n"))
         return
-    target = output.resolve()  # through a link, not in its place
+    target = output.resolve()  # writes through a link instead of replacing it
     try:
         if target.exists() and not target.is_file():
             raise RunError(f"{output} is not a regular file: give another to --output")

@@ -22,7 +22,7 @@ class Console:
     brief: bool = False  # leave single iterations out of the lines
 
     def title(self, text: str) -> None:
-        """Say what comes next: on the bar, or on a line of its own."""
+        """Print what comes next, on the bar or on a separate line."""
         if self.bar is None:
             print_text(text)
         else:

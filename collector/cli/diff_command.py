@@ -115,7 +115,7 @@ diff = Command(
             type=click.FloatRange(min=0),
             metavar="X",
             help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
-            "the last place of bfloat16: what sums in another order may change]",
+            "the last place of bfloat16: sums in another order may differ by that]",
         ),
         Option(["--bitwise"], is_flag=True, help="Find the first tensor with any bit that differs"),
         Option(

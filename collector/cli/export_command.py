@@ -44,10 +44,12 @@ def _export(
 export = Command(
     "export",
     params=[
-        Option(["--to"], type=click.Choice(TARGETS), required=True, help="What to write for"),
-        Option(["--output"], type=Path, required=True, metavar="DIR", help="New directory, with one for each run"),
+        Option(["--to"], type=click.Choice(TARGETS), required=True, help="Target of the export"),
+        Option(
+            ["--output"], type=Path, required=True, metavar="DIR", help="New directory; each run gets a subdirectory"
+        ),
         Option(["--metrics"], type=names, default=DEFAULT, metavar="A,B,...", help=f"{METRICS}  [default: {DEFAULT}]"),
-        Option(["--formats"], type=names, default="", metavar="A,B,...", help="Errors of these formats only"),
+        Option(["--formats"], type=names, default="", metavar="A,B,...", help="Export errors of these formats only"),
         root_option(),
         *filter_params(),
     ],

@@ -22,7 +22,7 @@ SHOWN_REFUSALS = 10
 
 @click.pass_context
 def _import(context: click.Context, directory: str, scores: tuple[str, ...], workers: int | None, root: str) -> int:
-    """Index tensors that other tools have logged, where they lie.
+    """Index tensors that other tools have logged, without copying them.
 
     DIR holds .pt, .safetensors and .npy files, at any depth. Layers, tensors and
     iterations are named in logs of the Megatron-LM fork and in dumps of Transformer
@@ -63,7 +63,7 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
 
 
 def _refusals(result: Imported) -> list[str]:
-    """The files that were refused and why; of many, the first."""
+    """The refused files with the reasons; only the first ones if there are many."""
     lines = [f"    {one_line(refusal.line)}" for refusal in result.refused[:SHOWN_REFUSALS]]
     if hidden := len(result.refused) - len(lines):
         lines.append(f"    and {hidden} more: {result.directory / 'refused.jsonl'}")

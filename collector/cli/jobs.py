@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 LATEST = 10  # ended jobs that are listed without --all
 INTERVAL = 0.3  # seconds between two looks at a job that is followed
 SETTINGS: dict[str, Any] = {
-    "cancelled": "left; the jobs go on",
+    "cancelled": "stopped watching; the jobs continue",
     "failed": "the queue cannot be changed",
     "catches_signals": False,
 }
 
 
 class JobCommand(Command):
-    """Its function gets the resolved root: --tensor-save-dir is given after the command, or before it."""
+    """A command whose function gets the resolved root. --tensor-save-dir may be given before or after the command."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **SETTINGS, **settings)
@@ -86,7 +86,7 @@ def _add(root: Path, line: tuple[str, ...]) -> None:
 @jobs.command("follow")
 @number_argument
 def _follow(root: Path, number: int) -> int:
-    """Print a job's log until it ends. Leaving it does not end the job."""
+    """Print a job's log until the job ends. Ctrl-C stops the printing, not the job."""
     from binade.collector.jobs import State, find, view_of
     from binade.collector.jobs.store import directory_of
 
@@ -208,7 +208,7 @@ def _row(view: JobView) -> tuple[str, ...]:
 
 
 def _ensure_runner(root: Path, views: list[JobView]) -> None:
-    """Start the runner if jobs wait and it was lost, by a restart of the machine for example."""
+    """Start the runner if jobs wait and no runner is alive, for example after a restart of the machine."""
     from binade.collector.jobs import has_runner, start_runner
     from binade.data.access import read_only
 
@@ -217,7 +217,7 @@ def _ensure_runner(root: Path, views: list[JobView]) -> None:
 
 
 def _print_from(log: Path, start: int) -> int:
-    """Print what was added to a log; returns how far it was read."""
+    """Print what was added to a log. Returns the new position."""
     try:
         with open(log, "rb", opener=no_link) as file:
             file.seek(start)

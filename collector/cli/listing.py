@@ -33,7 +33,7 @@ def _models() -> str:
             )
         modules = dict.fromkeys(site.module for site in sizes["full"].sites())
         lines.append(f"        modules {', '.join(modules)}")
-    lines.append("    a path: a directory of Hugging Face with config.json and safetensors, or a GGUF file")
+    lines.append("    a path: a Hugging Face directory with config.json and safetensors, or a GGUF file")
     return "\n".join(lines)
 
 
@@ -63,7 +63,7 @@ def _recipes() -> str:
     return "\n".join(
         [
             *lines,
-            "    FA_, linear_, FA_linear_ or nothing before any format: nothing quantizes everything",
+            "    any format after FA_, linear_ or FA_linear_; without a prefix, everything is quantized",
             "    the path of a .toml file: see docs/recipes.md",
             "    RECIPE(without=A+B) leaves ingredients out:",
             *(f"        {name:<11} {meaning}" for name, meaning in INGREDIENTS.items()),
@@ -94,7 +94,7 @@ KINDS: dict[str, Callable[[], str]] = {
 
 
 def _format(fmt: Format) -> list[str]:
-    """A format, and the values of its options, the default first where it is one of several."""
+    """A format, and the values of its options, with the default first if there are several."""
     spec = Spec.of(fmt)
     lines = [
         f"    {fmt.name:<11} {fmt.title}, {spec.bits_per_value:g} bits per value, largest {fmt.max:g}. {fmt.source}"

@@ -1,6 +1,7 @@
 """The command lines of the Megatron fork's scripts, with `binade` in place of the script: see docs/megatron_fork.md.
 
-Other spellings are translated. What takes two commands here is refused with both of them. No torch.
+Other spellings are translated. A line that corresponds to two commands is refused, and the message shows both. No
+torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def mode_option() -> Option:
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
-    """The command line as `binade` takes it. Raises click.UsageError, with the new spelling if there is one."""
+    """The command line in the form that `binade` accepts. Raises click.UsageError, with the new spelling if there is
+    one."""
     first, *rest = argv or [""]
     if first == "--list":
         return ["list", *rest]
@@ -69,7 +71,7 @@ def _command(mode: str, words: Sequence[str]) -> list[str]:
 
 
 def _translated(words: Sequence[str]) -> list[str]:
-    """The options of run, batch and quick in their own spelling."""
+    """The options of run, batch and quick in Binade's spelling."""
     found: list[str] = []
     rest = list(words)
     while rest:

@@ -96,7 +96,7 @@ def training_params(command: str) -> list[click.Parameter]:
     recipes = {"type": names, "metavar": "A,B,..." if command == "batch" else "RECIPE"}
     default = {"run": "  [default: bf16]", "batch": "  [default: the ten of `binade list`]", "quick": ""}[command]
     preset = "fast" if command == "quick" else "standard"
-    # Options that are no field of RunConfig stand before the one that they belong to.
+    # Options that are not fields of RunConfig come before the field that they belong to.
     others = {
         "recipe": [
             _option(
@@ -133,8 +133,8 @@ def training_params(command: str) -> list[click.Parameter]:
                 LENGTH,
                 "--resume",
                 metavar="RUN",
-                help="Continue a run of the root, that was killed for example, from its last checkpoint. All other "
-                "options are its own",
+                help="Continue a run, for example one that was killed, from its last checkpoint, with the options "
+                "that it was started with",
             )
         ]
     shown = defaults(command)
@@ -160,7 +160,7 @@ def scores_option() -> Option:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line of run, batch or quick asks for."""
+    """The request of a command line of run, batch or quick."""
 
     runs: list[RunConfig]
     start: SlurmOptions
@@ -232,6 +232,6 @@ def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def job_arguments(argv: Sequence[str]) -> list[str]:
-    """The command line without the options that say how it is started."""
+    """The command line without the options that say where it runs."""
     parser = click.Command("binade", params=start_params(), add_help_option=False, context_settings=PASS_ON)
     return list(parser.make_context("binade", list(argv)).args)

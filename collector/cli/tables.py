@@ -26,7 +26,7 @@ from binade.collector.cli.compare import (
 from binade.collector.recipes.recipe import BF16
 from binade.collector.recipes.spread import SEPARATED, Spread, no_gap, verdict
 from binade.data.runs import DONE
-from binade.data.text import csv_cell, markdown_table
+from binade.data.text import csv_cell, markdown_table, markdown_text
 from binade.terminal import one_line
 
 WIDTH = 120
@@ -37,13 +37,13 @@ LEGEND = (
     "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
     "times that of bf16.",
     "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
-    "dgrad); flushed: nonzero values that became 0, of the nonzero; saturated: values beyond the format's largest, of "
-    "all.",
+    "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
+    "largest.",
     "Gradients: of the weights, all seeds together, each against that of the bf16 run of its seed; cosine: mean over "
     "the tensors; bias: ‖ĝ−g‖²/‖g‖² of the summed powers, g being bf16's.",
     "Size: the recorded operands, in their exact formats with block scales, or in their own dtype where not quantized. "
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
-    "nothing of hardware that has the format.",
+    "nothing about hardware that supports the format.",
     f"Over seeds: each seed's mean gap is to the bf16 run of that seed; sd: the deviation of these gaps. {SEPARATED} "
     "A rung of an ablation is compared with the step before, or with the whole recipe.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
@@ -85,7 +85,7 @@ SEEDS = ("seeds", "mean gap", "sd", "95 % interval", "change", "verdict")
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as they are shown. The first `left` columns are words, aligned left, the others numbers."""
+    """Formatted cells. The first `left` columns are words, aligned left, the others numbers."""
 
     title: str
     header: tuple[str, ...]
@@ -102,7 +102,7 @@ def render(comparison: Comparison, kind: str) -> str:
 
 
 def heading(section: Section) -> str:
-    """What the runs of a section share, in words, and their seeds."""
+    """A description of what the runs of a section share, and their seeds."""
     s = section.settings
     seeds = [str(seed) for seed in section.seeds if seed is not None]
     parts = [
@@ -209,7 +209,7 @@ def _cells(row: Row, columns: Sequence[tuple[str, str, str, float]]) -> Iterator
 
 
 def notes(section: Section) -> list[str]:
-    """What a reader should know of this section before believing it."""
+    """Notes that limit what a reader can conclude from this section."""
     found = []
     if section.reference is None:
         found.append("No bf16 run of these settings finished an iteration: there is no gap.")
@@ -230,17 +230,19 @@ def notes(section: Section) -> list[str]:
         if row.seed != usual:
             found.append(f"{row.label}: shown is seed {row.seed}.")
         if row.runs > len(row.seeds):
-            found.append(f"{row.label}: {row.runs} runs; shown is the longest, of these the newest, {row.run_id}.")
+            found.append(f"{row.label}: {row.runs} runs; shown is the longest (of several, the newest), {row.run_id}.")
         if (spread := row.figures.get("loss_spread_nats")) is not None:
             found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
     if len({row.figures.get("operand_values") for row in section.rows} - {None}) > 1:
-        found.append("Not every run recorded as many operands: SQNR, size and recorded time are of different tensors.")
+        found.append(
+            "The runs recorded different numbers of operands: SQNR, size and recorded time cover different tensors."
+        )
     backends: dict[str, list[str]] = {}
     for row in section.rows:
         backends.setdefault(row.backend, []).append(row.label)
     if len(backends) > 1:
         listed = "; ".join(f"{', '.join(labels)}: {backend}" for backend, labels in backends.items())
-        found.append(f"Times are not all of one set-up. {listed}.")
+        found.append(f"Times were measured on different set-ups. {listed}.")
     return [one_line(note) for note in found]
 
 
@@ -250,7 +252,7 @@ def _rounding(row: Row, side: str) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share in %: a few are not shown as none."""
+    """A share in %. A small share is not shown as zero."""
     return "<0.01" if 0 < share < 0.00005 else f"{100 * share:.2f}"
 
 
@@ -287,20 +289,15 @@ def _aligned(table: Table) -> str:
 def _markdown(comparison: Comparison) -> str:
     blocks = []
     for section in comparison.sections:
-        blocks.append(f"### {_escaped(heading(section))}")
+        blocks.append(f"### {markdown_text(heading(section))}")
         for table in tables(section):
             blocks.append(f"{table.title}:")
-            rows = [[_escaped(cell) for cell in row] for row in table.rows]
-            blocks.append(markdown_table(table.header, rows, table.left))
+            rows = [[markdown_text(cell) for cell in row] for row in table.rows]
+            blocks.append(markdown_table(table.header, rows, "l" * table.left + "r" * (len(table.header) - table.left)))
         if remarks := notes(section):
-            blocks.append("\n".join(f"* {_escaped(note)}" for note in remarks))
+            blocks.append("\n".join(f"* {markdown_text(note)}" for note in remarks))
     blocks.append("\n".join(f"* {line}" for line in LEGEND))
     return "\n\n".join(blocks) + "\n"
-
-
-def _escaped(text: str) -> str:
-    """As it is in Markdown: no cell, link, tag or emphasis is made of it."""
-    return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
 
 
 # CSV

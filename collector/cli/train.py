@@ -64,7 +64,7 @@ def _run(context: click.Context, /, **params: Any) -> None:
 
 
 def _resumed(root: Path, name: str) -> RunConfig:
-    """What a run was started with, to be continued. Raises RunError, ConfigError."""
+    """The configuration of a run to continue. Raises RunError, ConfigError."""
     from binade.collector.training.resume import find  # imports torch
 
     return find(root, name).config

@@ -22,8 +22,8 @@ SECONDS = 1.0  # between two looks
 
 
 def _lines(root: Path, seen: Seen) -> Iterator[str]:
-    """What is new since the last look: a line for each event, and for each run that has gone on. seen: of each run its
-    last status and line, and the events that were shown."""
+    """What is new since the last call: a line for each event, and for each run that has made progress. seen: the last
+    status and line of each run, and the events already shown."""
     from binade.data.events import read_events
     from binade.data.runs import RUNNING, list_runs
 
@@ -51,7 +51,7 @@ def _progress(run: RunInfo, events: int) -> str:
 
 
 def _latest(run: RunInfo) -> str:
-    """The extremes of what was written last; "" of a run without tensors."""
+    """The extremes of the last rows; "" for a run without tensors."""
     from binade.data.segment import read_tables
 
     try:
@@ -88,9 +88,9 @@ watch = Command(
     "watch",
     params=[
         click.Argument(["root"], required=False, metavar="[ROOT]"),
-        Option(["--once"], is_flag=True, help="Print what there is, and end"),
+        Option(["--once"], is_flag=True, help="Print the events so far and exit"),
     ],
     callback=_watch,
     help="Follow the runs of a root: their events, such as triggers that fire, their iterations and losses.",
-    cancelled="no longer watched",
+    cancelled="stopped watching",
 )

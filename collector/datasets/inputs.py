@@ -65,7 +65,7 @@ def find_tokenizer(name: str) -> Path | None:
 
 
 def check_inputs(dataset: str, given: str | None, tokenizer: str) -> None:
-    """Raise ConfigError if a file is missing, or a tokenizer is given for a dataset that is already tokenized."""
+    """Raise ConfigError if a file is missing, or if a tokenizer is given for a dataset that is already tokenized."""
     if find_dataset(dataset).format != TOKENIZED:
         find_tokenizer(tokenizer)
     elif given is not None:

@@ -15,7 +15,7 @@ from binade.collector.errors import ConfigError
 
 
 class Documents(Protocol):
-    """Token ids by number of the document. bounds, int64 [blocks + 1], holds the first document of each block, and the
+    """Documents as token ids, by number. bounds, int64 [blocks + 1], holds the first document of each block, and the
     number of documents. Documents of a block are cheapest to read together."""
 
     name: str

@@ -1,7 +1,7 @@
 """Documents as text, from JSON lines, Parquet or a list.
 
 Opening a file reads all of it once: damage is found before training starts, and the SHA-256 of all texts, joined by
-NUL, identifies the data whatever file it came in. After that, memory holds the position of each document (8 bytes a
+NUL, identifies the data independently of the file. After that, memory holds the position of each document (8 bytes a
 document; for Parquet, one row group) rather than the texts. A .jsonl.gz is unpacked into an anonymous temporary file in
 $TMPDIR, because gzip has no random access. A process scans an unchanged file only once.
 """
@@ -188,7 +188,7 @@ class ParquetTexts:
         group = int(np.searchsorted(self.bounds, index, side="right")) - 1
         first, end = self.bounds[group : group + 2].tolist()
         if self._group != group:
-            self._column = pa.chunked_array([], pa.string())  # frees one before the next is read
+            self._column = pa.chunked_array([], pa.string())  # frees one group before the next is read
             self._column = self._file.read_row_group(group, columns=[COLUMN]).column(COLUMN)
             self._group = group
             if len(self._column) != end - first:

@@ -80,8 +80,8 @@ class File:
 
 @dataclass(frozen=True)
 class Job:
-    """A file to read. room: see `data.foreign.opened`; alone says that no other file is read meanwhile, so that there
-    will not be more room later."""
+    """A file to read. room: see `data.foreign.opened`; alone: no other file is read at the same time, so there will not
+    be more memory later."""
 
     number: int
     file: File
@@ -106,7 +106,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Read:
-    """The result of reading a file. later: there was no memory for it besides the others."""
+    """The result of reading a file. later: there was not enough memory for it next to the others."""
 
     rows: list[TensorRow] = field(default_factory=list)
     refused: list[Refusal] = field(default_factory=list)
@@ -116,7 +116,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of files.jsonl: an imported file, its tensors, and the keys of it that were refused, with the reasons."""
+    """A line of files.jsonl: an imported file, its tensors, and its refused keys with the reasons."""
 
     file: str
     size: int
@@ -128,8 +128,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did: tensors and files added, files that were known, files added by source (see
-    log.Log.version), and what was refused."""
+    """The result of an import: tensors and files added, files already known, files added by source (see
+    log.Log.version), and refusals."""
 
     run_id: str
     directory: Path
@@ -143,12 +143,12 @@ class Imported:
 
     @property
     def failed(self) -> bool:
-        """Whether there were files and not one could be used."""
+        """Whether there were files but none could be used."""
         return bool(self.refused) and not (self.files or self.known)
 
 
 def read_file(job: Job) -> Read:
-    """The rows of one file; what cannot be used is refused with a reason. Runs in a process of its own."""
+    """The rows of one file, and refusals with reasons for what cannot be used. Runs in a separate process."""
     torch.set_num_threads(1)
     rows, refused, version = [], [], None
     path, name = Path(job.file.path), job.file.name
@@ -215,8 +215,8 @@ def import_logs(
 ) -> Imported:
     """Index every tensor file under source in a run of root.
 
-    scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last where that is
-             not known
+    scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
+             unknown
     workers  processes; None for one a core
 
     Raises ConfigError if source is no directory, UnknownFormatError or SpecError, RunError if root cannot be written or
@@ -245,7 +245,7 @@ def import_logs(
             task = _Import(writer, scores, workers or len(os.sched_getaffinity(0)), refused, report, progress)
             task.run(found)
         except BaseException as error:
-            if writer.status.state == RUNNING:  # it failed before `run`
+            if writer.status.state == RUNNING:  # the import failed before `run`
                 writer.finish(FAILED, str(error))
             with suppress(OSError):  # a full disk must not hide what happened
                 note(f"ended early: {type(error).__name__}: {error}")
@@ -268,11 +268,10 @@ def _checked(source: Path, root: Path) -> Path:
 
 
 def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
-    """The tensor files under a directory in the order of their names, and the refusals of all other files but
-    those that a tool writes beside its tensors.
+    """The tensor files under a directory in the order of their names, and the refusals of all other files except those
+    that a tool writes next to its tensors.
 
-    Links are not followed: their targets in the directory are found anyway, others lie outside of it. The root of the
-    runs is left out.
+    Links are not followed: targets inside the directory are found anyway. The root of the runs is left out.
     """
     files: list[File] = []
     refused: list[Refusal] = []
@@ -292,7 +291,7 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
             try:
                 status = os.lstat(path)
             except OSError as error:
-                refuse(path, (error.strerror or "cannot be looked at").lower())
+                refuse(path, (error.strerror or "cannot be accessed").lower())
                 continue
             if not is_unicode(entry):
                 refuse(path, "its name is not valid Unicode")
@@ -308,17 +307,17 @@ def walk(source: Path, root: Path) -> tuple[list[File], list[Refusal]]:
 
 
 def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
-    """Why an entry other than a directory is not read, "" if nobody needs to know; None for a tensor file."""
+    """Why an entry other than a directory is not read, "" if this need not be reported; None for a tensor file."""
     if stat.S_ISLNK(status.st_mode):
         try:
             target = Path(os.path.realpath(path, strict=True))
         except OSError:
-            return "a symbolic link that leads nowhere, or to itself"
+            return "a symbolic link whose target does not exist, or that points to itself"
         if not target.is_relative_to(source):
             return "a symbolic link out of the directory: links are not followed"
         return "a symbolic link: its target is found separately"
     if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     suffix = os.path.splitext(path)[1]
     if suffix in (".pkl", ".pickle"):
         return PICKLE
@@ -331,7 +330,7 @@ def _refusal(path: str, status: os.stat_result, source: Path) -> str | None:
 
 @contextmanager
 def _locked(root: Path, config: dict[str, Any]) -> Iterator[RunWriter]:
-    """The run of this import, found or created, and held by this process alone."""
+    """The run of this import, found or created, and locked by this process."""
     check_writable("recording a run")
     with ExitStack() as held:
         try:
@@ -436,7 +435,7 @@ class _Import:
         return int(available_host_memory() * SHARE) // shared_by
 
     def _results(self, fresh: list[File]) -> Iterator[tuple[Job, Read | Death]]:
-        """The result of each file. Those for which there is no memory besides others are read again, alone."""
+        """The result of each file. Files that do not fit into memory next to others are read again, one at a time."""
         later: list[Job] = []
         for job, result in scatter(self._jobs(fresh), read_file, min(self.workers, max(1, len(fresh)))):
             if (result.status == -signal.SIGKILL) if isinstance(result, Death) else result.later:
@@ -444,7 +443,9 @@ class _Import:
             else:
                 yield job, result
         if later:
-            self.report(f"{len(later)} files are read alone: there was no memory for them beside others")
+            self.report(
+                f"{len(later)} files are read one at a time: there was not enough memory to read them in parallel"
+            )
             yield from scatter((replace(job, room=self._room(1), alone=True) for job in later), read_file, 1)
 
     def _take(self, job: Job, result: Read | Death, done: int, total: int) -> None:
@@ -467,7 +468,7 @@ class _Import:
             self._reported = now
 
     def _publish(self) -> None:
-        """Publish the pending rows as a segment. After an interrupt it may be called again: the segment keeps its name
+        """Publish the pending rows as a segment. It may be called again after an interrupt: the segment keeps its name
         until it is published."""
         if self._rows:
             self._segment = self._segment or self.writer.next_segment_name()
@@ -508,7 +509,7 @@ class _Import:
 def _cause(death: Death) -> str:
     causes = {
         "SIGKILL": "its reader was killed (SIGKILL), as happens when memory runs out",
-        "SIGBUS": "it was cut while it was read (SIGBUS)",
+        "SIGBUS": "it was truncated while it was read (SIGBUS)",
     }
     return causes.get(death.by, f"its reader crashed ({death.by})")
 

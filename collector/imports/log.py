@@ -1,4 +1,4 @@
-"""What an importer makes of a tensor file of another tool, and the checks of what such a file says. No torch.
+"""What an importer reads from a tensor file of another tool, with checks of the values. No torch.
 
 An importer is one file here and one line in registry.py. Its `read` gets the path of a file that data.foreign has read,
 its metadata, and the tensor's key in it, and returns a Log, or None if the file is not one of its tool. Paths and
@@ -35,7 +35,7 @@ CONTRACTED: dict[tuple[str | None, ...], int] = {
 
 @dataclass(frozen=True)
 class Log:
-    """What a log says about its tensor, in Binade's words. None where it does not say.
+    """What a log says about its tensor, in Binade's terms. None for what it does not say.
 
     version           the tool, or V0 to V7 as the Megatron fork has named its files; None for any other file
     layer_index       from 1; iteration, micro_batch, rank, expert from 0
@@ -43,7 +43,7 @@ class Log:
     stage             whether the tensor was taken before or after it was quantized (BEFORE, AFTER)
     captured          the time in the log; its time zone is unknown
     contracted_axis   of an operand, from the end
-    corrections       a sentence for each thing that is not as the log says, with the reason
+    corrections       a sentence for each value that differs from the log, with the reason
     """
 
     version: str | None = None
@@ -68,7 +68,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Importer:
-    """A tool whose files are understood.
+    """A tool whose files can be imported.
 
     read    what a file of the tool says about a tensor (path, metadata, key); None for another tool's file
     beside  of a file that holds no tensor: "" if the tool writes it beside the tensors and it is skipped, why it is
@@ -81,8 +81,8 @@ class Importer:
 
 
 def make(version: str, corrections: tuple[str, ...] = (), **words: Any) -> Log:
-    """A Log of words as they are found, of which those that are not plain are left out. Its layer_type decides
-    component and, with the operation, the axis that is contracted."""
+    """A Log from the words found; words that are not plain are left out. Its layer_type decides component and, with the
+    operation, the axis that is contracted."""
     known: dict[str, Any] = {name: value for name, value in words.items() if is_word(value)}
     for name, least in {"layer_index": 1, "iteration": 0, "rank": 0, "expert": 0}.items():
         known[name] = integer(words.get(name), least)
@@ -105,7 +105,7 @@ def place(path: str) -> dict[str, Any]:
 
 
 def module_word(path: str, last: str) -> str:
-    """Our word for a module that Megatron calls `last`."""
+    """Binade's name for a module that Megatron calls `last`."""
     if last.startswith("linear_"):
         last = last.removeprefix("linear_").removesuffix("_proj")
     return f"shared_{last}" if "shared_experts" in path else last

@@ -1,4 +1,4 @@
-"""A widely used fork of Megatron-LM: what its tensor logs say, by their file names and metadata. No torch.
+"""Reads the tensor logs of a widely used fork of Megatron-LM, from their file names and metadata. No torch.
 
 The fork writes one file per tensor and has changed its naming scheme seven times:
 
@@ -9,8 +9,8 @@ The fork writes one file per tensor and has changed its naming scheme seven time
     V5a  as V2 without count, phase and component                V5c  as V5a, the layer before the layer type
     V7   iter_{i}/{fwd|bwd}_{in|out}_{id}, a bare tensor
 
-Any other file name gives at most the tensor's name. Metadata takes precedence over the name. What neither says stays
-None: which linear layer it was (qkv, proj, fc1, fc2) is never recorded, nor what `group` counts.
+Any other file name gives at most the tensor's name. Metadata takes precedence over the name. What neither contains
+stays None: which linear layer it was (qkv, proj, fc1, fc2) is never recorded, nor what `group` counts.
 
 Nothing here raises: names and metadata are untrusted, so a value that is not a plain word or number of the expected
 kind is left out. Each change becomes a sentence in `corrections`, which never repeats text that was left out.
@@ -90,7 +90,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log:
 
 
 def _from_name(path: PurePath) -> tuple[str | None, dict[str, Any]]:
-    """The version and the words that a file's name holds, None where it holds none."""
+    """The version and the fields in a file's name; None for a name without any."""
     stem = path.stem
     if (found := _BARE.fullmatch(stem)) and (iteration := _ITERATION.fullmatch(path.parent.name)):
         forward, entering = found["direction"] == "fwd", found["side"] == "in"
@@ -177,7 +177,7 @@ _FIELDS: dict[str, tuple[str, tuple[Callable[[Any], Any], str]]] = {
 
 
 def _from_metadata(metadata: object, notes: list[str]) -> dict[str, Any]:
-    """The words of a log's metadata that can be used; a note for each that cannot."""
+    """The usable fields of a log's metadata, and a note for each unusable one."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
@@ -223,7 +223,7 @@ def _quant_type(text: str | None, notes: list[str]) -> tuple[str | None, str | N
 
 
 def _corrected(log: Log, notes: list[str]) -> Log:
-    """Correct what that tool is known to mislabel, in Binade's words, with the axis that a GEMM contracts."""
+    """Correct what that tool is known to mislabel, in Binade's terms, with the axis that a GEMM contracts."""
     changes, note = _mislabelled(log)
     log = replace(log, **changes, corrections=(*notes, *([note] if note else [])))
     axis = log.contracted_axis or CONTRACTED.get((log.layer_type, log.operation, log.tensor_name))
@@ -234,28 +234,28 @@ def _corrected(log: Log, notes: list[str]) -> Log:
 
 
 def _mislabelled(log: Log) -> tuple[dict[str, Any], str | None]:
-    """The words of a log that are wrong, corrected, and a sentence that explains why."""
+    """The corrected values of wrong fields of a log, and a sentence that explains why."""
     name = (log.tensor_name or "").lower()
     linear, attention = log.layer_type == "linear", log.layer_type == "attention"
     forward, backward = log.operation == "forward", log.operation == "backward"
     if log.version == "V3" and attention and log.component == "attention" and log.phase == "pre":
         if name == "attention_probs":
             return {"tensor_name": "query"}, (
-                "Logged as attention_probs before attention. In logs of version V3 that is in truth the query: only "
+                "Logged as attention_probs before attention. In logs of version V3 this is actually the query: only "
                 "post_FA holds the probabilities."
             )
         if name == "value":
             return {"tensor_name": "key", "contracted_axis": -2}, (
-                "Logged as value before attention. In logs of version V3 that is in truth the key, its last two axes "
+                "Logged as value before attention. In logs of version V3 this is actually the key, its last two axes "
                 "swapped: only post_FA holds the value."
             )
     if backward and log.phase == "pre" and name == "input":
         return {"tensor_name": "grad_output"}, (
-            "Logged as input of the backward pass: that is the gradient of the operation's output, grad_output."
+            "Logged as input of the backward pass: this is the gradient of the operation's output, grad_output."
         )
     if backward and log.phase == "post" and name == "output":
         return {"tensor_name": "grad_input"}, (
-            "Logged as output of the backward pass: that is the gradient of the operation's input, grad_input."
+            "Logged as output of the backward pass: this is the gradient of the operation's input, grad_input."
         )
     if linear and forward and name in ("output", "mm_output"):
         said = [f"as {log.tensor_name}"] * (name != "output") + ["with phase pre"] * (log.phase == "pre")

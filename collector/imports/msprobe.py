@@ -67,7 +67,7 @@ def _module(found: re.Match[str]) -> dict[str, Any]:
 
 
 def _function(found: re.Match[str]) -> dict[str, Any]:
-    """Functions know no module: their call stands for it."""
+    """Calls of functions have no module name: the call itself is used instead."""
     layer_type, arguments = FUNCTIONS.get(found["function"], (None, ()))
     names = {f"input.{i}": name for i, name in enumerate(arguments)}
     words = _tensor(found, names | {"output.0": "output"} if layer_type else {})

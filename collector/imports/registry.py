@@ -7,7 +7,8 @@ from pathlib import Path, PurePath
 from binade.collector.imports import megatron_fork, msprobe, sglang, transformer_engine
 from binade.collector.imports.log import Importer, Log
 
-# The first that knows a file reads it. The Megatron fork's comes last: of any other file it takes what the name gives.
+# The first importer that recognizes a file reads it. The Megatron fork's comes last, since it accepts any file and uses
+# what its name says.
 IMPORTERS: tuple[Importer, ...] = (
     transformer_engine.IMPORTER,
     msprobe.IMPORTER,

@@ -39,7 +39,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
 
 
 def _named(name: str) -> dict[str, Any]:
-    """The words in a name: of a parameter, of what a module reads or gives, or one that a user has chosen."""
+    """The fields in a name: that of a parameter, of an input or output of a module, or one that a user has chosen."""
     gradient, value = name.startswith("grad__"), name.removeprefix("grad__")
     operation = "backward" if gradient else "forward"
     prefix = "grad_" if gradient else ""

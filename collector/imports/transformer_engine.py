@@ -1,7 +1,7 @@
 """Transformer Engine's debug feature DumpTensors: tensor_dumps/rank_{r}/iter_{i:06d}/{layer}_{tensor}.pt, each
 a dict of `high_precision`, the tensor, and `quantized`, a pickled QuantizedTensor, which data.foreign leaves closed.
 
-From transformer_engine/debug/features/dump_tensors.py of 2.20.0.dev0 (d0067d0); the feature is there since 2.15. The
+From transformer_engine/debug/features/dump_tensors.py of 2.20.0.dev0 (d0067d0); the feature exists since 2.15. The
 layer's name has "_" for every "." of nvdlfw_inspect, which counts layers by Megatron's layer_number, from 1.
 """
 
@@ -39,10 +39,10 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
     notes, name, expert = [], file["layer"], None
     if grouped := _GEMM.fullmatch(name):
         name, expert = grouped["grouped"], grouped["number"]
-        notes.append("The expert is counted among those of its rank.")
+        notes.append("Experts are numbered within their rank.")
     layer = _LAYER.fullmatch(name)
     if layer and int(layer["number"][:20]) == 0:
-        notes.append("Layers are counted from 0 where a model has no layer_number: the layer is left blank.")
+        notes.append("The log has layer 0, which means that the model has no layer_number: the layer is left blank.")
     operation, phase, tensor_name = TENSORS[file["tensor"]]
     return make(
         NAME,
@@ -61,7 +61,7 @@ def read(path: PurePath, metadata: object, key: str | None) -> Log | None:
 
 
 def _module(name: str) -> str:
-    """Our word for a module by the end of its name, the longest that is known, else the name."""
+    """Binade's name for a module, by the longest known ending of its name; else the name itself."""
     words = name.split("_")
     for end in ("_".join(words[start:]) for start in range(len(words))):
         if end in ENDS or end.startswith("linear_"):

@@ -45,12 +45,12 @@ class _Worker(Generic[J]):
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, work), daemon=True)
         self.process.start()
-        theirs.close()  # only the worker has that end now: when it dies, reading here fails
+        theirs.close()  # now only the worker has that end, so reading fails here when it dies
         self.held: deque[J] = deque()
 
     def give(self, job: J) -> None:
         self.held.append(job)
-        with suppress(OSError):  # it is dead, which is noticed when its result is read
+        with suppress(OSError):  # it is dead; this is noticed when its result is read
             self.connection.send(job)
 
     def stop(self) -> int:
@@ -81,9 +81,9 @@ def prepare(module: str) -> None:
 
 
 def scatter(jobs: Iterable[J], work: Callable[[J], R], count: int) -> Iterator[tuple[J, R | Death]]:
-    """Each job with its result, as they come, from `count` processes; with a Death where a job killed its process.
+    """Each job with its result, as they come, from `count` processes; with a Death if a job killed its process.
 
-    work is a function of a module: it is imported there, once for all processes. What it raises kills its process.
+    work is a function of a module: it is imported there, once for all processes. An exception in it kills its process.
     Jobs are taken as they are needed. Ending the iteration early ends the processes.
     """
     prepare(work.__module__)

@@ -5,10 +5,10 @@
     view_of(root, job).state
     cancel(root, job.id)
 
-The queue lies in `<root>/.jobs` (collector.jobs.store). A small process of its own, the runner, works through it
-(collector.jobs.runner) and ends when nothing is left to do, so that the queue advances after the app that filled it has
-ended. A job's state is read from its run directory and its processes (collector.jobs.state); what can follow on what is
-one table (collector.jobs.transitions).
+The queue lies in `<root>/.jobs` (collector.jobs.store). A separate small process, the runner (collector.jobs.runner),
+works through it and ends when it is empty, so that jobs start even after the app has ended. A job's state is read from
+its run directory and its processes (collector.jobs.state); the possible transitions are one table
+(collector.jobs.transitions).
 """
 
 from binade.collector.jobs.actions import cancel, delete, resume, retry

@@ -1,4 +1,4 @@
-"""What can be done to a queued job: cancel, retry, resume, delete."""
+"""Actions on a job: cancel, retry, resume, delete."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from binade.data.store import remove_directory
 
 
 def cancel(root: Path, number: int) -> None:
-    """End a job; what it recorded is kept. A queued one is over at once. If it runs, the runner ends its processes, and
-    `view_of` shows when that is done. Raises JobError, ReadOnlyError, RunError, OSError."""
+    """End a job; what it recorded is kept. A queued job ends at once. For a running one, the runner ends its processes,
+    and `view_of` shows when that is done. Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("cancelling a run")
     with locked(root):
         job = find(root, number)
@@ -43,7 +43,7 @@ def cancel(root: Path, number: int) -> None:
 
 
 def retry(root: Path, number: int) -> Job:
-    """Queue the same again. Raises as `find` and `add`."""
+    """Queue the same job again. Raises as `find` and `add`."""
     job = find(root, number)
     (again,) = add(root, job.arguments, title=job.title, tags=job.tags, directory=Path(job.directory), retry_of=job.id)
     start_runner(root)
@@ -51,7 +51,7 @@ def retry(root: Path, number: int) -> Job:
 
 
 def resume(root: Path, number: int) -> Job:
-    """Queue that the run of a job that has ended early goes on. Raises as `find` and `add`."""
+    """Queue a job that continues the run of a job that has ended early. Raises as `find` and `add`."""
     job = find(root, number)
     run = view_of(root, job).run
     if run is None:

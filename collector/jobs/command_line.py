@@ -1,4 +1,4 @@
-"""The command line of a job: parsed, checked and written in one way. No shell ever reads it."""
+"""Parses, checks and writes the command line of a job. No shell ever reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_runs(line: Sequence[str]) -> list[RunConfig]:
 
 
 def parse(line: Sequence[str]) -> Request:
-    """The runs, and the root that is named there.
+    """The runs, and the root in the command line.
 
     Raises ConfigError for what cannot be run or queued: another command, --dry-run.
     """
@@ -43,8 +43,8 @@ def parse(line: Sequence[str]) -> Request:
 
 
 def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a line that `arguments_of` and `SlurmOptions.arguments` may have written. Raises ValueError for any other:
-    a job's file that names another command or root, or --dry-run."""
+    """Return the line if `arguments_of` and `SlurmOptions.arguments` could have written it. Raises ValueError for any
+    other, such as a job's file with another command, another root, or --dry-run."""
     options = declared(RunConfig) | declared(SlurmOptions)
     del options["dry_run"]
     takes_value = dict.fromkeys(("--quantization", "--resume"), True)
@@ -61,8 +61,8 @@ def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def arguments_of(config: RunConfig) -> list[str]:
-    """`run` with the options that differ from their defaults. `parse_runs` makes the same configuration of it, without
-    a byte budget for values that are not kept."""
+    """`run` with the options that differ from their defaults. `parse_runs` restores the same configuration from it,
+    without a byte budget if values are not kept."""
     line = ["run", "--quantization", config.recipe]
     defaults = {"micro_batches": max(1, config.collect_micro_batches), "recipe": config.recipe}
     if not (config.raw and config.save_tensors):
@@ -75,7 +75,7 @@ def arguments_of(config: RunConfig) -> list[str]:
 
 
 def command_line(runs: Sequence[RunConfig], start: SlurmOptions | None = None) -> str:
-    """The commands for these runs: one batch for those in a row that differ in their recipes alone."""
+    """The commands for these runs: one batch for successive runs that differ only in their recipes."""
     where = start.arguments() if start else []
     lines = []
     for rest, group in groupby(map(arguments_of, runs), key=lambda line: line[3:]):

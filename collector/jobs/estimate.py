@@ -1,4 +1,4 @@
-"""Estimates what a run will take: seconds, bytes of memory, bytes on disk. No torch.
+"""Estimates the cost of a run: seconds, bytes of memory, bytes on disk. No torch.
 
 Disk   from the sizes of the recorded tensors: two bytes a value, four outside of products, within the byte budget, plus
        the index's rows. Assumes that tokens are spread evenly over routed experts.
@@ -52,8 +52,7 @@ class Plan:
 class Estimate:
     """Of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
 
-    basis explains where the time comes from; measured is False for the rule of thumb. refusals explain what does not
-    fit.
+    basis explains where the time comes from; measured is False for the rule of thumb. refusals say what does not fit.
     """
 
     seconds: float
@@ -69,8 +68,8 @@ class Estimate:
 
 
 def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: int = 1) -> Estimate:
-    """For these runs, so many at once, under this root. The configurations must have passed `check`. On a target, its
-    earlier runs alone are measured, and the memory of its nodes is not known."""
+    """The estimate for these runs under this root, with this many at the same time. The configurations must have passed
+    `check`. On a target, only earlier runs there are used, and the memory of its nodes is unknown."""
     plans = [planned(config) for config in runs]
     history = [run for run in earlier_runs(root) if (run.config.get("target") or "") == target]
     times = [duration(config, plan, history) for config, plan in zip(runs, plans, strict=True)]
@@ -85,8 +84,9 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
         refusals.append(f"{error}.")
     if disk > disk_free:
         refusals.append(
-            f"It would write {_gib(disk)}, {_gib(disk_free)} are free in {root}: lower the byte budget, record less, "
-            "or keep no values."
+            f"It would write {_gib(disk)}, but only {_gib(disk_free)} are free in {root}: lower the byte budget, "
+            "record fewer "
+            "tensors, or do not keep values."
         )
     unknown = [basis for _, basis, measured in times if not measured]
     return Estimate(
@@ -113,13 +113,13 @@ def _gib(number: int) -> str:
 
 
 def free_space(root: Path) -> int:
-    """Bytes free where the root is, or will be created."""
+    """Free bytes on the disk of the root, which need not exist yet."""
     existing = next(path for path in (root, *root.parents) if path.is_dir())
     return shutil.disk_usage(existing).free
 
 
 def memory_free(device: str) -> int | None:
-    """Bytes free on the device, None if nvidia-smi does not say."""
+    """Free bytes on the device; None if nvidia-smi does not report them."""
     if device == Device.CPU:
         return available_host_memory()
     try:
@@ -134,8 +134,8 @@ def memory_free(device: str) -> int | None:
 
 
 def planned(config: RunConfig) -> Plan:
-    """What a run records, computed from the layers of its model. Of what a trigger adds, the ring is counted once; what
-    captures take is not known."""
+    """The tensors that a run records, computed from the layers of its model. For triggers, the ring is counted once;
+    the size of captures is unknown."""
     shape = config.shape()
     specs = shape.recordable(config.tensors)
     chosen = config.capture().of([spec.site for spec in specs]) if config.save_tensors else ()
@@ -201,7 +201,7 @@ def earlier_runs(root: Path) -> list[EarlierRun]:
         except (OSError, ValueError, TypeError, KeyError):
             continue
         if any(kinds):
-            # The first iteration of a kind also compiles and fills caches: it counts only where it is alone.
+            # The first iteration of a kind also compiles and fills caches: it counts only if there is no other.
             found.append(EarlierRun(run.config, *(median(k[1:] or k) if k else None for k in kinds)))
     return found
 
@@ -226,7 +226,7 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tu
 
 
 def _similar(config: RunConfig, other: Mapping[str, Any], quantized: bool) -> bool:
-    """Whether an earlier run's times say something of a run; quantized: whether that rounds anything."""
+    """Whether an earlier run's times apply to a run; quantized: whether the run rounds anything."""
     kind = "torch" if other.get("backend") == "torch" else "triton"
     device = "cpu" if str(other.get("device")).startswith("cpu") else "cuda"
     path = (other.get("weights") or {}).get("path")

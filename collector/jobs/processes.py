@@ -1,7 +1,7 @@
-"""Processes that are identified for good: by number, start time, and the boot of the machine.
+"""Unique identification of processes: by number, start time, and the boot of the machine.
 
-The kernel gives a number to another process once its owner is gone. Nothing here signals a process whose start time
-differs from the recorded one.
+The kernel reuses the numbers of processes that have ended. No signal is sent to a process whose start time differs from
+the recorded one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Process:
         return process_start(self.pid) == self.pid_started
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal, if this is still the same process."""
+        """Send a signal if this is still the same process."""
         try:
             # psutil compares and then signals a number, which may have been reused in between. A handle stays valid.
             handle = os.pidfd_open(self.pid)
@@ -61,7 +61,7 @@ def host() -> str:
 
 
 def marked(token: str) -> set[Process]:
-    """The live processes that carry this mark, whatever started them and whatever session they belong to."""
+    """All live processes with this mark, regardless of what started them and of their session."""
     found = set()
     for entry in psutil.process_iter():
         try:
@@ -78,7 +78,7 @@ def living(processes: Iterable[Process]) -> set[Process]:
 
 
 def out_of_memory_kills() -> int:
-    """How many processes the kernel has ever killed here for lack of memory; 0 if it does not say."""
+    """How many processes the kernel has killed for lack of memory since boot; 0 if unknown."""
     for path in ("/proc/vmstat", "/sys/fs/cgroup/memory.events"):
         try:
             lines = Path(path).read_text().splitlines()

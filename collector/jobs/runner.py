@@ -1,7 +1,7 @@
 """The runner: one small process per root that starts the jobs, ends the cancelled ones, and notes how each ended.
 
-`start_runner` starts it if none is running; it leaves when the queue is empty. It holds a lock for as long as it lives,
-and decides to leave under the queue's lock, so that a job queued meanwhile either is seen or starts another runner. A
+`start_runner` starts it if none is running; it exits when the queue is empty. It holds a lock for its lifetime, and
+decides to exit under the queue's lock, so that a job queued at that time is either seen or starts another runner. A
 runner that was killed leaves its jobs running; the next one follows them.
 """
 
@@ -51,7 +51,7 @@ from binade.data.text import one_line
 
 TURN = 0.25  # seconds between two turns
 POLL = 3.0  # seconds between two looks at a cluster
-# Seconds after which a job that is to end is pressed harder: first all of its processes are asked, then killed.
+# Seconds until a job that should end gets the next signal: first to all of its processes, then SIGKILL.
 ASK_ALL, END_ALL = 12.0, 18.0
 NOTICE = 12.0  # seconds that the ranks have to notice that their launcher is gone, and to say so
 LEAST_SPACE = 1 << 20  # bytes free, or the next job waits
@@ -79,8 +79,8 @@ def start_runner(root: Path) -> None:
 
 
 def _hold(root: Path) -> FileLock | None:
-    """Take the runner's lock; None if another process holds it. Only under the queue's lock: otherwise a test whether
-    it is free could turn away a runner that has just started."""
+    """Take the runner's lock; None if another process holds it. Call it only under the queue's lock: otherwise a test
+    of the lock could make a runner that has just started exit."""
     lock = FileLock(folder(root) / "runner.lock")
     try:
         lock.acquire(blocking=False)
@@ -94,7 +94,7 @@ def _environment() -> dict[str, str]:
 
 
 def serve(root: Path) -> None:
-    """Work through the queue until it is empty. Returns at once if another process does so. Raises ReadOnlyError."""
+    """Work through the queue until it is empty. Returns at once if another runner is active. Raises ReadOnlyError."""
     check_writable("starting a run")
     with locked(root):
         lock = _hold(root)
@@ -119,28 +119,28 @@ def _this_process() -> Process:
 
 @dataclass
 class Runner:
-    """children are the processes that this runner has started itself: only their exit statuses can be known."""
+    """children are the processes that this runner has started: exit statuses are known only for these."""
 
     root: Path
     process: Process = field(default_factory=_this_process)
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     settled: set[int] = field(default_factory=set)
-    pressed: dict[int, float] = field(default_factory=dict)  # since when a job is to end
-    orphaned: dict[int, float] = field(default_factory=dict)  # since when its first process is gone
+    pressed: dict[int, float] = field(default_factory=dict)  # when each job was first asked to end
+    orphaned: dict[int, float] = field(default_factory=dict)  # when its first process was first found to be gone
     polled: float = -POLL  # when the cluster was last asked
     reported: dict[int, str] = field(default_factory=dict)
 
     def turn(self) -> bool:
-        """Look at every job that has not ended, and start the next ones. Returns whether any runs."""
+        """Check every job that has not ended, and start the next ones. Returns whether any is running."""
         opened = self._open()
         on_cluster = [(job, execution) for job, execution in opened if job.on_cluster]
         running = sum(self._attend(job, execution) for job, execution in opened if execution and not job.on_cluster)
         if on_cluster and time.monotonic() - self.polled > POLL:
-            with suppress(OSError):  # no more processes, for example: the next turn tries again
+            with suppress(OSError):  # for example, no more processes can be started: the next turn tries again
                 self._follow(on_cluster)
             self.polled = time.monotonic()
         places = at_once(self.root)
-        with suppress(OSError, RunError):  # the disk refuses: the next turn tries again
+        with suppress(OSError, RunError):  # a write failed: the next turn tries again
             while running < places and self._start_next():
                 running += 1
         return running > 0 or bool(on_cluster)
@@ -151,7 +151,8 @@ class Runner:
     def _open(self) -> list[tuple[Job, Execution | None]]:
         """The jobs that have not ended, with their processes if they have been started.
 
-        A job of another machine belongs to its runner, one on a cluster to any that has the cluster's commands."""
+        A job of another machine belongs to that machine's runner, a job on a cluster to any runner that has the
+        cluster's commands."""
         found = []
         for number in numbers(self.root):
             if number in self.settled:
@@ -171,7 +172,7 @@ class Runner:
         return found
 
     def _report(self, number: int, error: Exception) -> None:
-        """Write into the runner's log, once, what is wrong with a job."""
+        """Log a problem with a job, once."""
         if self.reported.get(number) != str(error):
             self.reported[number] = str(error)
             print(f"{now()} job {number}: {one_line(error)}", flush=True)
@@ -190,7 +191,7 @@ class Runner:
             return True
 
     def _start(self, job: Job) -> None:
-        """Start its process; what is on disk says at every moment whether there may be one."""
+        """Start its process. The files say at every moment whether there may be a process."""
         execution = Execution(host(), boot(), now(), out_of_memory_kills(), runner=self.process)
         write_execution(self.root, job, execution)
         command = [sys.executable, "-P", "-m", "binade", *job.arguments, "--tensor-save-dir", str(self.root)]
@@ -241,7 +242,7 @@ class Runner:
             self._settle(job, execution, None)
 
     def _lose(self, job: Job) -> None:
-        """A job is submitted while the queue is locked: one without a number of the cluster was interrupted."""
+        """A job is submitted while the queue is locked, so one without a number from the cluster was interrupted."""
         with locked(self.root):
             found = read_execution(self.root, job)
             if read_job(self.root, job.id) and not (found and (found.cluster or found.end)):
@@ -250,10 +251,10 @@ class Runner:
                 self._note_end(job, execution, state, "its submission was interrupted: retry")
 
     def _attend(self, job: Job, execution: Execution) -> bool:
-        """Whether the job still runs; how it ended is noted. What goes wrong with one job is that job's alone."""
+        """Whether the job still runs; if not, its end is recorded. A problem with one job does not affect others."""
         try:
             return self._look_after(job, execution)
-        except (OSError, ValueError) as error:  # the disk refuses, or a file is damaged: the next turn tries again
+        except (OSError, ValueError) as error:  # a write failed, or a file is damaged: the next turn tries again
             self._report(job.id, error)
             return execution.alive or job.id in self.children
 
@@ -263,7 +264,7 @@ class Runner:
         if cancelled_at(self.root, job) is not None:
             self._press(job, execution)
         child = self.children.get(job.id)
-        # A child lives until its exit status is known, which takes longer than until its number looks dead.
+        # A child counts as alive until its exit status is known, which may be later than its process looks dead.
         if child.poll() is None if child else execution.alive:
             if execution.runner != self.process:
                 with suppress(OSError):
@@ -278,7 +279,7 @@ class Runner:
         return False
 
     def _adopt(self, job: Job, execution: Execution) -> bool:
-        """A runner was killed while it started this job: its process, if there is one, carries the job's mark."""
+        """A runner was killed while it started this job: find its process, if there is one, by the job's mark."""
         found = sorted(marked(job.token), key=lambda process: (process.pid_started, process.pid))
         with locked(self.root):
             if found:
@@ -290,7 +291,7 @@ class Runner:
         return bool(found)
 
     def _processes(self, job: Job, execution: Execution) -> set[Process]:
-        """Every live process of the job: the first, those that carry its mark, the ranks that its run has recorded."""
+        """Every live process of the job: the first one, those with its mark, and the ranks recorded by its run."""
         found = marked(job.token) | ({execution.process} if execution.process else set())
         run = run_of(self.root, execution)
         for rank in rank_statuses(run.directory) if run else []:
@@ -299,8 +300,8 @@ class Runner:
         return living(found)
 
     def _press(self, job: Job, execution: Execution) -> None:
-        """End a job. First its first process is asked, which asks the ranks and writes down what was recorded; then all
-        of its processes are; then they are killed."""
+        """End a job. First its first process gets a signal, which ends the ranks and saves what was recorded; then all
+        of its processes do; then they are killed."""
         if not execution.here or execution.process is None:
             return
         asked_before = execution.alive and job.id in self.pressed
@@ -313,7 +314,7 @@ class Runner:
             _send(self._processes(job, execution), signal.SIGTERM)
 
     def _settle(self, job: Job, execution: Execution, exit_status: int | None) -> None:
-        """Note how a job ended whose last process is gone. Raises OSError."""
+        """Record how a job ended whose last process is gone. Raises OSError."""
         run = run_of(self.root, execution)
         with locked(self.root):  # a cancellation comes before this or is refused
             before = state_of(run, cancelled_at(self.root, job), execution.cluster)
@@ -321,7 +322,7 @@ class Runner:
             if end is State.CANCELLED and run and run.status.state != runs.CANCELLED:
                 settle(run.directory, runs.CANCELLED, None)
             elif execution.cluster and run and run.status.state in (runs.RUNNING, runs.CRASHED):
-                settle(run.directory, runs.FAILED, reason)  # its ranks could not say so
+                settle(run.directory, runs.FAILED, reason)  # its ranks could not report it
             self._note_end(job, execution, after(before, end), reason)
         self.children.pop(job.id, None)
 

@@ -1,6 +1,6 @@
 """Jobs of a Slurm cluster: submitted with sbatch as one array, followed with squeue and sacct, ended with scancel.
 
-A task of the array is a job of the queue. It writes to the job's directory, which the nodes see as well:
+A task of the array is a job of the queue. It writes to the job's directory, which the nodes must share:
 
     log.txt     the output of all ranks
     rank.json   rank 0's process, by which the job's run is found
@@ -32,8 +32,8 @@ PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait meanw
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take
 NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-UNKNOWN = "UNKNOWN"  # Slurm has forgotten the job
-# The states in which Slurm's word is final. In the others the run or its log says more, FAILED for example.
+UNKNOWN = "UNKNOWN"  # Slurm no longer knows the job
+# The states that determine how a job ended. For others, such as FAILED, the run or its log says more.
 ENDS = {
     "TIMEOUT": (State.TIME_LIMIT, "the job reached its time limit"),
     "DEADLINE": (State.TIME_LIMIT, "the job reached its deadline"),
@@ -48,7 +48,7 @@ ENDED = (*ENDS, "COMPLETED", "FAILED", UNKNOWN)
 
 
 class SubmissionError(RuntimeError):
-    """The cluster did not take the job. The message says why."""
+    """The cluster did not accept the job. The message says why."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -62,7 +62,7 @@ class RankProcess:
 @dataclass(frozen=True, config=STRICT)
 class ClusterJob:
     """A job as Slurm knows it. id is that of an array's task, such as 123_4; state is squeue's; reason says why it
-    waits; position is its place among those that wait in its partition, from 1."""
+    waits; position is its place in the queue of its partition, from 1."""
 
     id: str
     state: str = "PENDING"
@@ -77,7 +77,7 @@ class ClusterJob:
 
     @property
     def place(self) -> str:
-        """Why and where it waits."""
+        """The reason for waiting, and the place in the queue."""
         known = (
             f"number {self.position}" * bool(self.position),
             f"in partition {self.partition}" * bool(self.partition),
@@ -87,12 +87,12 @@ class ClusterJob:
 
 
 def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
-    """The sbatch script for the jobs from `first` on, whose directories lie in `folder`. Raises ConfigError for what
-    Slurm or the script would read otherwise."""
+    """The sbatch script for the jobs from `first` on, whose directories lie in `folder`. Raises ConfigError for text
+    that Slurm or the script would misinterpret."""
     for what, place in (("root", root), ("working directory", working)):
         if not str(place).isprintable() or set(str(place)) & set("%\\"):
             raise ConfigError(
-                f"the {what} {str(place)!r} has characters that Slurm gives a meaning to (%, \\ or unprintable ones): "
+                f"the {what} {str(place)!r} has characters that are special to Slurm (%, \\ or unprintable ones): "
                 "choose another" + " with --tensor-save-dir" * (what == "root")
             )
     # Shortly before the time limit the ranks get SIGUSR1 and end: what was recorded is kept. A node that fails ends the
@@ -143,7 +143,7 @@ def submit(text: str, path: Path) -> str:
         raise SubmissionError(f"sbatch refused the job: {_last_line(done.stderr) or 'it gave no reason'}")
     number = done.stdout.strip().partition(";")[0]  # "id;cluster"
     if not number.isdecimal():
-        raise SubmissionError(f"sbatch named no job: its output is {done.stdout.strip()!r}")
+        raise SubmissionError(f"sbatch printed no job ID: its output is {done.stdout.strip()!r}")
     return number
 
 
@@ -162,13 +162,13 @@ def follows() -> bool:
 
 
 def cancel(ids: Iterable[str]) -> None:
-    """scancel: the ranks are asked to end, and killed after the cluster's KillWait."""
+    """Run scancel, which signals the ranks and kills them after the cluster's KillWait."""
     with suppress(SubmissionError):  # asked again with the next poll
         _slurm("scancel", *ids)
 
 
 def poll(jobs: Collection[ClusterJob]) -> dict[str, ClusterJob]:
-    """The jobs as they are now, by id, without those that the cluster does not answer for."""
+    """The current jobs by id, without those that the cluster does not report."""
     ids = ",".join(sorted({job.id for job in jobs}))
     try:
         rows = _rows("squeue", "--states=all", f"--jobs={ids}", "--format=%i|%T|%P|%r")
@@ -208,7 +208,7 @@ def _positions(partitions: Iterable[str]) -> dict[str, int]:
 
 
 def _accounted(ids: Collection[str]) -> dict[str, str]:
-    """The states of jobs that squeue no longer knows; none while the accounting does not answer."""
+    """The states of jobs that squeue no longer lists; empty while the accounting does not answer."""
     unknown = dict.fromkeys(ids, UNKNOWN)
     if shutil.which("sacct") is None:
         return unknown
@@ -224,7 +224,7 @@ def _accounted(ids: Collection[str]) -> dict[str, str]:
 
 
 def read_rank(directory: Path) -> RankProcess | None:
-    """None before rank 0 has started."""
+    """The contents of rank.json; None before rank 0 has started."""
     with suppress(OSError, ValueError):
         return read_json(RankProcess, directory / "rank.json")
     return None

@@ -1,8 +1,8 @@
-"""How a job is doing, from what is on disk and from its processes.
+"""The state of a job, from files on disk and from its processes.
 
 Until the runner has noted how a job ended, the job is active as long as any process of it lives, or the runner that
-follows it: only that runner knows the exit status, so nothing is shown that its word would take back. If that runner is
-gone too, the same evidence that the next runner will find decides.
+follows it: only that runner knows the exit status, so no state is shown that it could contradict later. If that runner
+is gone too, the state follows from the same evidence that the next runner will use.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ ADVICE = {
         "Its process was killed. Retry. If it happens again, find out what kills processes on this machine."
     ),
     State.NO_MEMORY: (
-        "Take fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer at once."
+        "Use fewer layers, a shorter sequence, a smaller micro-batch or the tiny size, and run fewer jobs at once."
     ),
-    State.NO_DISK: "Free space, or delete runs; a smaller byte budget or no values at all takes less.",
+    State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
     State.RESTARTED: "The machine went down while it ran. Retry.",
     State.TIME_LIMIT: "What was recorded is kept. Request more with --time, or train fewer iterations.",
     State.NODE_LOST: "Retry: the cluster will use another node.",
@@ -67,8 +67,8 @@ TAIL = 16_384  # bytes of a log that are read
 
 @dataclass(frozen=True)
 class JobView:
-    """A job as it is now. reason and advice are for one that did not end as it should; started and ended are ISO 8601
-    in UTC; run is None before the run directory exists, and once it is deleted; cluster is for one on a cluster."""
+    """The current state of a job. reason and advice are for one that failed; started and ended are ISO 8601 in UTC; run
+    is None before the run directory exists, and once it is deleted; cluster is for one on a cluster."""
 
     job: Job
     state: State
@@ -105,9 +105,9 @@ _owners: dict[Path, tuple[tuple[int, int], Owner]] = {}  # by run directory: whi
 
 
 def owners(root: Path) -> dict[tuple[int, float, str], Path]:
-    """The run directory of each process that has made or resumed one last: by pid, its start, its host."""
+    """The run directory that each process created or resumed last, by pid, start time and host."""
     found = {}
-    for entry in reversed(run_directories(root)):  # of copies, the first by name
+    for entry in reversed(run_directories(root)):  # for copied runs, the first by name
         with suppress(OSError, ValueError):  # no run, damaged, or just deleted
             written = (entry / "status.json").stat()
             mark = written.st_ino, written.st_mtime_ns
@@ -119,8 +119,8 @@ def owners(root: Path) -> dict[tuple[int, float, str], Path]:
 
 
 def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | None = None) -> JobView:
-    """The job as it is now. known: `owners` of the root, if they have been read already. Raises JobError if the job's
-    files are damaged."""
+    """The current state of the job. known: `owners` of the root, if they have been read already. Raises JobError if the
+    job's files are damaged."""
     execution = read_execution(root, job)
     if execution is None:
         return JobView(job, State.QUEUED)
@@ -131,7 +131,7 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
             return JobView(job, execution.end.state, execution.end.reason, ended=execution.end.at)
         return JobView(job, state_of(None, cancelled))
     lives = execution.end is None and _lives(job, execution)
-    if not lives:  # nobody writes any more: what is on disk now is final
+    if not lives:  # nothing writes any more: the files are final
         execution = read_execution(root, job) or execution
     run = run_of(root, execution, known)
     if run is None and not lives:
@@ -146,9 +146,9 @@ def view_of(root: Path, job: Job, known: dict[tuple[int, float, str], Path] | No
         found, reason = how_it_ended(root, job, execution, run, None)
         state = after(state_of(run, cancelled, cluster), found)
     if state is State.DONE and run is None:
-        reason = "its run was deleted since"
+        reason = "its run has been deleted"
     noted, finished = end.at if end else None, run.status.finished if run else None
-    # The status of a crashed run has only the last sign of life.
+    # For a crashed run, the status only has the last heartbeat.
     ended = noted or finished if run and run.status.state == runs.CRASHED else finished or noted
     return JobView(job, state, reason, run, started, ended, cluster)
 
@@ -175,7 +175,7 @@ def state_of(run: RunInfo | None, cancelled: str | None, cluster: ClusterJob | N
 
 
 def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str], Path] | None = None) -> RunInfo | None:
-    """The run that the job's process has made."""
+    """The run that the job's process has created."""
     owner = execution.owner
     directory = (owners(root) if known is None else known).get(owner) if owner else None
     if directory is None:
@@ -185,7 +185,7 @@ def run_of(root: Path, execution: Execution, known: dict[tuple[int, float, str],
     except RunError:
         return None
     another_boot = run.status.host == execution.host and run.status.boot != execution.boot
-    return None if another_boot else run  # the numbers may be another process's
+    return None if another_boot else run  # the numbers may belong to another process
 
 
 def has_runner(root: Path) -> bool:
@@ -195,8 +195,8 @@ def has_runner(root: Path) -> bool:
 
 
 def _lives(job: Job, execution: Execution) -> bool:
-    """Whether a process of the job or the runner that follows it lives; of another machine's only its run can tell.
-    Ranks may outlive the process that started them for a moment."""
+    """Whether a process of the job, or the runner that follows it, is alive; for a job of another machine, only its run
+    shows that. Ranks may outlive the process that started them for a moment."""
     if execution.cluster or execution.host != host():
         return True
     follower = execution.runner
@@ -208,7 +208,7 @@ def _lives(job: Job, execution: Execution) -> bool:
 def how_it_ended(
     root: Path, job: Job, execution: Execution, run: RunInfo | None, exit_status: int | None
 ) -> tuple[State, str | None]:
-    """What ended a job whose last process is gone, and why. exit_status is None where it is not known."""
+    """How and why a job ended whose last process is gone. exit_status is None if unknown."""
     state = run.status.state if run else None
     if state == runs.DONE or (run is None and exit_status == 0):
         return State.DONE, None
@@ -217,7 +217,7 @@ def how_it_ended(
         return ENDS[cluster.state]
     if state == runs.CANCELLED or (run is None and exit_status == 130):
         return State.CANCELLED, None
-    # While a run is being cancelled it may fail: a rank whose neighbour has ended says so.
+    # A run may fail while it is being cancelled: a rank reports that its neighbour has ended.
     if cancelled is not None and not (run and state == runs.FAILED and (run.status.finished or "") < cancelled):
         return State.CANCELLED, None
     message = (run.status.reason if run and state == runs.FAILED else None) or last_words(root, job)
@@ -232,7 +232,7 @@ def how_it_ended(
     if exit_status == -signal.SIGKILL or _WAS_KILLED.search(message):
         reason = message if _WAS_KILLED.search(message) else "the collector was killed by SIGKILL"
         if cluster is None and execution.here and out_of_memory_kills() > execution.oom_kills:
-            return State.NO_MEMORY, f"{reason}; the kernel killed for memory meanwhile"
+            return State.NO_MEMORY, f"{reason}; meanwhile the kernel killed a process because memory ran out"
         return State.KILLED, reason
     if cluster is None and execution.host == host() and execution.boot != boot():
         return State.RESTARTED, "the machine was restarted while the job ran"
@@ -246,7 +246,7 @@ def how_it_ended(
 
 
 def _first_cause(log: Sequence[str], message: str) -> str:
-    """Of what the ranks and Slurm printed, what ended a job: a rank that another has left says only that."""
+    """The first cause in the messages of the ranks and Slurm: other ranks only report that a rank is gone."""
     said = [line for line in log if _OF_SLURM.match(line)]
     own = [line.removeprefix("binade: ") for line in log if line.startswith("binade: ")]
     lack = next((line for line in said if _NO_MEMORY.search(line)), None)
@@ -263,7 +263,7 @@ def _signal_name(number: int) -> str:
 
 
 def last_words(root: Path, job: Job) -> str:
-    """The last line of the job's log in which the collector says why it ended."""
+    """The last line of the job's log that gives the collector's reason for ending."""
     for line in reversed(log_tail(root, job)):
         if line.startswith("binade: "):
             return line.removeprefix("binade: ")
@@ -287,7 +287,8 @@ def log_tail(root: Path, job: Job, lines: int = 40) -> list[str]:
 
 
 def listing(root: Path) -> list[JobView]:
-    """Every job of a root as it is now, in the order of the queue; `problems` names those that cannot be read."""
+    """The current state of every job of a root, in the order of the queue; `problems` names those that cannot be
+    read."""
     jobs, views = read_jobs(root), []
     known = owners(root) if jobs else {}
     for job in jobs:
@@ -297,8 +298,8 @@ def listing(root: Path) -> list[JobView]:
 
 
 def progress(view: JobView) -> Progress:
-    """How far a job's run has come. The estimate assumes that each iteration left takes as long as those of its kind
-    did: warm-up, recorded, not recorded."""
+    """The progress of a job's run. The estimate assumes that each remaining iteration takes as long as earlier ones of
+    its kind: warm-up, recorded, not recorded."""
     if view.run is None:
         return Progress(0, 0, None)
     config, losses = config_of(view.run.config), losses_of(view.run)
@@ -307,7 +308,7 @@ def progress(view: JobView) -> Progress:
 
 
 def losses_of(run: RunInfo) -> list[dict[str, Any]]:
-    """The records of loss.jsonl that can be used; none where it cannot be read."""
+    """The valid records of loss.jsonl; none if it cannot be read."""
     try:
         return sound_losses(run.directory)
     except OSError:
@@ -315,7 +316,7 @@ def losses_of(run: RunInfo) -> list[dict[str, Any]]:
 
 
 def seconds_left(config: RunConfig, losses: Sequence[dict[str, Any]]) -> float | None:
-    """Until a run with these records of loss.jsonl has ended; None while there is no estimate."""
+    """Seconds until a run with these records of loss.jsonl ends; None while there is no estimate."""
     warm_up_times, plain_times, recorded_times = step_times(losses)
     if not losses or not (warm_up_times or plain_times or recorded_times):
         return None

@@ -12,7 +12,7 @@
       <id>/log.txt          the collector's output
       <id>/submission.sh    the script that was submitted to a cluster for this job and those after it
 
-Files are replaced atomically, and changed under the lock, so that several apps and command lines can do so at a time.
+Files are replaced atomically, and changed under the lock, so that several apps and commands can do so at the same time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class JobError(ValueError):
-    """There is no such job, its files are damaged, or its state does not allow the action. The message says which."""
+    """The job does not exist, its files are damaged, or its state does not allow the action. The message says which."""
 
     exit_status = 2
 
@@ -77,7 +77,7 @@ class Job:
 
     @property
     def config(self) -> RunConfig:
-        """Raises ConfigError or its like if the arguments are no longer understood."""
+        """Raises ConfigError or a similar error if the arguments are no longer valid."""
         return parse_runs(self.arguments)[0]
 
     @property
@@ -104,7 +104,7 @@ class Queue:
 
 @dataclass(frozen=True, config=STRICT)
 class End:
-    """How a job ended, as the runner saw it. at is ISO 8601 in UTC."""
+    """How a job ended, as observed by the runner. at is ISO 8601 in UTC."""
 
     state: State
     reason: str | None
@@ -113,9 +113,9 @@ class End:
 
 @dataclass(frozen=True, config=STRICT)
 class Execution:
-    """process.json. process is None while it is being started, and in a job that was cancelled before. runner is the
-    process that starts or follows it; oom_kills is the kernel's count before it began; at is ISO 8601 in UTC. A job
-    on a cluster has no process here."""
+    """process.json. process is None while it is being started, and for a job that was cancelled before that. runner is
+    the process that starts or follows it; oom_kills is the kernel's count before the start; at is ISO 8601 in UTC. A
+    job on a cluster has no process here."""
 
     host: str
     boot: str
@@ -128,7 +128,7 @@ class Execution:
 
     @property
     def here(self) -> bool:
-        """Whether its process number means anything on this machine, as it is booted now."""
+        """Whether its process number is valid on this machine in the current boot."""
         return self.host == host() and self.boot == boot()
 
     @property
@@ -174,13 +174,14 @@ def directory_of(root: Path, job: Job | int) -> Path:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the queue's lock, and make the queue if there is none. Raises RunError if the root cannot be written."""
+    """Hold the queue's lock, and create the queue if it does not exist. Raises RunError if the root cannot be
+    written."""
     if problem := _no_queue(root):
         raise RunError(problem)
     lock = FileLock(folder(root) / "queue.lock")
     try:
         folder(root).mkdir(parents=True, exist_ok=True)
-        with held(folder(root), fcntl.LOCK_SH):  # says why if that is impossible; FileLock would do without
+        with held(folder(root), fcntl.LOCK_SH):  # raises an error without locks; FileLock would do without them
             lock.acquire(poll_interval=0.01)
     except OSError as error:
         raise RunError(
@@ -203,14 +204,14 @@ def _no_queue(root: Path) -> str:
 
 
 def _read(kind: type[T], path: Path) -> T | None:
-    """None if there is no such file, or it is damaged."""
+    """The contents of a file; None if it does not exist or is damaged."""
     with suppress(OSError, ValueError):
         return read_json(kind, path)
     return None
 
 
 def _read_sound(kind: type[T], root: Path, number: int, name: str) -> T | None:
-    """None if there is no such file. Raises JobError if it is damaged."""
+    """The contents of a file; None if it does not exist. Raises JobError if it is damaged."""
     place = directory_of(root, number)
     try:
         return read_json(kind, place / name)
@@ -227,7 +228,7 @@ def _damaged(root: Path, number: int, reason: str) -> str:
 
 
 def read_execution(root: Path, job: Job) -> Execution | None:
-    """None for a job that was not started. Raises JobError if its file is damaged."""
+    """The execution of a job; None if it was not started. Raises JobError if its file is damaged."""
     return _read_sound(Execution, root, job.id, "process.json")
 
 
@@ -237,7 +238,8 @@ def write_execution(root: Path, job: Job, execution: Execution) -> None:
 
 
 def _write_alone(path: Path, content: Execution | RunnerProcess) -> None:
-    """Write a file that only the holder of a lock writes: parts of it are what killed processes left, and go."""
+    """Write a file that only the holder of a lock writes. Temporary files of it are leftovers of killed processes and
+    are deleted."""
     write_json(path, content)
     for part in path.parent.glob(f".{path.name}.*.part"):
         part.unlink(missing_ok=True)
@@ -249,7 +251,7 @@ def drop_execution(root: Path, job: Job) -> None:
 
 
 def cancelled_at(root: Path, job: Job) -> str | None:
-    """When the user cancelled the job; None if nobody did."""
+    """When the user cancelled the job; None if it was not cancelled."""
     path = directory_of(root, job) / "cancel.json"
     found = _read(Cancellation, path)
     return found.at if found else "" if path.exists() else None
@@ -296,10 +298,10 @@ def add(
     directory: Path | None = None,
     retry_of: int | None = None,
 ) -> list[Job]:
-    """Queue a command line of run, batch or quick: one job per run, in their order. Nothing starts them before
+    """Queue a command line of run, batch or quick: one job per run, in their order. They start only after
     `runner.start_runner`.
 
-    Raises ConfigError or its like for a command line that cannot be run; ReadOnlyError, RunError, OSError.
+    Raises ConfigError or a similar error for a command line that cannot be run; ReadOnlyError, RunError, OSError.
     """
     request = parse(line)
     runs = [_resumed(root, request)] if request.resume else request.runs
@@ -310,7 +312,7 @@ def add(
 
 
 def _resumed(root: Path, request: Request) -> RunConfig:
-    """What the run to continue was started with. Raises RunError, and ConfigError for other options."""
+    """The configuration of the run to continue. Raises RunError, and ConfigError for other options."""
     name = Path(request.resume or "").name
     _, positions = last(read_run(root / name))
     (config,) = parse_runs(positions[0].arguments)
@@ -333,7 +335,7 @@ def add_runs(
     resume: str | None = None,
 ) -> list[Job]:
     """Queue these runs, one job for each. On a cluster they are submitted as one array before this returns, so that a
-    refusal is known at once. resume: the run that the only one of them continues. Raises as `add`, and
+    refusal is reported at once. resume: the run to continue, if there is only one configuration. Raises as `add`, and
     SubmissionError."""
     check_writable("starting a run")
     target = start.for_run(runs[0])
@@ -381,7 +383,7 @@ def _next_number(root: Path) -> int:
 
 
 def _submit(root: Path, made: Sequence[Job], text: str) -> None:
-    """Submit jobs as one array; if that is refused, they are gone."""
+    """Submit jobs as one array; if that is refused, the jobs are deleted."""
     try:
         array = submit(text, directory_of(root, made[0]) / "submission.sh")
         for index, job in enumerate(made):
@@ -413,7 +415,7 @@ def read_jobs(root: Path) -> list[Job]:
 
 
 def read_job(root: Path, number: int) -> Job | None:
-    """None if there is none. Raises JobError if its files are damaged."""
+    """A job; None if it does not exist. Raises JobError if its files are damaged."""
     job = _read_sound(Job, root, number, "job.json")
     if job and job.id != number:
         raise JobError(_damaged(root, number, f"job.json: id is {job.id}, expected {number}"))
@@ -423,7 +425,7 @@ def read_job(root: Path, number: int) -> Job | None:
 
 
 def problems(root: Path) -> list[str]:
-    """What cannot be used of a root's queue: a sentence each."""
+    """A sentence for each unusable part of a root's queue."""
     found = [problem] if (problem := _no_queue(root)) else []
     try:
         read_json(Queue, folder(root) / "queue.json")
@@ -431,7 +433,10 @@ def problems(root: Path) -> list[str]:
         pass
     except (OSError, ValueError) as error:
         path = folder(root) / "queue.json"
-        found.append(f"one job at a time is run, since {path} is damaged: {describe(error)}; set At once again")
+        found.append(
+            f"only one job runs at a time, since {path} is damaged: {describe(error)}; set the number of "
+            "parallel jobs again"
+        )
     for number in numbers(root):
         try:
             if job := read_job(root, number):
@@ -442,7 +447,7 @@ def problems(root: Path) -> list[str]:
 
 
 def find(root: Path, number: int) -> Job:
-    """Raises JobError."""
+    """The job with this number. Raises JobError."""
     job = read_job(root, number)
     if job is None:
         known = [str(each) for each in numbers(root)]

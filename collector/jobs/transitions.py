@@ -1,9 +1,9 @@
-"""What can happen to a job: a state and an event give the next state. Whatever is not in the table is refused.
+"""The transitions of a job: a state and an event give the next state. Any pair that is not in the table is refused.
 
-That the last process of a job has ended is an event too, named by the state in which it leaves the job.
+The end of a job's last process is an event too, named after the resulting state.
 
-A job's state is not stored while the job is active. It follows from what is on disk and from the processes
-(collector.jobs.state), in an order in which no state is shown that will be taken back.
+The state of an active job is not stored. It follows from files and processes (collector.jobs.state), evaluated in an
+order that never shows a state that is revised later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum, StrEnum, auto
 
 
 class State(StrEnum):
-    """How a job is doing, as it is shown."""
+    """The state of a job, as shown to users."""
 
     QUEUED = "queued"  # waits for its turn
     PENDING = "pending"  # waits in a cluster's queue
@@ -32,7 +32,7 @@ class State(StrEnum):
 
 
 class Event(Enum):
-    """What happens to a job."""
+    """An event in the life of a job."""
 
     SUBMIT = auto()  # a cluster has taken it
     START = auto()  # the runner, or the cluster, starts its process
@@ -69,7 +69,7 @@ TRANSITIONS: dict[State, dict[Event | State, State | None]] = {
 
 
 class TransitionError(ValueError):
-    """This cannot happen to a job in this state."""
+    """The event is not possible in this state."""
 
 
 def after(state: State, *events: Event | State) -> State:

@@ -30,7 +30,7 @@ from binade.data.text import describe
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Values of other dtypes are quantized: they mean something only with their scales.
+# Values of other dtypes are quantized, and meaningless without their scales.
 DTYPES = ("F64", "F32", "F16", "BF16")
 # Tensors that a file may hold and no model uses: buffers of old checkpoints, and the LM head of a tied embedding.
 UNUSED = ".rotary_emb.inv_freq"
@@ -103,7 +103,7 @@ class Checkpoint:
         return model
 
     def load_into(self, model: GPTModel) -> None:
-        """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file cannot be read now."""
+        """Overwrite every weight, cast to the parameter's dtype. Raises ConfigError if a file can no longer be read."""
         known = sources(self.shape)
 
         def whole(name: str, _: torch.Size) -> Tensor:
@@ -113,7 +113,7 @@ class Checkpoint:
         model.set_weights(whole)
 
     def identity(self) -> dict[str, Any]:
-        """What is recorded with a run: the same sha256 means the same model."""
+        """The identity recorded with a run: the same sha256 means the same model."""
         sha = hashlib.sha256()
         for path in self.tensors.files:
             with open(path, "rb") as file:
@@ -123,7 +123,7 @@ class Checkpoint:
 
 def open_checkpoint(path: str | Path, shape: Shape) -> Checkpoint:
     """Check the checkpoint of a shape that was read from the same path, reading no weights but those of a model of
-    transformers. The shape may have fewer layers: those that follow are left out. Raises ConfigError."""
+    transformers. The shape may have fewer layers: the last ones are then left out. Raises ConfigError."""
     path = Path(path)
     if isinstance(shape, TransformersShape):
         return Checkpoint(path, shape, SafetensorsFiles(path), load(path))
@@ -141,7 +141,7 @@ def _compare(
     unused = {name for name in sizes if name.endswith(UNUSED) or (tied and name == HEAD)}
     for problem, names in (
         ("lacks", sorted(expected.keys() - sizes.keys())),
-        ("has, beyond those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
+        ("has, in addition to those of the model,", sorted(sizes.keys() - expected.keys() - unused)),
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

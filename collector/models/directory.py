@@ -1,7 +1,7 @@
 """Models by path: the directory of a Hugging Face model, or a GGUF file. No torch at import.
 
 `shape_of` gives the dimensions of every model, by name or by path. A path's are those in its config.json or its GGUF
-metadata. What the layers of a family here compute is one of that family; all else is left to transformers.
+metadata. A model whose layers a family here can compute belongs to that family; all others are left to transformers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def shape_of(model: str, size: str) -> Shape:
 
 
 def gguf_of(path: Path) -> Path | None:
-    """The GGUF file that a path is, or that its directory holds; None for a Hugging Face directory. Raises
-    ConfigError."""
+    """The GGUF file at a path or in its directory; None for a Hugging Face directory. Raises ConfigError."""
     if path.is_file() and path.suffix == GGUF:
         return path
     if (path / CONFIG).is_file():
@@ -53,13 +52,13 @@ def gguf_of(path: Path) -> Path | None:
 
 
 def name_of(path: Path) -> str:
-    """What people call the model at a path: the name of its directory or GGUF file. Raises ConfigError."""
+    """The name of the model at a path: that of its directory or GGUF file. Raises ConfigError."""
     file = gguf_of(path)
     return file.stem if file else path.resolve().name
 
 
 def describe_weights(path: Path) -> str:
-    """Where a model's weights come from, in words. Raises ConfigError."""
+    """A description of where a model's weights come from. Raises ConfigError."""
     file = gguf_of(path)
     quantized = open_gguf(file).quantized() if file else ()
     grid = (
@@ -87,7 +86,7 @@ def read_shape(path: Path) -> Shape:
         return _read(path, source, family, settings)
     except UnfitError as reason:
         if file:
-            raise ConfigError(f"checkpoint {path} {reason}, which is read of safetensors only") from reason
+            raise ConfigError(f"checkpoint {path} {reason}, which is supported for safetensors only") from reason
         return shape_of_transformers(path, str(reason))
 
 

@@ -70,12 +70,12 @@ class GgufFile:
         }
 
     def quantized(self) -> tuple[str, ...]:
-        """The types of its quantized tensors, such as Q4_1: its weights lie on their grids."""
+        """The types of its quantized tensors, such as Q4_1, on whose grids the weights lie."""
         kinds = {tensor.tensor_type.name for tensor in self._tensors.values()}
         return tuple(sorted(kinds.difference(UNQUANTIZED)))
 
     def names(self, expected: Iterable[str], layers: int) -> dict[str, str]:
-        """The names of its tensors by their names at Hugging Face, as far as those are expected, else by their own."""
+        """The names of its tensors by their Hugging Face names, or by their own if unexpected."""
         table = self._gguf.get_tensor_name_map(self._gguf.MODEL_ARCH.LLAMA, layers)
         theirs = {table.get_name(name, try_suffixes=(".weight",)): name for name in expected}
         return {theirs.get(name, name): name for name in self._tensors}

@@ -68,8 +68,8 @@ class GPTModel(nn.Module):
                 parameter.copy_(layer.part(whole(name, torch.Size(layer.whole_shape))))
 
     def initialize(self, seed: int, std: float = 0.02) -> None:
-        """Normal weights as Megatron draws them: std, over sqrt(2 · layers) for what writes into the residual; norms 1.
-        The same whole weights for any number of ranks."""
+        """Normal weights as Megatron draws them: std, divided by sqrt(2 · layers) for layers that write to the residual
+        stream; norms 1. The whole weights are the same for any number of ranks."""
         device = self.embedding.weight.device
         generator = torch.Generator(device=device).manual_seed(seed)
 

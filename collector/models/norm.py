@@ -1,4 +1,5 @@
-"""RMSNorm, the only normalization that the models use, and points at which `instrument` sees what no module returns."""
+"""RMSNorm, the only normalization that the models use, and points at which `instrument` observes tensors that no module
+returns."""
 
 from __future__ import annotations
 

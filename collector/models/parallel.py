@@ -58,7 +58,7 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """This rank's index in the group."""
         return 0 if self.handle is None else dist.get_rank(self.handle)
 
     def sum_(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Group:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' x one after the other along axis 0."""
+        """The ranks' x, concatenated along axis 0."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         _collective(dist.all_gather_into_tensor, whole, x.contiguous(), group=self.handle)
         return whole

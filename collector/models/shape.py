@@ -1,8 +1,8 @@
-"""What a family of models says about its models. No torch at import.
+"""The description of a family of models. No torch at import.
 
 A family is one module: a Shape, which describes every layer as data and builds it, and MODELS, its published and tiny
 sizes. Adding a family is that module and its line in `registry`. Sites, estimates, memory, checkpoints and the model
-itself read only what is here.
+itself use only this description.
 
 A full model has the published numbers. A tiny one keeps the architecture and the ratios of its widths, these rounded to
 whole blocks of 32 where the published ones are, has fewer experts, and a vocabulary that holds the byte tokenizer's.
@@ -108,7 +108,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class OtherSpec:
-    """What is recorded besides products, where it is named. layer_type is its place, see data.tensor_kinds.TensorKind.
+    """A part of the model that is recorded besides products, if it is named. layer_type is its place, see
+    data.tensor_kinds.TensorKind.
 
     width    of a norm; of experts, how many they are; of the LM head, the vocabulary; of a parameter, its last axis
     rows     of a parameter: its values are rows · width
@@ -208,17 +209,18 @@ class Shape(ABC):
 
     @abstractmethod
     def activation_bytes(self, layer: int) -> int:
-        """Bytes a token that a layer's linear layers keep until the backward pass. Norms and core are counted apart."""
+        """Bytes per token that a layer's linear layers keep until the backward pass. Norms and core are counted
+        separately."""
 
     @property
     @abstractmethod
     def rotary_dim(self) -> int:
-        """How much of a head is rotated by position."""
+        """The size of the part of a head that is rotated by position."""
 
     @property
     @abstractmethod
     def divided(self) -> dict[str, int]:
-        """What tensor parallelism divides, and the number of each."""
+        """The dimensions that tensor parallelism divides, with their sizes."""
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -256,18 +258,18 @@ class Shape(ABC):
         )
 
     def specs(self) -> tuple[Spec, ...]:
-        """Everything that can be quantized and recorded, layer by layer."""
+        """The products that can be quantized and recorded, layer by layer."""
         return _specs(self)
 
     def sites(self) -> tuple[Site, ...]:
         return tuple(spec.site for spec in self.specs())
 
     def others(self) -> tuple[OtherSpec, ...]:
-        """What can be recorded besides."""
+        """The other parts that can be recorded."""
         return _others(self)
 
     def recordable(self, tensors: Collection[str] = ()) -> tuple[Spec | OtherSpec, ...]:
-        """What can be recorded, and selected by layer and module, if these tensors are named."""
+        """The parts that can be recorded, and selected by layer and module, if these tensors are named."""
         named = named_places(tensors)
         return (*self.specs(), *(spec for spec in self.others() if spec.layer_type in named))
 

@@ -81,7 +81,7 @@ class Site:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which a recipe may name it, the narrowest first: layer2.expert3.fc1, layer2.fc1, fc1."""
+        """The names that a recipe may use for it, the most specific first: layer2.expert3.fc1, layer2.fc1, fc1."""
         return tuple(dict.fromkeys((self.name, f"layer{self.layer_index}.{self.module}", self.module)))
 
 
@@ -93,7 +93,7 @@ def path_parts(name: str) -> list[str]:
 
 
 def site(name: str, module: str | None = None) -> tuple[Site, str]:
-    """The site of a module by its path, and the other word for it: the path without the layer's number."""
+    """The site of a module by its path, and an alternative module name: the path without the layer's number."""
     parts = path_parts(name)
     at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     number = 0 if at is None else int(parts[at]) + 1

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from binade.collector.models.parallel import Group
 
 T = TypeVar("T")
-MOST_LAYERS = 1000  # no published model has nearly as many
+MOST_LAYERS = 1000  # far more than any published model has
 MOST = 10**9  # of tokens, where positions have no limit
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersShape(Shape):
-    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, besides what else is
-    recorded where it is named."""
+    """The dimensions of a model of transformers. found are its layers as `instrument` finds them, and the other parts
+    that are recorded if named."""
 
     family = "transformers"
     model_type = ""
@@ -58,7 +58,7 @@ class TransformersShape(Shape):
         return tuple(spec for spec in self.found if spec.site.layer_index == layer)
 
     def feed_forward(self, layer: int) -> tuple[LinearSpec, ...]:
-        return ()  # attention has it: which is which, only the names say
+        return ()  # in attention only the names distinguish them
 
     def build_attention(self, layer: int, group: Group) -> NoReturn:
         raise NotImplementedError("transformers builds the model")
@@ -113,7 +113,7 @@ def _shape(path: Path, modified: int) -> TransformersShape:
             raise ConfigError(f"checkpoint {path} has {text.num_hidden_layers} layers, at most {MOST_LAYERS} are built")
         with torch.device("meta"):
             model = CausalLM(auto.from_config(config, trust_remote_code=False))
-        heads = getattr(text, "num_attention_heads", None) or 1  # a model may attend in another way, or not at all
+        heads = getattr(text, "num_attention_heads", None) or 1  # a model may have other attention, or none
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         core = heads, kv_heads, head_dim, head_dim
@@ -164,10 +164,10 @@ def _other(model: Any, config: Any, product: Other, layer: Any) -> OtherSpec:
 
 
 def explained(path: Path, action: Callable[[], T]) -> T:
-    """What the action returns. Raises ConfigError for what transformers, instrument or a file raises."""
+    """The result of the action. Raises ConfigError for errors of transformers, instrument or files."""
     try:
         return action()
     except ConfigError:
         raise
-    except Exception as error:  # transformers raises every kind for what it cannot build or read
+    except Exception as error:  # transformers raises all kinds of exceptions for models that it cannot build or read
         raise ConfigError(f"checkpoint {path} cannot be run by transformers: {one_line(error)}") from error

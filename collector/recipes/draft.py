@@ -54,7 +54,7 @@ class Draft:
         return replace(deepcopy(self), keep="", schedule=[], about=About())
 
     def stages(self) -> list[Draft]:
-        """This one, and those of the schedule."""
+        """This draft, and those of the schedule."""
         return [self, *(stage for _, stage in self.schedule)]
 
     @property
@@ -154,7 +154,7 @@ def requested_specs(text: str) -> tuple[Spec | None, Spec | None]:
 
 
 def formats_of(requested: str, *, backward: bool = True) -> Formats:
-    """What a part's operands are rounded to."""
+    """The formats that a part's operands are rounded to."""
     spec, gradient = requested_specs(requested)
     formats: Formats = dict.fromkeys(OPERAND_FIELDS)
     for name in OPERAND_FIELDS if backward else ("forward_a", "forward_b"):

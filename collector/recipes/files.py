@@ -59,7 +59,7 @@ def label(recipe: str) -> str:
 
 
 def read_draft(path: Path, quant_type: str) -> Draft:
-    """The recipe of a file, as a draft. quant_type is recorded for the operands that it quantizes.
+    """The recipe in a file, as a draft. quant_type is recorded for the operands that it quantizes.
 
     Raises RecipeError, which names the file, if it cannot be read or is wrong.
     """
@@ -74,7 +74,7 @@ def read_draft(path: Path, quant_type: str) -> Draft:
 
 
 def draft_of(text: str, quant_type: str) -> Draft:
-    """As `read_draft`, of TOML. Raises RecipeError."""
+    """As `read_draft`, from TOML text. Raises RecipeError."""
     try:
         return draft_from(tomllib.loads(text), quant_type)
     except tomllib.TOMLDecodeError as error:
@@ -82,7 +82,7 @@ def draft_of(text: str, quant_type: str) -> Draft:
 
 
 def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
-    """As `read_draft`, of the tables of a file. Raises RecipeError."""
+    """As `read_draft`, from the tables of a file. Raises RecipeError."""
     _only(given, (*ABOUT, *SECTIONS), "the recipe")
     draft = Draft(about=_about(given))
     _fill(draft, given, quant_type)
@@ -102,11 +102,15 @@ def draft_from(given: Mapping[str, Any], quant_type: str) -> Draft:
         _only(_table(stage, where), ("from", *PARTS, MODULES), where)
         start = str(stage.get("from", ""))
         if not START.fullmatch(start):
-            raise RecipeError(f'[[schedule]] from = {start or "nothing"}: an iteration from 1, or a part such as "90%"')
+            raise RecipeError(
+                f'[[schedule]] from = {start or "nothing"}: expected an iteration from 1, or a share such as "90%"'
+            )
         number = float(start.rstrip("%"))
         earlier = [each for each, _ in draft.schedule if each.endswith("%") == start.endswith("%")]
         if earlier and number <= float(earlier[-1].rstrip("%")):
-            raise RecipeError(f"[[schedule]] from = {start} follows {earlier[-1]}: each changes what was before it")
+            raise RecipeError(
+                f"[[schedule]] from = {start} follows {earlier[-1]}: list the changes in increasing order"
+            )
         latest = latest.copy()
         _fill(latest, stage, quant_type)
         draft.schedule.append((start, latest))
@@ -119,7 +123,7 @@ def _about(given: Mapping[str, Any]) -> About:
         value = given.get(name, [] if "tuple" in str(kind) else "")
         if "tuple" in str(kind):
             if not isinstance(value, list):
-                raise RecipeError(f"{name} is a list of texts")
+                raise RecipeError(f"{name} must be a list of strings")
             found[name] = tuple(_text(each, name) for each in value)
         else:
             found[name] = _text(value, name)
@@ -184,13 +188,13 @@ def _only(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
 
 def _table(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise RecipeError(f"{where} is a table, not {value!r}")
+        raise RecipeError(f"{where} must be a table, not {value!r}")
     return value
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise RecipeError(f"{where} is a text, not {value!r}")
+        raise RecipeError(f"{where} must be a string, not {value!r}")
     return value
 
 
@@ -214,7 +218,8 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def changed_cells(stage: Recipe, before: Recipe) -> dict[str, str]:
-    """The operands that a stage of a schedule changes, as a file has them: {"linear.forward.input": '"bf16"', ...}"""
+    """The operands that a stage of a schedule changes, in the notation of a file: {"linear.forward.input": '"bf16"',
+    ...}"""
     former = before.by_name()
     found: dict[str, str] = {}
     for part, made in stage.by_name().items():
@@ -241,5 +246,5 @@ def _cells(part: str, made: Part) -> dict[str, str]:
 
 
 def _quoted(value: str | tuple[str, ...]) -> str:
-    """A string or list of TOML, which has JSON's escapes."""
+    """A TOML string or list, which has JSON's escapes."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

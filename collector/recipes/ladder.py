@@ -60,7 +60,7 @@ def ladder(recipe: str) -> Ladder:
 
 
 def ladders(recipes: Iterable[str]) -> list[Ladder]:
-    """The ladders that these recipes are rungs of, by name, each with those of its rungs that are here.
+    """The ladders of these recipes, by name, each with those of its rungs that are present.
 
     Recipes that belong to no ladder are left out.
     """
@@ -96,7 +96,7 @@ def _text(base: str, off: Off) -> str:
 
 
 def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
-    """The ladder of these texts, by what they turn off."""
+    """The ladder of these texts, given by the ingredients they turn off."""
     steps = [off for off in (GEMMS, WGRAD, DGRAD, WHOLE) if off in texts]
     if DGRAD in steps[1:]:  # not a step on the way from forward to the whole recipe
         steps.remove(DGRAD)
@@ -108,7 +108,7 @@ def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
 
 
 def _title(off: Off, texts: Mapping[Off, str]) -> str:
-    """The name of a step says what it adds, if the step before is there too."""
+    """The title of a step says what it adds, if the previous step is present."""
     if off == GEMMS:
         return "forward"
     if off == WGRAD and GEMMS in texts:

@@ -17,8 +17,8 @@ float32 unless it is given a format.
 
 The most specific format wins: that of a part (linear, qk, pv, router) replaces the recipe's, that of one GEMM of the
 linear layers (forward, dgrad, wgrad) replaces the part's, and that of an operand (OPERANDS) replaces the GEMM's. "bf16"
-turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too. What
-is given replaces that of a recipe's modules and of its schedule too.
+turns quantization off. Only an operand's format is taken literally: there `mxfp8` means E4M3 for a gradient too. These
+options also replace the formats of a recipe's modules and of its schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from binade.collector.recipes.recipe import OPERANDS, Recipe, RecipeError
 from binade.quant.formats import FORMATS
 from binade.quant.specs import Spec
 
-# What a recipe that is named after a format covers, by what stands before the format; a longer prefix goes first.
+# What a recipe named after a format covers, by the prefix of the format; longer prefixes come first.
 PREFIXES = {"FA_linear_": ("linear", "qk"), "FA_": ("qk",), "linear_": ("linear",), "": ("linear", "qk", "pv")}
 WITHOUT = re.compile(r",?\s*without=([^,()]*)")
 
@@ -101,12 +101,12 @@ def _draft(text: str) -> tuple[str, Draft]:
     for each in ingredients:
         found = [stage.leave_out(each) for stage in draft.stages()]
         if not any(found):
-            raise RecipeError(f"recipe {base} has nothing of {each!r} to leave out")
+            raise RecipeError(f"recipe {base} does not have the ingredient {each!r}")
     return name, draft
 
 
 def ingredients_of(text: str) -> list[str]:
-    """Those of INGREDIENTS that a recipe has. Raises as `parse_recipe`."""
+    """The INGREDIENTS that a recipe has. Raises as `parse_recipe`."""
     draft = _draft(text)[1]
     return [each for each in INGREDIENTS if any(stage.leave_out(each) for stage in deepcopy(draft).stages())]
 

@@ -71,8 +71,8 @@ class Part:
     overrides: tuple[tuple[str, str], ...] = ()
 
     def quant_type_of(self, field: str) -> str:
-        """What was requested for an operand: "mxfp8" also where that rounds a gradient to mxfp8_e5m2. It is recorded
-        as the tensor's quant_type. The result of a GEMM has that of its first operand."""
+        """The requested format of an operand: "mxfp8" even if that rounds a gradient to mxfp8_e5m2. It is recorded as
+        the tensor's quant_type. The result of a GEMM has the quant type of its first operand."""
         return dict(self.overrides).get(field, self.quant_type)
 
     def without(self, gemm: str = "") -> Part:
@@ -166,7 +166,7 @@ class Recipe:
             if not start.endswith("%"):
                 stages.append((int(start), recipe))
             elif iterations is None:
-                raise RecipeError(f"recipe {self.name} changes at {start} of the iterations: say how many there are")
+                raise RecipeError(f"recipe {self.name} changes at {start} of the iterations: give their number")
             else:
                 stages.append((math.ceil(iterations * float(start[:-1]) / 100), recipe))
         return sorted(stages, key=lambda stage: stage[0])
@@ -211,7 +211,7 @@ class Recipe:
         return parts if self.router == Part() else parts | {"router": self.router}
 
     def by_name(self) -> dict[str, Part]:
-        """All parts as a file names them: those of PARTS, then "modules.fc2" and the like."""
+        """All parts by their names in a file: those of PARTS, then those such as "modules.fc2"."""
         modules = {f"{MODULES}.{name}": part for name, part in self.modules}
         return {name: getattr(self, name) for name in PARTS} | modules
 
@@ -221,7 +221,7 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any operand is, in any iteration."""
+        """Whether any operand is quantized in any iteration."""
         return any(part.formats.quantized for part in self.every_part())
 
     def describe(self) -> str:

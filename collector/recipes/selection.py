@@ -56,7 +56,7 @@ class Term:
         if found := NUMBERS.fullmatch(text):
             low, high = int(found[1]), int(found[2] or found[1])
             if low > high:
-                raise SelectionError(f"{text} runs backwards: write {high}-{low}")
+                raise SelectionError(f"{text} is reversed: write {high}-{low}")
             return cls(text, (low, high))
         try:
             return cls(text, pattern=re2.compile(text, QUIET))
@@ -118,8 +118,8 @@ class Selection:
 
 
 def by_layer(sites: Sequence[Site], chosen: Collection[Site], word: str, others: str) -> list[str]:
-    """Which layers are chosen, as a few lines: "layers 1, 16: bf16", "layers 2-15: as below". word describes the chosen
-    sites, others the rest."""
+    """A description of the chosen layers in a few lines: "layers 1, 16: bf16", "layers 2-15: as below". word describes
+    the chosen sites, others the rest."""
     layers: dict[str, list[int]] = {}
     for index in dict.fromkeys(site.layer_index for site in sites):
         here = [site for site in sites if site.layer_index == index]
@@ -154,7 +154,7 @@ def _spans(numbers: Iterable[int]) -> str:
 
 
 def _existing(sites: Sequence[Site]) -> str:
-    """What a model has, on one line."""
+    """The layers and modules of a model, on one line."""
     named = {site.module: site.name for site in sites}
     last = max(site.layer_index for site in sites)
     return f"layers 1 to {last} and sites such as {', '.join(named.values())}"

@@ -1,4 +1,4 @@
-"""A figure over seeds: its mean, its spread, and whether the spread separates two recipes. No torch."""
+"""Statistics of a figure over seeds: mean, spread, and whether the spread separates two recipes. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run was at its checkpoints, which `collector.training.resume` writes and continues from. No torch."""
+"""The positions of a run at its checkpoints, which `collector.training.resume` writes and continues from. No torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from binade.data.text import describe
 
 @dataclass(frozen=True, config=STRICT)
 class Position:
-    """How far a rank's part of a run was. losses and events are the sizes of these files in bytes; recorded counts the
-    tensors in the order of their ids; the rest is as in status.json."""
+    """The position of a rank's part of a run. losses and events are the sizes of these files in bytes; recorded counts
+    the tensors in the order of their ids; the rest is as in status.json."""
 
     arguments: tuple[str, ...]
     done: Count
@@ -35,7 +35,7 @@ class Position:
 
 
 def check_resumable(run: RunInfo) -> None:
-    """Raise RunError for a run that is done, or still runs."""
+    """Raise RunError for a run that is done or still running."""
     if run.status.state == DONE:
         raise RunError(f"{run.run_id} is done: there is nothing to resume")
     if run.status.state == RUNNING:
@@ -44,7 +44,7 @@ def check_resumable(run: RunInfo) -> None:
 
 def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
     """The last checkpoint that all ranks have written: its folder, and the positions of the ranks. Raises RunError if
-    there is none, or the run is not to be resumed."""
+    there is none, or the run cannot be resumed."""
     check_resumable(run)
     ranks = int(run.config.get("tp") or 1) * int(run.config.get("dp") or 1)
     for folder in sorted(run.directory.glob(f"{CHECKPOINTS}/*"), reverse=True):
@@ -54,4 +54,4 @@ def last(run: RunInfo) -> tuple[Path, tuple[Position, ...]]:
                 return folder, tuple(read_json(Position, file) for file in files)
             except (OSError, ValueError) as error:
                 raise RunError(f"{folder} cannot be read: {describe(error)}") from None
-    raise RunError(f"{run.run_id} has no checkpoint to resume from: it takes --checkpoint-every when a run is started")
+    raise RunError(f"{run.run_id} has no checkpoint to resume from: they need --checkpoint-every when a run is started")

@@ -47,7 +47,8 @@ LAYERS = (
 MODEL = Group("Model and data")
 FORMAT = Group(
     "What is quantized",
-    "FORMAT replaces the recipe's; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. The more "
+    "FORMAT replaces the format of the recipe; it may have options, as in 'nvfp4(block=16x16)': see `binade list`. "
+    "The more "
     "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
     f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
@@ -151,8 +152,8 @@ class RunConfig(WatchOptions):
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
-        help="Also measure the error of each GEMM's result, what rounding does to the loss, single blocks, and what "
-        "follows channels and weights over iterations",
+        help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
+            "how channels and weights change over iterations",
         label="Also measured", form_help="", placeholder="nothing")
     raw: bool = option(True, group=RECORD, label="Keep values",
         form_help="Otherwise statistics, sketches and scores only",
@@ -197,12 +198,12 @@ class RunConfig(WatchOptions):
 
     @property
     def model_name(self) -> str:
-        """The model for people. Raises ConfigError for a path without a model, as all that follow."""
+        """The name of the model for users. Raises ConfigError for a path without a model, as all that follow."""
         return name_of(Path(self.model)) if self.has_path else self.model
 
     @property
     def model_title(self) -> str:
-        """The model and, where there are several, its size."""
+        """The model and, if there are several sizes, its size."""
         return self.model_name if self.has_path else f"{self.model} {self.size}"
 
     @property
@@ -239,7 +240,7 @@ class RunConfig(WatchOptions):
         return self.ranks or tuple(range(self.world_size))
 
     def to_dict(self) -> dict[str, Any]:
-        """For run.json: plain values, train_iters as a number."""
+        """The configuration for run.json: plain values, train_iters as a number."""
         return asdict(self) | {"train_iters": self.iterations}
 
     @property
@@ -258,7 +259,7 @@ class RunConfig(WatchOptions):
 
     @property
     def recorded_iterations(self) -> range:
-        """Of the iterations under the recipe, from 0, those that are recorded."""
+        """The recorded iterations, of those under the recipe, from 0."""
         everyone = range(0, self.iterations if self.save_tensors else 0, self.capture_every)
         return everyone[: self.control_iter or None]
 
@@ -278,7 +279,7 @@ def defaults(command: str, training_config: str | None = None) -> RunConfig:
 
 
 def check(config: RunConfig) -> None:
-    """Raise ConfigError for the first choice that cannot be run."""
+    """Raise ConfigError for the first invalid setting."""
     config.check()
     published = shape_of(config.model, config.size)
     check_inputs(config.dataset, config.tokenizer, config.tokenizer_name)
@@ -334,7 +335,7 @@ def _check_ranks(config: RunConfig) -> None:
 def _check_iterations(config: RunConfig) -> None:
     if config.train_iters is None:
         if config.control_iter == 0:
-            raise ConfigError("--control-iter 0 records every iteration: say how many there are with --train-iters")
+            raise ConfigError("--control-iter 0 records every iteration: give their number with --train-iters")
     elif config.train_iters < config.needed_iterations:
         raise ConfigError(
             f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "
@@ -343,7 +344,7 @@ def _check_iterations(config: RunConfig) -> None:
 
 
 def _check_sites(config: RunConfig) -> None:
-    """Layers, modules and tensors, against what the model has."""
+    """Check that the model has the layers, modules and tensors."""
     shape = config.shape()
     model = shape.sites()
     if config.parsed_recipe().router != Part() and not any(site.module == "router" for site in model):

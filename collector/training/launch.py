@@ -2,7 +2,7 @@
 
 Each rank runs the same command line in a process of its own, with the environment variables that torchrun sets. The
 ranks meet at a file, so nothing listens but gloo or NCCL. When one fails, torchrun's process manager ends the others;
-only then is it known which failed first, and the run's status says so.
+only then is it known which rank failed first, and recorded in the run's status.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from binade.data.runs import CANCELLED, FAILED
 
 PREFIX = "binade: "
 REFUSED = 2  # a rank's exit status for bad usage
-# How a rank ends because another did: by an error of the collective operation, or by the signal that it was sent.
+# How a rank ends because of another one: by an error in a collective operation, or by a signal.
 FOLLOWED = (PeerLostError.exit_status, 130, -signal.SIGTERM)
 
 
@@ -79,13 +79,14 @@ def _environment(rank: int, ranks: int, store: Path) -> dict[str, str]:
 
 
 def _first(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """The rank that did not fail because of another."""
+    """The rank whose failure was not caused by another rank."""
     own = {rank: failure for rank, failure in failures.items() if failure.exitcode not in FOLLOWED} or failures
     return min(own.items(), key=lambda item: (item[1].timestamp, item[0]))
 
 
 def _last_line(failure: ProcessFailure, stderr: str) -> str:
-    """The last line that a rank printed as it ended. If that is no message of ours, everything it printed is shown."""
+    """The last line that a rank printed as it ended. If it is not one of our messages, everything it printed is
+    shown."""
     printed = Path(stderr).read_text(errors="replace").strip()
     last = printed.splitlines()[-1] if printed else f"exit status {failure.exitcode}"
     if not last.startswith(PREFIX):

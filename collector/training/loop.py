@@ -74,7 +74,7 @@ class DivergedError(RuntimeError):
 
 
 def prepare(config: RunConfig) -> None:
-    """Check what can be refused before a run exists. Raises ConfigError and its like.
+    """Raise errors that can be detected before a run exists. Raises ConfigError and its like.
 
     On a CPU the ranks share the memory: their launcher checks it, not each of them.
     """
@@ -101,7 +101,7 @@ def _version(package: str) -> str | None:
 
 
 def backend_name(config: RunConfig) -> str:
-    """What quantizes the GEMM operands, as recorded with the run."""
+    """The backend that quantizes the GEMM operands, as recorded with the run."""
     if config.backend == Backend.TORCH:
         return "torch"
     kernels = import_module("binade.quant.backends.triton_kernels")
@@ -283,7 +283,8 @@ def _train(
 
 
 class _AdamW(torch.optim.AdamW):
-    """Torch wraps these methods for torch.compile. The wrappers import the compiler, a third of the start of a run."""
+    """AdamW without torch's wrappers for torch.compile: they import the compiler, which takes a third of a run's
+    start-up time."""
 
     add_param_group = unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = unwrap(torch.optim.AdamW.zero_grad)

@@ -1,4 +1,4 @@
-"""The memory that a run takes, computed before it starts. No torch.
+"""Computes the memory that a run needs before it starts. No torch.
 
 Weights, gradients and optimizer are exact. Activations are what autograd keeps of one micro-batch, computed from the
 layers; for Llama 3.2 1B and DeepSeek-V2-Lite they are within a tenth of the measured bytes.
@@ -51,7 +51,7 @@ def needed(config: RunConfig) -> Memory:
 
 
 def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:
-    """Raise ConfigError if `ranks` ranks together exceed the bytes there are."""
+    """Raise ConfigError if `ranks` ranks together exceed the available bytes."""
     memory = needed(config)
     if ranks * memory.total > available:
         each = f" on each of {ranks} ranks" if ranks > 1 else ""

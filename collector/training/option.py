@@ -29,9 +29,9 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is declared about a field.
+    """The declaration of an option.
 
-    choices        the values that are allowed, of a list for each item: a collection, or a function that returns one
+    choices        the allowed values, for a list those of each item: a collection, or a function that returns one
     or_path        the path of something that exists is allowed as well
     minimum, maximum, pattern
                    what a number or a text must satisfy. `expected` says in words what the pattern accepts
@@ -83,7 +83,7 @@ class Declared:
         return self.option.flag or (f"--no-{dashed}" if self.default is True else f"--{dashed}")
 
     def text(self, value: Any) -> str:
-        """A value as it is written on a command line."""
+        """A value in the notation of a command line."""
         return ",".join(map(str, value)) if self.is_list else str(value)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: which of them this process is, and what they exchange outside the layers.
+"""The ranks of a run: which one this process is, and the communication outside the layers.
 
 A run on several ranks is started by torchrun (`launch`, or by hand). Ranks are laid out as Megatron lays them: the
 tensor-parallel ranks of one replica are neighbours, rank = replica · tp + tensor-parallel rank.
@@ -56,11 +56,11 @@ class Ranks:
 
     @property
     def owner(self) -> int | None:
-        """The process whose life is the run's, if it is not rank 0's own."""
+        """The process that the run depends on, if it is not rank 0's own."""
         return int(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None
 
     def share(self, text: str | None) -> str | None:
-        """Rank 0's text, on every rank. Raises PeerLostError."""
+        """Broadcast rank 0's text to every rank. Raises PeerLostError."""
         if self.size == 1:
             return text
         shared = [text]
@@ -78,17 +78,18 @@ class Ranks:
 
     @property
     def launcher_decides(self) -> bool:
-        """Whether `launch` writes how the run ended: it alone knows which rank failed first. Not once it is gone."""
+        """Whether `launch` records how the run ended, since only it knows which rank failed first. False once it is
+        gone."""
         return self.owner is not None and os.getppid() == self.owner
 
     def check_launcher(self) -> None:
-        """Raises PeerLostError if the process that started the ranks is gone: nobody would end them."""
+        """Raises PeerLostError if the process that started the ranks is gone: nothing else would end them."""
         if self.owner is not None and not self.launcher_decides:
             raise PeerLostError(LAUNCHER_GONE)
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """If the launcher is gone, blame it and not the rank that noticed it first and left."""
+        """A context that, if the launcher is gone, reports this instead of the rank that ended first because of it."""
         try:
             yield
         except PeerLostError:
@@ -97,7 +98,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where collective operations take their tensors from."""
+        """The device of tensors in collective operations."""
         on_gpu = self.size > 1 and dist.get_backend() == dist.Backend.NCCL
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
@@ -120,15 +121,15 @@ def current_ranks() -> Ranks:
 
 
 def settle_runs(root: Path, owner: int, state: RunState, reason: str | None) -> None:
-    """Write the end of the run that the process `owner` started here and that did not finish."""
+    """Record the end of the unfinished run that the process `owner` started here."""
     for run in list_runs(root)[0]:
         if run.status.pid == owner and run.status.host == socket.gethostname() and run.status.state != DONE:
             settle(run.directory, state, reason)
 
 
 def _end_without_launcher(rank: int, launcher: int, root: Path, left: Event) -> None:
-    """End this process if the launcher is gone and the rank does not notice. gloo may miss that a peer has died, and
-    then waits for TIMEOUT in a call that no signal and no exception ends."""
+    """End this process if the launcher is gone and the rank does not notice. gloo may not notice that a peer has died,
+    and then waits for TIMEOUT in a call that no signal or exception can interrupt."""
     while os.getppid() == launcher:
         if left.wait(1.0):
             return
@@ -142,8 +143,7 @@ def _end_without_launcher(rank: int, launcher: int, root: Path, left: Event) -> 
 
 @contextmanager
 def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
-    """This process as one of the ranks that the run under this root requests; a single one without torchrun. Raises
-    ConfigError."""
+    """Join the ranks of the run under this root; a single rank without torchrun. Raises ConfigError."""
     wanted = config.world_size
     size = _environment_number("WORLD_SIZE") if started_as_rank() else 1
     if size != wanted:
@@ -181,14 +181,16 @@ def _environment_number(name: str) -> int:
     """A variable that torchrun sets. Raises ConfigError."""
     word = os.environ[name]
     if not re.fullmatch("[0-9]{1,9}", word):
-        raise ConfigError(f"the environment's {name} is {word!r}, not a number: torchrun sets it; without it, unset it")
+        raise ConfigError(
+            f"the environment's {name} is {word!r}, not a number: torchrun sets it; without torchrun, unset it"
+        )
     return int(word)
 
 
 @cache
 def _rendezvous(rank: int, size: int) -> dist.Store:  # type: ignore[name-defined]
-    """The store in which the ranks find each other. All runs of a batch share it: a rank that is early for the next run
-    would otherwise meet those that have not left the last."""
+    """The store in which the ranks find each other. All runs of a batch share it: otherwise a rank that starts the next
+    run early would meet ranks that are still in the previous one."""
     if STORE in os.environ:
         return dist.FileStore(os.environ[STORE], size)  # type: ignore[attr-defined]
     return next(
@@ -210,8 +212,8 @@ def _new_group(groups: list[range], rank: int) -> dist.ProcessGroup | None:
 
 @torch.no_grad()
 def finish_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Make every gradient what one rank would have: sum over the tensor-parallel ranks what sequence parallelism left
-    in shares, average over the replicas. Raises PeerLostError."""
+    """Make every gradient equal to that of a single rank: sum the partial gradients of sequence parallelism over the
+    tensor-parallel ranks, and average over the replicas. Raises PeerLostError."""
     for parameter in model.parameters():
         if parameter.grad is None:
             continue

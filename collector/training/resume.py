@@ -6,7 +6,7 @@
       rank00.json                      how far the rank's part of the run was: a Position. It is written last
 
 What the run recorded after its checkpoint is deleted, since it is recorded again. The data are read again from the
-start, which takes no state of theirs.
+start, so no state of the data is saved.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Resumed:
 
     @property
     def config(self) -> RunConfig:
-        """What the run was started with. Raises ConfigError if that is no longer understood."""
+        """The configuration that the run was started with. Raises ConfigError if it is no longer valid."""
         return parse_runs(self.positions[0].arguments)[0]
 
     @property
@@ -67,7 +67,7 @@ class Resumed:
         return self.folder if (self.folder / f"delayed_scales_r{rank:02d}.safetensors").exists() else None
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-        """Raises RunError for a file that is damaged or of another model."""
+        """Restore a rank's state. Raises RunError for a file that is damaged or belongs to another model."""
         path = self.folder / f"rank{rank:02d}.pt"
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -80,7 +80,8 @@ class Resumed:
             raise RunError(f"{path} cannot be read: {describe(error)}") from None
 
     def reopen(self, ranks: int, owner: int | None) -> RunWriter:
-        """On rank 0: the run is running again, without what it recorded since. Raises RunError, OSError."""
+        """On rank 0: mark the run as running again, and delete what it recorded after the checkpoint. Raises RunError,
+        OSError."""
         run = read_run(self.run.directory)
         check_resumable(run)
         segments = {name: run.directory / "segments" / name for name in run.segments}
@@ -97,20 +98,20 @@ class Resumed:
             if rows != position.tensors:
                 raise RunError(
                     f"{run.run_id} cannot be resumed: at its checkpoint rank {rank} had recorded {position.tensors} "
-                    f"tensors, its segments hold {rows}, so they were changed since"
+                    f"tensors, its segments hold {rows}, so they have been changed"
                 )
             for file, size in self._files(rank):
                 if _size(file) < size:
-                    raise RunError(f"{run.run_id} cannot be resumed: {file.name} has less than at its checkpoint")
+                    raise RunError(f"{run.run_id} cannot be resumed: {file.name} is shorter than at its checkpoint")
         first = self.positions[0]
-        # The counts before the segments: rows that are not counted are no damage.
+        # The counts before the segments, since rows that are not counted are not taken for damage.
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
-        for name in sorted(later, reverse=True):  # the last first: killed meanwhile, the run has no gap
+        for name in sorted(later, reverse=True):  # the last one first, so that a run killed meanwhile has no gap
             remove_directory(segments[name])
-        for folder in self.folder.parent.iterdir():  # a rank's part in a later one counts segments that are gone
+        for folder in self.folder.parent.iterdir():  # a later checkpoint counts segments that are gone
             if folder.name > self.folder.name:
                 remove_directory(folder)
         named = {path for paths in tables.values() for path in paths}
@@ -156,8 +157,8 @@ def check_unchanged(run: RunInfo, description: dict[str, Any]) -> None:
 
 
 class Checkpoints:
-    """Writes those of this rank, once `every` iterations; 0 for never. position: how far the rank's part of the run is,
-    with everything recorded on the disk."""
+    """Writes this rank's checkpoints every `every` iterations; 0 for never. position: returns the position of the
+    rank's part of the run once everything recorded is on the disk."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class Checkpoints:
         self.position, self.save_scales = position, save_scales
 
     def write(self, done: int, model: nn.Module, optimizer: torch.optim.Optimizer, writer: RunWriter) -> None:
-        """Write one if it is due after so many iterations. Raises OSError."""
+        """Write a checkpoint if one is due after this many iterations. Raises OSError."""
         if not self.every or done % self.every:
             return
         position = self.position()

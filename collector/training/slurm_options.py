@@ -1,4 +1,4 @@
-"""How a run is started: by this process, or as a Slurm job on other machines. No torch, no submitit."""
+"""Options for where a run is started: in this process, or as a Slurm job on other machines. No torch, no submitit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from binade.collector.training.targets import Target, find_target
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
-START = Group("How it starts", "All but --dry-run are for a cluster: they need --target or --launcher slurm.")
+START = Group("Where it runs", "All but --dry-run are for a cluster: they need --target or --launcher slurm.")
 
 
 class Launcher(StrEnum):
-    """What starts the ranks."""
+    """The program that starts the ranks."""
 
     LOCAL = "local"  # this process
     SLURM = "slurm"  # a job on a cluster
@@ -34,11 +34,11 @@ class SlurmOptions:
         help="local: on this machine; slurm: as a job on a cluster")
     target: str | None = option(None, group=START, metavar="NAME", pattern=NAMES,
         expected="it is a name of binade.toml", help="A cluster of binade.toml; the options below replace its settings")
-    nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Machines",
+    nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Number of nodes",
         default_help="one, or as many as the ranks take")
-    ranks_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="Ranks on each machine",
-        default_help="the ranks divided among the machines")
-    gpus_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="GPUs of each machine")
+    ranks_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="Ranks per node",
+        default_help="the ranks divided by the nodes")
+    gpus_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="GPUs per node")
     partition: str | None = option(None, group=START, metavar="NAME", help="Partition that the job is queued in",
         pattern=NAMES, expected="a name has letters, digits and . , : @ / + - _")
     account: str | None = option(None, group=START, metavar="NAME", help="Account that the job is charged to",
@@ -62,13 +62,13 @@ class SlurmOptions:
         return {name: value for name, value in known.items() if value not in (None, Launcher.LOCAL)}
 
     def arguments(self) -> list[str]:
-        """These options as a command line has them."""
+        """These options as command-line arguments."""
         options = declared(SlurmOptions)
         return [word for name, value in self.given.items() for word in (options[name].flag, str(value))]
 
     def for_run(self, config: RunConfig) -> Target | None:
-        """The target with these options in place of its own, checked, with nodes and ranks_per_node filled in; None for
-        this machine. Raises ConfigError."""
+        """The checked target, with these options replacing its own, and with nodes and ranks_per_node filled in; None
+        for this machine. Raises ConfigError."""
         check_options(self)
         given = self.given
         if not self.on_cluster:

@@ -6,8 +6,8 @@
     setup = ["module load cuda"]
 
 The file is the one that $BINADE_CONFIG names, else binade.toml in the working directory, else
-~/.config/binade/binade.toml. It is not looked for in the root of the runs: a target's `setup` is run by a shell, and a
-root may come from somebody else. No torch.
+~/.config/binade/binade.toml. The root of the runs is not searched: a shell runs a target's `setup`, and a root may come
+from somebody else. No torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Target:
     container_options: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raises ConfigError for what a job's script cannot hold."""
+        """Raises ConfigError for text that a job's script cannot contain."""
         for name in ("options", "setup", "container_options"):
             for text in getattr(self, name):
                 if not text.isprintable():
@@ -69,17 +69,17 @@ class _File:
 
 
 def targets_file() -> Path | None:
-    """The file of the targets; None if there is none. Raises ConfigError if $BINADE_CONFIG names none."""
+    """The file of the targets; None if there is none. Raises ConfigError if $BINADE_CONFIG does not name a file."""
     if named := os.environ.get(CONFIG):
         if not Path(named).is_file():
-            raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: name a {FILE}, or unset it")
+            raise ConfigError(f"${CONFIG} is {named!r}, which is not a file: set it to a {FILE}, or unset it")
         return Path(named)
     home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     return next((path for path in (Path(FILE).absolute(), home / "binade" / FILE) if path.is_file()), None)
 
 
 def read_targets() -> dict[str, Target]:
-    """The targets by name. Raises ConfigError for a file that is not understood."""
+    """The targets by name. Raises ConfigError for an invalid file."""
     path = targets_file()
     if path is None:
         return {}

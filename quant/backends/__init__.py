@@ -1,4 +1,4 @@
-"""The fast twins of `reference`: the same bits, by Triton kernels or compiled C++."""
+"""Fast implementations of `reference` with the same bits: Triton kernels and compiled C++."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from binade.quant.specs import Spec
 
 
 class Backend(StrEnum):
-    """What computes. All give the same bits."""
+    """The implementation. All give the same bits."""
 
     AUTO = "auto"
     """Triton for CUDA tensors, torch for others."""
     TRITON = "triton"
     """Triton kernels; on CPU tensors through Triton's interpreter."""
     TORCH = "torch"
-    """Compiled C++ for CPU tensors where it pays to build it, else plain torch."""
+    """Compiled C++ for CPU tensors if building it is worthwhile, else plain torch."""
 
 
 def resolve_backend(backend: str, x: Tensor) -> Backend:
@@ -41,7 +41,7 @@ def quantize_dequantize(
     """x (any shape and strides, not empty) -> (y of x's shape and dtype, scales).
 
     scales is None unless wanted and blocks have scales: then [outer, blocks along dim, inner] float32. absmax as in
-    `reference.outer_absmax`, computed if None. A scheme without a kernel runs by `reference` on every backend.
+    `reference.outer_absmax`, computed if None. A scheme without a kernel is computed by `reference` on every backend.
     """
     y: Tensor
     scales: Tensor | None

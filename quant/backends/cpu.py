@@ -1,7 +1,8 @@
-"""Quantize-dequantize on a CPU: a compiled kernel where it pays, else `reference` in pieces; the same bits from both.
+"""Quantize-dequantize on a CPU: a compiled kernel if that is worthwhile, else `reference` piece by piece; both give the
+same bits.
 
-The kernel finds the scales of a few schemes itself. Of the others `runs` finds them, from what the kernel tells of each
-run of values, and the kernel rounds with the factors that follow.
+The kernel finds the scales of a few schemes itself. For the others, `runs` computes them from the kernel's statistics
+of each run of values, and the kernel rounds with the resulting factors.
 
 cpu.cpp is built (see `native`) once for each kind of kernel: input dtype, number of tiers, rounding, float32-wide
 exponents. A new format of a known family needs no new source. torch.compile of the reference was rejected: its first
@@ -80,7 +81,7 @@ class _Factors(ctypes.Structure):
 
     @classmethod
     def of(cls, factors: Factors, rows: int = 1, per_axis: int = 1, inner: int = 1) -> _Factors:
-        """Points into the factors of groups, which must live as long."""
+        """Pointers into the factors of groups, which must stay alive."""
         return cls(
             (ctypes.c_void_p * 4)(*(None if factor is None else factor.data_ptr() for factor in factors)),
             (ctypes.c_int64 * 4)(*(int(factor is not None and factor.dim() > 0) for factor in factors)),
@@ -159,7 +160,8 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor as the kernels see it, [outer, axis, inner] in blocks along the axis, and the work cut into `items`."""
+    """The layout of a tensor for the kernels, [outer, axis, inner] in blocks along the axis, and the work divided into
+    `items`."""
 
     axis: int
     inner: int
@@ -211,7 +213,7 @@ class CpuRuns(Runs):
         return out
 
     def above(self, block: Block) -> Tensor:
-        """[runs] float32: of each run, the largest magnitude of the block that its outer scale is of."""
+        """[runs] float32: for each run, the largest magnitude of the block that shares its outer scale."""
         axis, runs = self.x.shape[self.dim], -(-self.x.shape[self.dim] // self.layout.block)
         columns = block.columns or axis
         largest = self._largest(Layout.in_blocks(self.x, columns, self.dim))
@@ -248,7 +250,7 @@ class CpuRuns(Runs):
         return Factors(*(factor if factor is None else factor.contiguous() for factor in factors))
 
     def given(self, factors: Factors) -> _Factors:
-        """As the kernels take the factors of groups."""
+        """The factors of groups in the form that the kernels take."""
         blocks = self.spec.block not in (None, TENSOR)
         return _Factors.of(factors, *(self._rows, self._shape[self.dim], self.layout.inner) if blocks else ())
 
@@ -277,7 +279,7 @@ class CpuRuns(Runs):
 
 @dataclass(frozen=True)
 class _Call:
-    """What quantize and score need: the spec as the kernels see it, the factors, and room for the scales."""
+    """The arguments of quantize and score: the spec in the kernels' terms, the factors, and memory for the scales."""
 
     layout: Layout
     described: _Format
@@ -400,7 +402,7 @@ def _summing(spec: Spec, blocks: bool, x: Tensor, *others: Tensor | None) -> cty
 
 
 def _one_limit(spec: Spec) -> bool:
-    """Whether values saturate beyond one number times their block's scale, or nowhere."""
+    """Whether values saturate beyond one number times their block's scale, or not at all."""
     scaling = SCALINGS[spec.scale]
     return scaling.outer in (None, TENSOR) and not scaling.per_element and not spec.history
 
@@ -430,7 +432,7 @@ def _added_up(layout: Layout, blocks: bool, part: Callable[[int | None, int, int
 
 @cache
 def _bins() -> _Bins:
-    """BLOCK_MEASURES as the kernels see them."""
+    """BLOCK_MEASURES in the kernels' terms."""
     measures = BLOCK_MEASURES.values()
     low, high = zip(*(one.bins for one in measures), strict=True)
     widths = (ctypes.c_float * 3)(*(one.width for one in measures))

@@ -1,4 +1,5 @@
-"""Sums of powers, extremes and counts of a tensor on the CPU, by moments.cpp where building it pays (see `native`)."""
+"""Sums of powers, extremes and counts of a tensor on the CPU, by moments.cpp if building it is worthwhile (see
+`native`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""C++ twins: built with the machine's compiler where it pays, kept in the user's cache, run on torch's threads.
+"""C++ implementations: built with the machine's compiler if that is worthwhile, kept in the user's cache, run on
+torch's threads.
 
 A build takes about a second. It is kept in BINADE_CACHE_DIR, by default binade/ in XDG_CACHE_HOME or ~/.cache, where
-later processes find it. A unit is built only for a tensor of BUILD_AT values, or after its slower twin has processed
-BUILD_AFTER values, which takes as long as a build. Without a compiler the twins do all the work, after one warning.
+later processes find it. A unit is built only for a tensor of BUILD_AT values, or after the slower implementation has
+processed BUILD_AFTER values, which takes as long as a build. Without a compiler, the slower implementations do all the
+work, after one warning.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fopenmp-simd", *
 
 BUILD_AT = 1 << 22
 BUILD_AFTER = 1 << 25
-# The fewest values for which another thread pays.
+# The smallest number of values that is worth another thread.
 PER_THREAD = 1 << 16
 PAGE = 1 << 21  # a huge one
 MADV_HUGEPAGE = 14
@@ -115,7 +117,7 @@ def compiler() -> str | None:
 
 @cache
 def _stamp(source: str) -> str:
-    """Changes with the source, the options and the processor, which -march=native builds for."""
+    """A hash of the source, the options and the processor, for which -march=native builds."""
     processor = platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -126,7 +128,7 @@ def _stamp(source: str) -> str:
 
 @cache
 def directory() -> Path:
-    """Where builds are kept; a temporary directory if that cannot be written."""
+    """The directory of the builds; a temporary one if it is not writable."""
     chosen = os.environ.get("BINADE_CACHE_DIR")
     path = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "binade"
     try:
@@ -138,7 +140,8 @@ def directory() -> Path:
 
 @cache
 def _helpers(count: int, process: int) -> SimpleQueue[Callable[[], None]]:
-    """A queue of tasks for `count` new threads of this process. A fork inherits no threads, hence the process id."""
+    """A queue of tasks for `count` new threads of this process. The process id is needed because a fork inherits no
+    threads."""
     tasks: SimpleQueue[Callable[[], None]] = SimpleQueue()
     for _ in range(count):
         Thread(target=_help, args=(tasks,), name="quant", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Scales and factors of any scheme, from one number for each run of a tensor.
+"""Computes scales and factors of any scheme from one number for each run of a tensor.
 
 A *run* is `columns` neighbours along the contracted axis: a block, or one line of a tile. A backend's kernels read the
 tensor's values; what follows from a run's largest magnitude, its sums or its error is computed here in torch on the
@@ -23,7 +23,7 @@ from binade.quant.specs import TENSOR, Block, Spec
 
 
 def _better(first: Tensor, error: Tensor, other: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Of two scales with their errors, that with the smaller one; the first of equal ones."""
+    """The scale with the smaller error; the first one if they are equal."""
     closer = others < error
     return torch.where(closer, other, first), torch.where(closer, others, error)
 
@@ -155,7 +155,7 @@ class Runs(ABC):
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        """Of x with runs in place of values."""
+        """The shape of x with runs instead of values."""
         shape = self.x.shape
         run = self.spec.run(shape[self.dim])
         assert run

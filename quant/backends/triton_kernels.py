@@ -1,4 +1,4 @@
-"""The Triton twins of `reference`, with the same bits.
+"""The Triton implementation of `reference`, with the same bits.
 
 One kernel rounds in every format along either axis: by scales that it finds itself, in one pass over memory, or with
 factors that it is given. `runs` finds these from what the same kernel (LARGEST), `run_errors_kernel` and
@@ -45,8 +45,8 @@ __all__ = ["INTERPRETED", "check_device", "quantize_dequantize", "tl", "triton"]
 
 
 def _interpret_library() -> None:
-    """Hand Triton's own functions that are written in Triton (tl.max, tl.sum) to the interpreter. They belong to the
-    compiler if another library, such as transformers, imported triton before this module chose the interpreter."""
+    """Make the interpreter run Triton's own functions that are written in Triton (tl.max, tl.sum). They are set up for
+    the compiler if another library, such as transformers, imported triton before this module chose the interpreter."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -320,7 +320,7 @@ def read_back(
     ADJACENT: tl.constexpr,
     QUOTIENT: tl.constexpr,  # see `has_quotient`
 ):
-    """What values on the element's grid stand for by given factors."""
+    """The values represented by values on the element's grid, with given factors."""
     if FACTORS[1]:
         values = values * factor(scale_ptr, block, FACTORS[1], ADJACENT)
     if FACTORS[2]:
@@ -395,7 +395,7 @@ def quantize_dequantize_kernel(
             start = (program // strips) * BLOCK * inner + (program % strips) * GROUPS
             rows, columns = lane[:, None] * inner, group[None, :]  # [BLOCK, GROUPS]
             within = rows + columns
-            if GROUPS >= 64:  # so narrow that a thread has whole blocks, and does what is done for each block but once
+            if GROUPS >= 64:  # narrow enough that a thread has whole blocks, and computes per-block values only once
                 within = tl.max_contiguous(within, [1, GROUPS // 32])
         x = tl.load(x_ptr + start + within)
     else:
@@ -506,7 +506,7 @@ def add_errors(
     FACTORS: tl.constexpr,
     QUOTIENT: tl.constexpr,  # see `has_quotient`
 ):
-    """What `run_errors_kernel` writes, for the blocks of a program."""
+    """The output of `run_errors_kernel` for the blocks of a program."""
     total = tl.zeros(base.shape, tl.float32)[None, :]
     for i in tl.range(LENGTH, loop_unroll_factor=16):
         if WHOLE:
@@ -545,7 +545,7 @@ def run_errors_kernel(
     FACTORS: tl.constexpr,
     PRECISE: tl.constexpr,  # elements have at most 4 significant bits
 ):
-    """Of each block the float32 sum, from left to right, of |error| or of its square, rounded to nearest."""
+    """For each block, the float32 sum, from left to right, of |error| or its square, rounded to nearest."""
     block, base, here = runs_of(blocks, axis, inner, blocks_per_row, LENGTH, GROUPS)
     known = tl.minimum(block, blocks - 1)
     if PRECISE and has_quotient(known, outer_ptr, divisor_ptr, FACTORS, False):
@@ -565,7 +565,7 @@ def run_errors_kernel(
 def run_moments_kernel(
     x_ptr, total_ptr, squares_ptr, blocks, axis, inner, blocks_per_row, length, GROUPS: tl.constexpr
 ):
-    """Of each block the float64 sums, from left to right, of its values and of their squares."""
+    """For each block, the float64 sums, from left to right, of its values and of their squares."""
     block, base, here = runs_of(blocks, axis, inner, blocks_per_row, length, GROUPS)
     total = tl.zeros([GROUPS], tl.float64)
     squares = tl.zeros([GROUPS], tl.float64)

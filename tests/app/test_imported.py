@@ -69,7 +69,7 @@ def interpreted(at: AppTest) -> list[str]:
 @pytest.mark.parametrize(
     ("end", "said", "name"),
     [
-        (MISLABELLED, "in truth the query", "query"),
+        (MISLABELLED, "actually the query", "query"),
         (GRADIENT, "the gradient of the operation's output", "grad_output"),
     ],
     ids=["query", "grad_output"],

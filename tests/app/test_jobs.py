@@ -274,7 +274,7 @@ class TestCollect:
         (job,) = jobs.add(root, [*SHORT, "--seed", str(2**60), "--micro-batches", "5000", "--no-raw"])
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
-        assert "does not offer everything" in at.warning[0].value.replace("\\", "")
+        assert "cannot set these values of the job" in at.warning[0].value.replace("\\", "")
         for word in ("micro batches 5000: 4096 here", f"seed {2**60}: {2**53 - 1} here"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)

@@ -346,7 +346,7 @@ class TestEveryPage:
         segment = min((run / "segments").iterdir())
         roots.replace(segment / "sketch.parquet", b"PAR1 and no more")
         at = visit(root, page)
-        assert "A run is damaged or cannot be read: no number on this page includes it" in words(at)
+        assert "A run is damaged or cannot be read: the numbers on this page do not include it" in words(at)
         assert f"{run.name}/{segment.name}" in words(at)
         assert len(at.dataframe[0].value) > 0
         if page == "runs":

@@ -132,12 +132,12 @@ class TestSchedule:
         [
             ("", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("0", "bf16", "row 1 of the schedule: .* an iteration from 1"),
-            ("90%", "", "row 1 of the schedule: nothing changes: name a recipe"),
+            ("90%", "", "row 1 of the schedule: the row changes nothing: write a recipe"),
             ("90%", "mxfp9", "row 1 of the schedule: recipe 'mxfp9' is unknown"),
             ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: format 'mxfp9'"),
             ("90%", "linear.forward", "row 1 of the schedule: recipe 'linear.forward' is unknown"),
             ("90%", "linear.forward = bf16; x y = 3", "write changes as in linear.forward = bf16"),
-            ("90%", "nvidia_nvfp4", r"keep of its own: write nvidia_nvfp4\(without=keep\)"),
+            ("90%", "nvidia_nvfp4", r"has its own keep: write nvidia_nvfp4\(without=keep\)"),
         ],
     )
     def test_a_wrong_row_is_named_in_one_line(self, start: str, changes: str, message: str):
@@ -190,7 +190,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("name", ["mxfp8", "FA_hifp8", "nvidia_nvfp4"])
     def test_a_name_of_binades_own_is_refused(self, tmp_path: Path, name: str):
-        with pytest.raises(RecipeError, match=f"{name} is a recipe of Binade"):
+        with pytest.raises(RecipeError, match=f"{name} is already the name of a built-in recipe"):
             recipe_table.path_of(tmp_path, name)
 
     def test_a_root_with_a_comma_is_refused(self, tmp_path: Path):

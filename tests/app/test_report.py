@@ -369,7 +369,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
     text = (output / "index.html").read_text()
     tags = Tags(text)
     assert "<h1>Found</h1>" in text and "<strong>fc1</strong>" in text and "The worst of all" in text
-    assert "Pin 2: The view has no chart" in text and kept.runs[0].hash in text
+    assert "Pin 2: The view no longer has the chart" in text and kept.runs[0].hash in text
     assert not [tag for tag, _ in tags.tags if tag in ("img", "b")]
     assert not [a for _, attributes in tags.tags for a in attributes if a.startswith("on")]
     links = [a for tag, a in tags.tags if tag == "a" and not a["href"].startswith("#")]
@@ -395,7 +395,7 @@ def test_a_sessions_report_tells_its_pins_and_notes(command, root, tmp_path):
         (["--quant-type", "hifp8"], 1, "no tensor matches: quant type hifp8"),
         (["--layer-index", "1,x"], 2, "'x' is not a number"),
         (["--quant-type", ","], 2, "names are expected"),
-        (["--query", "layer_index=one"], 2, "which is no number"),
+        (["--query", "layer_index=one"], 2, "which is not a number"),
         (["--query", "mxfp8"], 2, "'mxfp8' is not a query"),
         (["--query", "http://[::1"], 2, "'http://[::1' is not a query"),
         (["--jobs", "0"], 2, "'--jobs'"),

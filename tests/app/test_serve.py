@@ -30,7 +30,7 @@ def test_streamlit_takes_every_setting(tmp_path, monkeypatch):
     names = [name.removeprefix("--") for name in options[::2]]
     assert set(names) <= set(config._config_options_template) and set(names) <= set(chosen)
     assert chosen["server.headless"] is True and chosen["browser.gatherUsageStats"] is False
-    assert chosen["theme.dark.primaryColor"] == "#7073f3" and chosen["client.toolbarMode"] == "minimal"
+    assert chosen["theme.dark.primaryColor"] == "#7578f5" and chosen["client.toolbarMode"] == "minimal"
 
 
 def test_a_root_that_is_a_file(tmp_path, monkeypatch, capsys):

@@ -40,7 +40,7 @@ def test_worst(visit: Visit, collected: Path, view: str, metric: str):
 
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
     at = visit(collected, "worst", phase="post", layer_type="linear")
-    assert re.match(r"The filter selects [\d,]+ tensors and no operand of a GEMM;", at.info[0].value)
+    assert re.match(r"The filter selects [\d,]+ tensors, but no operand of a GEMM;", at.info[0].value)
     with Recorder(tmp_path) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
@@ -48,10 +48,10 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
     with Catalog.open(tmp_path) as catalog:
         unscored = Selection(catalog, Filter(layer_index=(1,)))
         said = worst.draw(unscored, {"view": "board", "metric": "sqnr_db", "format": "mxfp4"}).problems[0]
-        assert "2 operands selected were recorded with scores=()" in said and "absmax" in said
+        assert "2 selected operands were recorded with scores=()" in said and "absmax" in said
         assert worst.draw(unscored, {"view": "board", "metric": "absmax", "format": "mxfp4"}).figures
         other = worst.draw(Selection(catalog, Filter()), {"view": "board", "metric": "sqnr_db", "format": "nvfp4"})
-        assert "3 operands selected are scored in mxfp4, not in nvfp4" in other.problems[0]
+        assert "3 selected operands are scored in mxfp4, not in nvfp4" in other.problems[0]
 
 
 @pytest.mark.parametrize("view", tensor.VIEWS)

@@ -231,3 +231,59 @@ def test_labels_are_light_on_dark_and_whole(visit: Visit, catalog: Catalog):
         })"""
     )
     assert cut == []
+
+
+def bars(page: Page) -> list[tuple[float, dict[str, float]]]:
+    """The bars of the first chart from left to right: where each starts (log₂), and its rectangle in the window."""
+    chart = page.locator("[data-testid=stVegaLiteChart]").first
+    chart.scroll_into_view_if_needed()
+    found = chart.locator("path[aria-label*='log₂ from']").evaluate_all(
+        "paths => paths.map(path => [path.getAttribute('aria-label'), path.getBoundingClientRect().toJSON()])"
+    )
+    starts = [number(re.search(r"log₂ from: ([^;]+)", label)[1]) for label, _ in found]
+    return sorted(zip(starts, [box for _, box in found], strict=True), key=lambda bar: bar[0])
+
+
+def test_a_range_that_is_dragged_over_shows_how_many_values_lie_in_it(visit: Visit, catalog: Catalog):
+    tensor_id = catalog.tensors(WHERE).iloc[1]["tensor_id"]
+    page = visit(f"{QUERY}&tensor={tensor_id}")
+    exponents = catalog.load(tensor_id).float().abs().log2()
+    drawn = bars(page)
+    first, last = len(drawn) // 2, len(drawn) * 3 // 4
+    left, right = (drawn[index][1] for index in (first, last))
+    page.mouse.move(left["x"] + left["width"] / 2, left["bottom"] - 2)
+    page.mouse.down()
+    page.mouse.move(right["x"] + right["width"] / 2, left["bottom"] - 2, steps=8)
+    page.mouse.up()
+    texts = page.locator("[data-testid=stVegaLiteChart]").first.locator("svg text")
+    counted = texts.filter(has_text=re.compile(r"%  .* values$")).first
+    counted.wait_for()
+    share, count = re.match(r"([\d.]+)%  ([\d.]+k?) ", counted.text_content()).groups()
+    values = float(count.removesuffix("k")) * (1000 if count.endswith("k") else 1)
+    inside = ((exponents >= drawn[first + 1][0]) & (exponents < drawn[last][0])).sum().item()
+    touched = ((exponents >= drawn[first][0]) & (exponents < drawn[last + 1][0])).sum().item()
+    assert 0 < inside < values < touched
+    assert float(share) / 100 == pytest.approx(values / exponents.numel(), rel=0.02)
+
+
+def test_a_click_with_shift_filters_by_the_mark(visit: Visit, catalog: Catalog):
+    page = visit("/explore?layer_index=1&operation=forward")
+    bars(page)
+    lines = page.locator("[data-testid=stVegaLiteChart]").first.locator("path[aria-label*='quant type: ']")
+    found = lines.evaluate_all(  # points of lines that no other line covers
+        """lines => lines.flatMap(line => [0.5, 0.55, 0.6, 0.65, 0.7, 0.75].map(part => {
+            const at = line.getPointAtLength(part * line.getTotalLength()).matrixTransform(line.getScreenCTM())
+            const top = document.elementFromPoint(at.x, at.y) === line
+            return top && [line.getAttribute('aria-label'), at.x, at.y]
+        })).filter(Boolean)"""
+    )
+    label, x, y = found[0]
+    page.keyboard.down("Shift")
+    page.mouse.click(x, y)
+    page.keyboard.up("Shift")
+    page.wait_for_function("() => location.search.includes('quant_type=')")
+    settle(page)
+    clicked = re.search(r"quant type: ([^;]+)", label)[1]
+    where = Filter(quant_type=[clicked], layer_index=[1], operation=["forward"])
+    assert query(page) == where.to_query()
+    assert metrics(page)["Tensors"] == str(catalog.totals(where).tensors)

@@ -409,14 +409,17 @@ def test_a_cell_of_a_surface_opens_its_tensor_at_that_step(visitor: Visitor, cat
 def test_every_chart_can_be_saved_with_its_caption(visitor: Visitor, tmp_path: Path):
     visitor.ask(registry.RANKING)
     saved = {}
-    for kind in ("PNG", "SVG", "CSV"):
+    ends = {"PNG": ".png", "SVG": ".svg", "CSV": ".csv", "LaTeX": ".tex", "84 mm wide as PDF": "-84mm.pdf"}
+    for kind, end in ends.items():
         with visitor.page.expect_download() as download:
             visitor.page.get_by_role("button", name="Save or pin").first.click()
-            visitor.page.get_by_role("button", name=f"Save as {kind}", exact=True).click()
+            name = f"Save as {kind}" if end.startswith(".") else kind
+            visitor.page.get_by_role("button", name=name, exact=True).first.click()
         path = tmp_path / download.value.suggested_filename
         download.value.save_as(path)
         saved[kind] = path.read_bytes()
-        assert path.name == f"binade-ranking.{kind.lower()}"
+        assert path.name == f"binade-ranking{end}"
+    assert b"\\toprule" in saved["LaTeX"] and saved["84 mm wide as PDF"].startswith(b"%PDF")
     assert saved["PNG"].startswith(b"\x89PNG") and len(saved["PNG"]) > 10_000
     svg, table = saved["SVG"].decode(), saved["CSV"].decode()
     for text in (svg, table):

@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pypdfium2
 import pytest
 from playwright.sync_api import Browser, Page
 
@@ -18,7 +19,8 @@ from binade.app.sessions.session import Pin
 from binade.data.catalog import Catalog
 from tests.app import roots
 from tests.app.reports import MadeOnce, reported
-from tests.browser.driver import serving
+from tests.app.test_exports import letter_size
+from tests.browser.driver import PATIENCE, serving
 from tests.browser.test_sessions import turn_to
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -56,16 +58,31 @@ def page(browser: Browser, exported: Path, tmp_path: Path) -> Iterator[Page]:
     context.close()
 
 
-def test_every_chart_is_drawn_from_the_file_alone(page):
-    count = page.evaluate("() => binade.drawAll().then(views => views.length)")
-    assert count > 50
-    assert page.locator(".chart svg.marks").count() == count
+def test_every_chart_is_drawn_and_printed_with_its_caption_from_the_file_alone(page):
+    """To a real PDF, from the button: A4 at its own size, and no page ends between a chart and its caption."""
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    page.emulate_media(color_scheme="dark")
+    page.evaluate("() => { window.print = () => { window.asked = true; }; }")
+    page.get_by_role("button", name="Print").click(timeout=PATIENCE * 1000)
+    page.wait_for_function("() => window.asked", timeout=PATIENCE * 1000)
     empty = page.evaluate(
         "() => [...document.querySelectorAll('.chart')].filter(c => c.querySelectorAll('svg path, image').length < 3)"
         ".map(c => c.dataset.name)"
     )
     assert empty == []
-    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    charts = page.locator("figure").evaluate_all(
+        "figures => figures.map(f => [f.querySelector('.role-title-text').textContent,"
+        " f.querySelector('figcaption div').textContent].map(text => text.split(/\\s+/).join(' ').trim()))"
+    )
+    pages = list(pypdfium2.PdfDocument(page.pdf(prefer_css_page_size=True)))
+    read = [each.get_textpage() for each in pages]
+    texts = [" ".join(each.get_text_range().split()) for each in read]
+    for title, caption in charts:
+        assert any(title[:20] in text and caption[:60] in text for text in texts), (title, caption)
+    assert sum(text.count("Data: ") for text in texts) == len(charts) > 50
+    assert {tuple(round(side / 72 * 25.4) for side in each.get_size()) for each in pages} == {(210, 297)}
+    heading, _ = read[0].search("Tensors of").get_next()
+    assert letter_size(read[0], heading) == pytest.approx(19, rel=0.02)  # 1.9 times 10 pt: no table was too wide
 
 
 def test_a_charts_data_are_those_of_the_zip(page, exported):

@@ -185,10 +185,10 @@ def test_import_of_each_tool(command, capsys, monkeypatch, tmp_path):
     assert notes(table.iloc[-1])[0].endswith("Its file is TransformerEngine's.")
     ((run,), _) = list_runs(tmp_path / "runs")
     refused = [json.loads(line) for line in (run.directory / "refused.jsonl").read_text().splitlines()]
-    assert [(each["key"], each["reason"].split(":")[0][:40]) for each in refused] == [
-        ("quantized", "a quantized tensor of Transformer Engine"),
-        ("quantized", "a quantized tensor of Transformer Engine"),
-        (None, "it holds more than tensors and plain dat"),
+    assert [(each["key"], " ".join(each["reason"].split()[:5])) for each in refused] == [
+        ("quantized", "quantized tensors of Transformer Engine"),
+        ("quantized", "quantized tensors of Transformer Engine"),
+        (None, "it holds more than tensors"),
     ]
     assert (tmp_path / "proof").is_dir()
 

@@ -120,8 +120,8 @@ def test_metadata_and_corrections_reach_the_card(bring, tmp_path, logs):
     assert row["captured"] == pd.Timestamp("2025-09-23 10:01:50")
     said = notes(row)
     assert said == notes(row.to_dict())
-    assert said[0].endswith("The name of its file is that of version V3.")
-    assert any("in truth the key" in sentence for sentence in said)
+    assert said[0].endswith("Its file name follows version V3.")
+    assert any("actually the key" in sentence for sentence in said)
     assert any("name says layer_index 1, the metadata inside says 5" in sentence for sentence in said)
     assert "Its log spells the quant type mxfp_fp8_e4m3_quantized." in said
     assert "It was taken after it was quantized." in said and "Not recorded: module, micro-batch." in said
@@ -249,7 +249,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "integers.npy": "dtype",
         "swapped.npy": "dtype >f4",
         "meta.pt": "no values",
-        "empty_tensor.pt": "no element",
+        "empty_tensor.pt": "it is empty",
         "no_element.npy": "",
         "lies_ok.pt": "storage",
         "lies_ok_older.pt": "",
@@ -260,7 +260,7 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         **dict.fromkeys(("number.pt", "state_dict.pt"), "holds no tensor"),
         "evil.pt": "could run code",
         "evil_older.pt": "could run code",
-        "pickle.pt": "neither of torch's formats",
+        "pickle.pt": "neither of torch's two formats",
         "pickle.pkl": "is not opened",
         "pickle.npy": "",
         "pickle.safetensors": "",
@@ -269,11 +269,11 @@ def hostile(logs: Path, proof: Path) -> dict[str, str]:
         "cut_older.pt": "",
         "deflated.pt": "compressed",
         "claims.pt": "names more bytes than it has",
-        "zeros.pt": "neither of torch's formats",
+        "zeros.pt": "neither of torch's two formats",
         "nothing.pt": "0 bytes",
         "readme.txt": "not a tensor file",
-        **dict.fromkeys(("pipe.pt", "socket.pt"), "no regular file"),
-        "loop.pt": "leads nowhere, or to itself",
+        **dict.fromkeys(("pipe.pt", "socket.pt"), "not a regular file"),
+        "loop.pt": "target does not exist, or that points to itself",
         **dict.fromkeys(("out.pt", "away"), "out of the directory"),
         **dict.fromkeys(("inside.pt", "around"), "found separately"),
     }

@@ -149,8 +149,8 @@ def attention(phase: str, component: str, name: str, more: str = "group000") -> 
         (linear("forward", "post", "output"), "output", "post", None, None),
         (linear("forward", "pre", "input"), "input", "pre", -1, None),
         (linear("backward", "pre", "grad_output"), "grad_output", "pre", -1, None),
-        (attention("pre", "attention", "attention_probs"), "query", "pre", -1, "in truth the query"),
-        (attention("pre", "attention", "value"), "key", "pre", -2, "in truth the key"),
+        (attention("pre", "attention", "attention_probs"), "query", "pre", -1, "actually the query"),
+        (attention("pre", "attention", "value"), "key", "pre", -2, "actually the key"),
         (attention("post", "FA", "attention_probs"), "attention_probs", "post", -1, None),
         (attention("post", "FA", "value"), "value", "post", None, None),
         (attention("pre", "attention", "value", "sample000"), "value", "pre", None, None),  # not V3

@@ -598,7 +598,7 @@ DAMAGE = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
     "pickled weights": (to_pickle, "holds no weights: model.safetensors or .* was expected"),
     "a tensor is missing": (lambda d: edit_weights(d, drop="model.norm.weight"), "lacks the tensor model.norm.weight"),
-    "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "beyond those of the model, the tensor more"),
+    "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "those of the model, the tensor more"),
     "a tensor of another shape": (
         lambda d: edit_weights(d, **{"model.norm.weight": torch.ones(3)}), "model.norm.weight is 3, 256 was expected"
     ),

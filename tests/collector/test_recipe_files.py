@@ -146,14 +146,14 @@ def test_what_replaces_an_operand_is_not_rounded_from_its_rounded_value():
         ("[linears]\n", "'linears' is not known in the recipe"),
         ("[linear]\nforward = 'mxfp9'", "linear.forward.input: .*mxfp9"),
         ("[linear]\nforward = 'mxfp8(scale=quest)'", "linear.forward.input: scale=quest is not possible for mxfp8"),
-        ("[linear]\nforward = 3", "linear.forward is a table, not 3"),
+        ("[linear]\nforward = 3", "linear.forward must be a table, not 3"),
         ("[[schedule]]\nfrom = 10\n[[schedule]]\nfrom = '5%'\n[[schedule]]\nfrom = 9\n", "from = 9 follows 10"),
         ("[[schedule]]\nfrom = '90%'\n[[schedule]]\nfrom = '90.0%'\n", "from = 90.0% follows 90%"),
         ("[linear]\nforward = 'mxfp8(block=2'", r"linear.forward.input: 'mxfp8\(block=2' is not a spec"),
         ("[linear]\ndgrad.weight = { spec = 'mxfp8', of = 'round' }", "of = 'round' is unknown"),
-        ("[linear]\nforward.input = 3", "linear.forward.input is a text, not 3"),
+        ("[linear]\nforward.input = 3", "linear.forward.input must be a string, not 3"),
         ("[linear]\nforward.input = { spec = 'mxfp8', of = 'rounded' }", 'linear.forward.input: of = "rounded"'),
-        ("linear = 'mxfp8'", r"\[linear\] is a table"),
+        ("linear = 'mxfp8'", r"\[linear\] must be a table"),
         ("[keep]\nlayers = '(('", r"keep.layers: '\(\(' is neither"),
         ("[keep]\nlayer = 'first'", "'layer' is not known in .keep.: layers"),
         ("[[schedule]]\nlinear.forward = 'bf16'", "from = nothing"),
@@ -212,7 +212,7 @@ def test_what_cannot_be_left_out_is_refused():
     with pytest.raises(RecipeError, match=f"without=hadamard .*{', '.join(INGREDIENTS)}"):
         parse_recipe("nvidia_nvfp4(without=hadamard)")
     for name, missing in (("te_mxfp8", "rounding"), ("nvidia_nvfp4", "scale"), ("mxfp8", "keep")):
-        with pytest.raises(RecipeError, match=f"nothing of '{missing}'"):
+        with pytest.raises(RecipeError, match=f"does not have the ingredient '{missing}'"):
             parse_recipe(f"{name}(without={missing})")
 
 

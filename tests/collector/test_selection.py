@@ -104,7 +104,7 @@ HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, lay
         ("first,First", (), f"'First' is not a layer of the model, {HAS}"),
         ("9" * 5000, (), "is not a layer of the model"),
         ("router", (), f"'router' is not a layer of the model, {HAS}"),
-        ("4-2", (), "4-2 runs backwards: write 2-4"),
+        ("4-2", (), "4-2 is reversed: write 2-4"),
         ("(", (), r"'(' is neither a layer nor a regular expression: "),
         ("first,*", (), r"'*' is neither a layer nor a regular expression: no argument for repetition"),
         ("!nope", (), f"'!nope' is not a layer of the model, {HAS}"),

@@ -254,7 +254,7 @@ def test_a_cluster_that_names_no_job(command, capsys, tmp_path: Path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     executable(tmp_path, "sbatch", "print('queued')")
     assert command(*SLURM) == 1
-    assert capsys.readouterr() == ("", "binade: sbatch named no job: its output is 'queued'\n")
+    assert capsys.readouterr() == ("", "binade: sbatch printed no job ID: its output is 'queued'\n")
     assert store.numbers(tmp_path / "runs") == []
 
 
@@ -330,9 +330,12 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
         ((*SLURM[1:], "--partition", "a b"), "--partition 'a b' is not valid"),
         ((*SLURM[1:], "--partition", "a\ntouch x"), "--partition 'a\\ntouch x' is not valid"),
         ((*SLURM[1:], "--account", ""), "--account '' is not valid"),
-        ((*SLURM[1:], "--tensor-save-dir", "/tmp/a\ntouch x"), "the root '/tmp/a\\ntouch x' has characters that Slurm"),
-        ((*SLURM[1:], "--tensor-save-dir", "/tmp/%j"), "the root '/tmp/%j' has characters that Slurm"),
-        ((*SLURM[1:], "--tensor-save-dir", "/tmp/a\\b"), "the root '/tmp/a\\\\b' has characters that Slurm"),
+        (
+            (*SLURM[1:], "--tensor-save-dir", "/tmp/a\ntouch x"),
+            "the root '/tmp/a\\ntouch x' has characters that are special",
+        ),
+        ((*SLURM[1:], "--tensor-save-dir", "/tmp/%j"), "the root '/tmp/%j' has characters that are special to Slurm"),
+        ((*SLURM[1:], "--tensor-save-dir", "/tmp/a\\b"), "the root '/tmp/a\\\\b' has characters that are special"),
     ],
 )
 @pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["submit", "dry run"])

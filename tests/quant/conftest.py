@@ -15,8 +15,9 @@ from binade.quant.backends import native
 FAST_TO_BUILD = ("-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def builds(tmp_path_factory):
+    """For these tests alone: another test, or a process that it starts, must not find other builds than a user's."""
     own = tmp_path_factory.getbasetemp()
     place = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "builds"
     build = native._build
@@ -31,9 +32,17 @@ def builds(tmp_path_factory):
         patch.setenv("BINADE_CACHE_DIR", str(place))
         patch.setattr(native, "FLAGS", (*(flag for flag in native.FLAGS if flag != "-O3"), *FAST_TO_BUILD))
         patch.setattr(native, "_build", build_once)
-        native.directory.cache_clear()
+        patch.setattr(native, "_loaded", {})
+        patch.setattr(native, "_worked", {})
+        _forget()
         yield
+    _forget()
+
+
+def _forget() -> None:
+    """Where builds are, and their names: both depend on what `builds` sets."""
     native.directory.cache_clear()
+    native._stamp.cache_clear()
 
 
 @pytest.fixture(autouse=True)

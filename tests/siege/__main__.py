@@ -121,7 +121,7 @@ def _table(outcomes: dict[str, Outcome]) -> str:
         (name, ATTACKS[name].holds, f"{found.tried:,}", f"{len(found.failures):,}", f"{found.seconds:.0f} s")
         for name, found in outcomes.items()
     ]
-    return markdown_table(("Attack", "What must hold", "Tried", "Failed", "Took"), rows, left=2)
+    return markdown_table(("Attack", "Requirement", "Attempts", "Failed", "Time"), rows, "llrrr")
 
 
 def _collect(root: Path) -> None:

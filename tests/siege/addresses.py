@@ -41,7 +41,7 @@ def _open_root(attempt: Attempt) -> Path:
     return attempt.once("root", make)
 
 
-@attack("The page is drawn; nothing in an address is run or raises", tries=2000, share=6.0)
+@attack("The page is drawn; nothing in a URL is executed or raises an exception", tries=2000, share=6.0)
 def addresses(attempt: Attempt) -> None:
     chance = attempt.random
     page = attempt.choose(list(PAGES))
@@ -67,7 +67,7 @@ PATTERNS = (
 OPTIONS = ("--skip-layers", "--capture-layers")
 
 
-@attack("Answered within seconds, in a sentence if it is refused", tries=2 * len(PATTERNS), seconds=60)
+@attack("Answered within seconds, with one sentence if the pattern is refused", tries=2 * len(PATTERNS), seconds=60)
 def slow_patterns(attempt: Attempt) -> None:
     option, pattern = attempt.choose([(option, pattern) for option in OPTIONS for pattern in PATTERNS])
     attempt.case = f"{option} {pattern[:60]!a}"
@@ -88,7 +88,7 @@ FLAGS = ("--quantization", "--dataset", "--model", "--skip-layers", "--capture-l
          "--tensors", "--scores", "--seed", "--max-bytes", "--layers", "--device", "--backend")  # fmt: skip
 
 
-@attack("The text is the option's value and nothing else: taken as it is or refused in a sentence", tries=350)
+@attack("The text is only ever the option's value: used as it is, or refused in one sentence", tries=350)
 def options_of_jobs(attempt: Attempt) -> None:
     flag, text = attempt.choose([(flag, text) for flag in FLAGS for text in TEXTS])
     new = attempt.place / "new"
@@ -109,7 +109,7 @@ def options_of_jobs(attempt: Attempt) -> None:
     assert not new.exists()
 
 
-@attack("A job's file that names another command or root is damaged: it is named and never started", tries=12)
+@attack("A job file that names another command or root counts as damaged: it is reported and never started", tries=12)
 def lines_of_jobs(attempt: Attempt) -> None:
     new, root = attempt.place / "new", attempt.place / "runs"
     lines = (

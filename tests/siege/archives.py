@@ -71,7 +71,7 @@ def _damaged(content: bytes, chance: random.Random) -> bytes:
     return bytes(raw)
 
 
-@attack("Refused in a sentence, and nothing is changed", tries=300)
+@attack("The bundle is refused in one sentence, and nothing changes", tries=300)
 def hostile_bundles(attempt: Attempt) -> None:
     packed = attempt.once("packed", pack) / "bundle.zip"
     path = attempt.place / "hostile.zip"
@@ -122,7 +122,9 @@ def _huge_record(path: Path) -> None:
 LOGS = ("damaged", "2^40", "pickle", "empty", "a FIFO", "a link", "a directory", "text", "deep", "not finite")
 
 
-@attack("What is sound is imported, the rest is named in a line each; nothing in a file is executed", tries=100)
+@attack(
+    "Intact files are imported, and each other file is reported in one line; nothing in a file is executed", tries=100
+)
 def hostile_logs(attempt: Attempt) -> None:
     logs, root = attempt.place / "logs", attempt.place / "runs"
     logs.mkdir()

@@ -39,7 +39,7 @@ def _check(process: subprocess.Popen[str], out: Path) -> None:
         json.loads(path.read_text())
 
 
-@attack("One line says that the file is too large; no part, no half row is left", tries=20)
+@attack("One line says that the file is too large; no partial file or row is left", tries=20)
 def small_files(attempt: Attempt) -> None:
     """The kernel lets no file grow beyond a limit."""
     limit = round(10 ** attempt.random.uniform(2, 5.5))
@@ -54,7 +54,7 @@ def small_files(attempt: Attempt) -> None:
     _check(process, out)
 
 
-@attack("One line says that the disk is full; what fitted is whole", tries=12)
+@attack("One line says that the disk is full; everything written before is complete", tries=12)
 def full_disks(attempt: Attempt) -> None:
     size = round(10 ** attempt.random.uniform(3.7, 6.7))
     disk = attempt.place / "disk"

@@ -162,7 +162,11 @@ JOB_FILES = [f"0002/{name}" for name in ("job.json", "process.json", "cancel.jso
 QUEUE_FILES = ["queue.json", "runner.json", "runner.log"]
 
 
-@attack("Other jobs go on; page, `jobs`, `jobs cancel` and runner name the bad one in a sentence", tries=400, share=0.7)
+@attack(
+    "Other jobs continue; the page, `jobs`, `jobs cancel` and the runner report the damaged one in one sentence",
+    tries=400,
+    share=0.7,
+)
 def damaged_jobs(attempt: Attempt) -> None:
     name, how = attempt.choose(damages([*JOB_FILES, *QUEUE_FILES]))
     root = attempt.place / "runs"
@@ -190,7 +194,7 @@ def damaged_jobs(attempt: Attempt) -> None:
         assert len(shown.warning) >= bool(problems)
 
 
-@attack("A link or file in the place of `.jobs` or of its locks is refused in a sentence, and not followed", tries=16)
+@attack("A link or file in place of `.jobs` or its locks is refused in one sentence and not followed", tries=16)
 def linked_queues(attempt: Attempt) -> None:
     place = attempt.choose([".jobs", ".jobs/runner.lock", ".jobs/queue.lock", ".jobs/runner.log", ".jobs/0002"])
     how = attempt.choose(["a link", "a file", "a FIFO", "a link to itself", "a link to nothing"])
@@ -229,7 +233,7 @@ def linked_queues(attempt: Attempt) -> None:
 RUN_FILES = ["run.json", "status.json", "loss.jsonl", "log.txt", "events.jsonl"]
 
 
-@attack("Every page opens; sound runs are shown, the bad one is named or shown", tries=150, share=3.0)
+@attack("Every page opens; intact runs are shown, and the damaged one is shown or reported", tries=150, share=3.0)
 def damaged_runs(attempt: Attempt) -> None:
     name, how = attempt.choose(damages(RUN_FILES))
     root = roots.copy(attempt.root, attempt.place / "runs")
@@ -264,7 +268,7 @@ def damaged_runs(attempt: Attempt) -> None:
 SEGMENT_FILES = ["tensor.parquet", "sketch.parquet", "score.parquet"]
 
 
-@attack("Segments and tensor files that are not files: pages open and name them", tries=40)
+@attack("Segments and tensor files that are not regular files: pages open and report them", tries=40)
 def odd_segments(attempt: Attempt) -> None:
     how = attempt.choose([*KINDS, *CONTENTS])
     root = roots.copy(attempt.root, attempt.place / "runs")
@@ -285,7 +289,7 @@ def make_session(root: Path) -> None:
     save(root, new("a session", View("explore", {})))
 
 
-@attack("The page Sessions opens, and names the bad file", tries=120)
+@attack("The *Sessions* page opens and reports the damaged file", tries=120)
 def damaged_sessions(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     shutil.copytree(attempt.once("session", make_session), root)
@@ -298,7 +302,7 @@ def damaged_sessions(attempt: Attempt) -> None:
         close_pages([str(root)])
 
 
-@attack("A root that is a file, or cannot be looked into, is a sentence on every page", tries=12, seconds=60)
+@attack("For a root that is a file or cannot be read, every page shows one sentence", tries=12, seconds=60)
 def odd_roots(attempt: Attempt) -> None:
     how = attempt.choose(["a file", "a FIFO", "a link to itself", "a link to nothing", "a link to a device"])
     page = attempt.choose(["overview", "explore", "worst", "tensor", "recipes", "runs", "sessions", "jobs", "collect"])

@@ -55,7 +55,7 @@ def leftovers(root: Path) -> list[str]:
     return [str(path.relative_to(root)) for path in root.rglob(".*") if path.name.endswith((".part", ".old", ".gone"))]
 
 
-@attack("Every published row is there with its values; the run has crashed, and says so", tries=24)
+@attack("Every published row is present with its values; the run is reported as crashed", tries=24)
 def killed_collectors(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     killed(attempt, 9.0, *ENDLESS, "--tensor-save-dir", str(root))
@@ -70,7 +70,7 @@ def make_logs(place: Path) -> None:
         torch.save(torch.randn(16, 64), place / f"x{index:02d}.pt")
 
 
-@attack("The same import again has every tensor once, and leaves no temporary files", tries=16)
+@attack("Repeating the import gives every tensor once and leaves no temporary files", tries=16)
 def killed_imports(attempt: Attempt) -> None:
     root, logs = attempt.place / "runs", attempt.once("logs", make_logs)
     line = ("import", str(logs), "--scores", "mxfp8", "--workers", "1", "--tensor-save-dir", str(root))
@@ -87,7 +87,7 @@ def _names(root: Path) -> list[str]:
         return list(catalog.tensors()["tensor_name"]) if catalog.totals().tensors else []
 
 
-@attack("The same command again writes all of it, and leaves no temporary files", tries=16, seconds=240)
+@attack("Repeating the command writes the complete output and leaves no temporary files", tries=16, seconds=240)
 def killed_writers(attempt: Attempt) -> None:
     """An export, a bundle and its import."""
     out = attempt.place / "out"
@@ -121,7 +121,7 @@ def killed_writers(attempt: Attempt) -> None:
     assert leftovers(attempt.place) == []
 
 
-@attack("The same report again is whole, and leaves no temporary files", tries=4, seconds=400)
+@attack("Repeating the report gives a complete report and leaves no temporary files", tries=4, seconds=400)
 def killed_reports(attempt: Attempt) -> None:
     out = attempt.place / "out"
     few = ("--recipe", "mxfp4", "--layer-index", "1", "--tensor-name", "weight", "--jobs", "1")

@@ -52,7 +52,7 @@ def runners(root: Path) -> int:
     return found
 
 
-@attack("Each is cancelled, rows and counts agree, and no process is left", tries=25, seconds=300, share=7.0)
+@attack("Every run is cancelled, rows and counts agree, and no process is left", tries=25, seconds=300, share=7.0)
 def cancels(attempt: Attempt) -> None:
     """Eight jobs on one and on two ranks, four at a time, each cancelled at a moment of its own."""
     with queue(attempt.place / "runs") as root:
@@ -79,7 +79,7 @@ def cancels(attempt: Attempt) -> None:
         assert check_rows(root) == sum(run.status.tensors for run in made)
 
 
-@attack("Every job runs once, one at a time, and the runners leave", tries=3, seconds=300)
+@attack("Every job runs once, one at a time, and the runners exit", tries=3, seconds=300)
 def launchers_at_once(attempt: Attempt) -> None:
     """Two apps and two command lines."""
     app = (
@@ -105,7 +105,7 @@ def launchers_at_once(attempt: Attempt) -> None:
         assert all(before[1] <= after[0] for before, after in pairwise(ran))
 
 
-@attack("The job goes on, and is shown as what it is", tries=1, seconds=900)
+@attack("The job continues and is shown in its actual state", tries=1, seconds=900)
 def restarted_apps(attempt: Attempt) -> None:
     """An app that is killed and started again while a job runs: up to 20 times."""
     attempt.times = max(2, round(20 * min(1.0, attempt.minutes / 30)))
@@ -127,7 +127,7 @@ def restarted_apps(attempt: Attempt) -> None:
         assert view.state == "cancelled" and view.run and check_rows(root) == view.run.status.tensors
 
 
-@attack("Jobs end as they would, with their runs and rows", tries=8, seconds=300)
+@attack("Jobs end as usual, with their runs and rows", tries=8, seconds=300)
 def clock_jumps(attempt: Attempt) -> None:
     """The clock of the runner and of the job jumps by up to an hour and back, at random moments."""
     shift = attempt.place / "shift"
@@ -164,7 +164,7 @@ def clock_jumps(attempt: Attempt) -> None:
         os.environ |= before
 
 
-@attack("A live process that only has the number is neither signalled nor believed", tries=60)
+@attack("An unrelated process with the same PID is neither signalled nor taken for the job", tries=60)
 def reused_pids(attempt: Attempt) -> None:
     root = attempt.place / "runs"
     with subprocess.Popen(["sleep", "600"]) as stranger:

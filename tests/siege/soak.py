@@ -76,7 +76,10 @@ def ends(memory: list[float]) -> tuple[float, float]:
 
 
 @attack(
-    f"Memory at the end is at most {GROWTH:.0%} above that after the first rounds", tries=1, seconds=6 * 3600, share=1.5
+    f"Memory use at the end is at most {GROWTH:.0%} above that after the first rounds",
+    tries=1,
+    seconds=6 * 3600,
+    share=1.5,
 )
 def soak(attempt: Attempt) -> None:
     root = roots.copy(attempt.root, attempt.place / "runs")

@@ -119,7 +119,7 @@ ESCAPES = [way.replace("{f}", name) for name in READERS for way in WAYS] + list(
 
 
 @attack(
-    "Refused in a sentence or answered without it: no file read or written, no table changed",
+    "The query is refused in one sentence or answered harmlessly: no file is read or written, no table changed",
     tries=len(ESCAPES),
     share=2.0,
 )
@@ -142,7 +142,7 @@ def sql_escapes(attempt: Attempt) -> None:
         assert box.select("SELECT count(*) AS n FROM run").rows["n"].item() == 4
 
 
-@attack("A row or a sentence, never an exception", tries=len(UNHELD))
+@attack("The query returns a row or an error in one sentence, never an exception", tries=len(UNHELD))
 def values_python_cannot_hold(attempt: Attempt) -> None:
     value = attempt.choose(UNHELD)
     attempt.case = value[:60]

@@ -13,11 +13,11 @@ from binade.app.questions.depth import charts as depth_charts
 from binade.app.style import Measure
 
 KINDS = {"advised": "advised under other budgets", "uniform": "one format for all", "published": "published recipes"}
-BITS = Measure("bits", "Bits per value", "", "of the format that is advised")
+BITS = Measure("bits", "Bits per value", "", "of the advised format")
 
 
 def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> alt.LayerChart | alt.FacetChart:
-    """Of Advice.frontier, and the advice itself as a ring. The axis of losses is logarithmic where it can be."""
+    """Draws Advice.frontier, and the advice itself as a ring. The axis of losses is logarithmic if possible."""
     shown = table.assign(group=table["kind"].map(KINDS))
     floor = float(shown.loc[shown["change"] > 0, "change"].min()) if (shown["change"] > 0).any() else np.nan
     scale = alt.Scale(type="log") if floor > 0 else alt.Scale(type="linear")
@@ -50,7 +50,7 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
 
 
 def _apart(table: pd.DataFrame) -> pd.DataFrame:
-    """The recipes whose names do not cover each other, the one with the fewest bits first; the rest have a tooltip."""
+    """The recipes whose labels do not overlap, chosen from the fewest bits on; the rest have a tooltip."""
     named: list[pd.Series] = []
     for _, row in table[table["kind"] != "advised"].sort_values(["bits", "change"]).iterrows():
         if all(abs(row["bits"] - other["bits"]) > 2.2 or _far(row["change"], other["change"]) for other in named):
@@ -63,7 +63,7 @@ def _far(one: float, other: float) -> bool:
 
 
 def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """The bits of each operand by layer; bright is wide."""
+    """The bits of each operand by layer; brighter means more bits."""
     row = table["module"] + " " + table["tensor_name"]
     cells = table.assign(value=table["bits"] / table["values"], row=row, operation=table["gemm"], tensors=1)
     return depth_charts.depth(cells, BITS, title, subtitle)

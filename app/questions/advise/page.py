@@ -40,7 +40,7 @@ def _recipe(selection: Selection, values: dict[str, Any]) -> None:
     """The recipe's file, a button that saves it, and one that queues the runs that test it."""
     try:
         found = advice_of(selection, values)
-    except AdviceError:  # the answer says so
+    except AdviceError:  # the answer shows the error
         return
     name = f"advised_{values['budget'].replace('.', '_')}_{values['by']}"
     with st.expander("The recipe as a file", icon=":material/description:"):

@@ -1,4 +1,5 @@
-"""Which format for which operand? The least predicted loss under a budget of bits, and whether it came true."""
+"""Which format for which operand? The least predicted loss under a budget of bits, and whether training confirmed
+it."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ CONTROLS = (
     Control(
         name="budget", label="Bits per value", param=One((DEFAULT, *(b for b in BUDGETS if b != DEFAULT))),
         options=BUDGETS, widget="slider", row="advise", width=2,
-        help="On average over the operands’ values, of forward and of backward operands each",
+        help="Average over the values of the operands, separately for forward and backward operands",
     ),
     Control(
-        name="by", label="Gets formats of its own", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
-        help="The two operands and the three GEMMs of each may still differ",
+        name="by", label="Granularity", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
+        help="What formats are chosen for. The two operands and the three GEMMs of each may still differ",
     ),
     Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
 )  # fmt: skip
@@ -88,7 +89,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     forward = chosen[~chosen["backward"]]
     subtitle = f"ring: the advice, {found.bits:.2f} bits"
     frontier = charts.frontier(found.frontier, found.bits, found.change, subtitle)
-    heat = charts.bits(forward, "Bits that forward operands get", "bright is wide")
+    heat = charts.bits(forward, "Bits that forward operands get", "bright: more bits")
     height = max(420, depth_height(forward.assign(row=forward["module"] + forward["tensor_name"])))
     items: list[Any] = [
         Figure("frontier", frontier, found.frontier, words, height=height, group="advice"),
@@ -96,38 +97,39 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
             "bits", heat, forward, words, height=height, group="advice", choose="tensor_id",
             hint="Click a cell to open its tensor.",
         ),
-        Table("operands", chosen, OPERANDS, title="Every operand", choose="tensor_id"),
+        Table("operands", chosen, OPERANDS, title="All operands", choose="tensor_id"),
         *map(Text, found.doubts),
     ]  # fmt: skip
     if found.unplaced:
         missing = ", ".join(found.unplaced)
-        items.append(Text(f"Not shown, because not all of their formats were scored: {missing}."))
+        items.append(Text(f"Not shown, because some of their formats were not scored: {missing}."))
     verdict = found.sentence
-    table, told = came_true(selection.opened, found)
+    table, held = confirmed(selection.opened, found)
     if not table.empty:
         columns = {"recipe": MEASURED["recipe"], "bits": BITS} | MEASURED
         items.append(Table("advised_and_measured", table, columns, title="Predicted and measured"))
-        verdict = f"{verdict} {told}"
+        verdict = f"{verdict} {held}"
     return Drawn(tuple(items), verdict)
 
 
-def came_true(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
-    """(the advised recipes and those of one format that trained, predicted and measured; whether advice held)."""
+def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
+    """(predicted and measured figures of the advised and single-format recipes that were trained; whether the advice
+    held)."""
     table, _ = compute.measured(opened, found.costs)
     advised = table["advised"]
     plain = table["recipe"].str.startswith(("linear_", "FA_linear_"))
-    told = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
-    return table[advised | plain].sort_values("predicted", ignore_index=True) if told else table[:0], " ".join(told)
+    held = [_held(row, table[plain]) for _, row in table[advised].iterrows()]
+    return table[advised | plain].sort_values("predicted", ignore_index=True) if held else table[:0], " ".join(held)
 
 
 def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format of at most as many bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['recipe']} trained, but no single format of at most as many bits to compare it with."
+        return f"{advised['recipe']} was trained, but no single format of at most as many bits was."
     other = others.iloc[0]
     gaps = f"{advised['gap']:+.4f}, {other['recipe']} with {other['gap']:+.4f}"
-    text = f"{advised['recipe']} trained with a mean gap of {gaps}: "
+    text = f"{advised['recipe']} was trained with a mean gap of {gaps}: "
     if not (advised["high"] < other["low"] or advised["low"] > other["high"]):
         seeds = int(min(advised["seeds"], other["seeds"]))
         return f"{text}{seeds} seed{'s' * (seeds != 1)} do{'es' * (seeds == 1)} not separate them."

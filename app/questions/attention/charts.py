@@ -14,7 +14,7 @@ BY_HEAD = alt.X("head:O", title="head", axis=alt.Axis(labelAngle=0, labelOverlap
 
 
 def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of attention.entropy: mean over queries, with the range; the dashed line is attention that looks everywhere."""
+    """Chart of attention.entropy: mean over queries, with the range; the dashed line is uniform attention."""
     tooltip = [
         alt.Tooltip("head:O", title="head"),
         alt.Tooltip("entropy:Q", title="mean entropy (bits)", format=".3f"),
@@ -40,7 +40,7 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
 
 
 def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
-    """Of attention.flushed."""
+    """Chart of attention.flushed."""
     shown = table.assign(percent=table["flush_to_zero"] * 100, mass_percent=table["mass"] * 100)
     tooltip = [
         alt.Tooltip("head:O", title="head"),
@@ -57,7 +57,7 @@ def flushed_by_head(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
 
 
 def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of attention.ranges: quartile box, whiskers to the smallest and largest score."""
+    """Chart of attention.ranges: quartile box, whiskers to the smallest and largest score."""
     names = (("low", "lowest"), ("q1", "25 %"), ("median", "median"), ("q3", "75 %"), ("high", "highest"))
     tooltip = [alt.Tooltip("head:O", title="head")]
     tooltip += [alt.Tooltip(f"{name}:Q", title=title, format=".4~g") for name, title in names]
@@ -72,7 +72,7 @@ def score_ranges(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerCha
 def head_map(
     values: np.ndarray, size: tuple[int, int], name: str, subtitle: str | list[str], probs: bool
 ) -> alt.LayerChart:
-    """Of attention.head_map; probabilities by their log2, so that the small ones show."""
+    """Chart of attention.head_map; probabilities by their log2, so that the small ones show."""
     shown = values.astype(float)
     unit = "score"
     if probs:

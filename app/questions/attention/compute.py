@@ -34,7 +34,7 @@ class Heads:
 
 
 def heads(x: Tensor) -> Heads | None:
-    """None for a tensor that has not these four axes."""
+    """None for a tensor without these four axes."""
     if x.dim() != 4 or not x.numel():
         return None
     every = max(1, -(-x.numel() // LIMIT))

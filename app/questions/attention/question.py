@@ -131,7 +131,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         figures.append(
             Figure("entropy", chart, entropy, caption, note, 330, "head", "Click a head to see its map.", group="probs")
         )
-        held = "Flushed: nonzero probabilities that become 0, of the nonzero ones."
+        held = "Flushed: the share of the nonzero probabilities that become 0."
         bars = charts.flushed_by_head(flushed, selected.spec, maps.words)
         figures.append(Figure("flushed", bars, flushed, f"{first}\n{held}", held, 330, group="probs"))
     if (scores := maps.heads.get("attention_scores")) is not None:
@@ -176,7 +176,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 def _of_layer(selected: SelectedTensor) -> list[Figure]:
-    """What is known by head, and the maps of the most focused head."""
+    """The statistics by head, and the maps of the most focused head."""
     maps = maps_of(selected)
     if maps is None:
         return []

@@ -12,7 +12,7 @@ MOST = 60  # columns of a heatmap
 
 
 def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str, subtitle: str) -> alt.Chart:
-    """Of compute.shares: a column for each value of `by`, its blocks by bin."""
+    """Chart of compute.shares: a column for each value of `by`, its blocks by bin."""
     values = sorted(table[by].unique())
     step = -(-len(values) // MOST)
     shown = table[table[by].isin(values[::step])].astype({by: int})
@@ -42,7 +42,7 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
 
 
 def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> alt.Chart:
-    """Of compute.summary by iteration and layer: one of its columns by iteration, a line a layer."""
+    """Chart of compute.summary by iteration and layer: one of its columns by iteration, one line per layer."""
     shown = table.assign(layer=table["layer_index"].astype(int))
     layers = sorted(shown["layer"].unique().tolist())
     result: alt.Chart = (

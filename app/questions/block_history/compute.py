@@ -11,7 +11,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.block_histograms import BLOCK_MEASURES
 
-BAD_DB = 10  # a block with less SQNR is called bad
+BAD_DB = 10  # a block with a lower SQNR is called bad
 ITERATION, LAYER = "iteration", "layer_index"
 
 
@@ -44,7 +44,8 @@ def summary(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
 
 
 def quantile(part: pd.DataFrame, q: float) -> float:
-    """Of a histogram's columns low, high and count: values lie evenly in their bin. NaN of nothing."""
+    """Quantile of a histogram given as columns low, high and count, with values spread evenly over their bin. NaN if it
+    is empty."""
     merged = part.groupby(["low", "high"], as_index=False)["count"].sum()
     if merged.empty:
         return math.nan

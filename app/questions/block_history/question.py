@@ -28,7 +28,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         return Drawn(
             problems=(
                 f"The filter selects no operand whose blocks were measured in {board.format or 'any format'}: choose a "
-                "format with block scales, and a run recorded with “blocks” among what is also measured.",
+                "format with block scales, and a run recorded with “blocks” under Also measured (--measures blocks).",
             )
         )
     what = BLOCK_MEASURES[measure]

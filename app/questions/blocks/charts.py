@@ -19,7 +19,7 @@ BLOCK_TITLES = {
 
 
 def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of compute.block_grid: lines of blocks, bright where it is bad; grey where a block is all zero."""
+    """Chart of compute.block_grid: lines of blocks, bright where it is bad; grey where a block is all zero."""
     name, unit, reverse = BLOCK_TITLES[metric]
     values = grid * 100 if metric in ("flush_to_zero", "saturated") else grid
     axes = ("block along the contracted axis", 0, per_line), ("line", 0, lines)
@@ -27,7 +27,7 @@ def block_map(grid: np.ndarray, metric: str, lines: int, per_line: int, subtitle
 
 
 def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
-    """Of compute.scale_histogram."""
+    """Chart of compute.scale_histogram."""
     shown = table.assign(low=table["exponent"] - 0.45, high=table["exponent"] + 0.45, floor=0.0)
     result: alt.Chart = (
         alt.Chart(shown)
@@ -56,7 +56,7 @@ def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
 def block_values(
     table: pd.DataFrame, spec: Spec, title: str, subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of compute.block_values: each value as it is (ring) and as it was rounded (dot), and the way between."""
+    """Chart of compute.block_values: each value (ring), its rounded value (dot), and the line between them."""
     tooltip = [
         alt.Tooltip("index:Q", title="place in the block"),
         alt.Tooltip("value:Q", title="value", format=".5~g"),

@@ -32,8 +32,8 @@ def worst_blocks(table: pd.DataFrame, metric: str, n: int = WORST_BLOCKS) -> pd.
 
 
 def block_grid(values: np.ndarray, per_line: int, worst: str = "min", side: int = MAX_SIDE) -> np.ndarray:
-    """A value a block as a picture [lines, blocks along the contracted axis], thinned to `side` by the worst of each
-    cell; where the blocks of a line are few, lines stand beside each other. NaN where a cell has no value."""
+    """One value per block as a picture [lines, blocks along the contracted axis], thinned to `side` by the worst of
+    each cell; if a line has few blocks, several lines are drawn side by side. NaN where a cell has no value."""
     grid = values.reshape(-1, per_line)
     take = np.fmin if worst == "min" else np.fmax
     for axis in (0, 1):

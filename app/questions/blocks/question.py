@@ -85,7 +85,7 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 
 def blocks_of(selected: SelectedTensor, metric: str) -> tuple[Blocks | None, str]:
-    """(the blocks, why there are none)."""
+    """(the blocks, the reason if there are none)."""
     if not selected.x.numel():
         return None, "The tensor is empty: it has no blocks."
     found = selected.rounded()

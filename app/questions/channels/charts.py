@@ -11,7 +11,7 @@ MOST = 60  # iterations that are drawn
 
 
 def history(table: pd.DataFrame, title: str, subtitle: str) -> alt.Chart:
-    """Of compute.channel_history: a line a channel, those that are hot most often at the top."""
+    """Chart of compute.channel_history: one line per channel, those that are hot most often at the top."""
     iterations = sorted(table["iteration"].unique())
     step = -(-len(iterations) // MOST)
     shown = table[table["iteration"].isin(iterations[::step])]

@@ -12,7 +12,7 @@ from binade.app.questions.shared.boards import PLACE, place_names, tensor_names
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.filter import Filter
 
-OUTLIER = 3  # absmax of the hottest channel over the median channel's, from which it is called an outlier
+OUTLIER = 3  # a channel is called an outlier if its absmax is at least this many times the median channel's
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from binade.app.style import MEASURES
 from binade.data.tensor_kinds import label_of
 
 NOTHING = (
-    "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” among what is "
-    "also measured, and tensors that have channels, which attention maps do not."
+    "The filter selects no tensor whose hot channels were recorded: choose a run recorded with “trace” under Also "
+    "measured (--measures trace), and tensors that have channels (attention maps have none)."
 )
 ONE = "Hot channels were recorded in one iteration, {}: record at least two to see whether they persist."
 HOT = Control(
@@ -41,10 +41,10 @@ COLUMNS = {
     "hot_ratio": Column(format="%.1f"),
     "value": Column(format="%.2f", metric="outlier_persistence"),
     "kept": Column(
-        "Kept", help="of the hot channels of an iteration, those hot in the next recorded one", **_share("kept")
+        "Kept", help="share of an iteration’s hot channels that are hot in the next recorded one too", **_share("kept")
     ),
     "always": Column(
-        "Always hot", help="of the hot channels of an iteration, those hot in every one", **_share("always")
+        "Always hot", help="share of an iteration’s hot channels that are hot in every recorded one", **_share("always")
     ),
     "chance": Column("By chance", "%.3f", help="the Jaccard index of two random sets: k / (2n − k) of n channels"),
     "channels": Column("Channels", "localized", 90),
@@ -79,7 +79,9 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     table = compute.by_iteration(found)
     lines = Figure(
         "channel_persistence_lines",
-        training_charts.training(table, measure, f"{title} by iteration", "with the recorded iteration before it"),
+        training_charts.training(
+            table, measure, f"{title} by iteration", "compared with the previous recorded iteration"
+        ),
         table,
         caption,
         height=400,

@@ -24,7 +24,7 @@ def tier_color(tier: str) -> str:
 
 
 def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Chart:
-    """Of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
+    """Chart of compute.codes: the share of each code, in order of value, coloured by the width of its mantissa."""
     finite = table[np.isfinite(table["value"])].reset_index(drop=True)
     shown = finite.assign(order=finite.index, end=finite.index + 1, floor=0.0, text=finite["value"].map(style.short))
     names = sorted(set(shown["tier"]), key=compute.tier_rank)
@@ -66,7 +66,7 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
 
 
 def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of compute.tiers: the share of the values that have each precision."""
+    """Chart of compute.tiers: the share of the values that have each precision."""
     rows = list(table.itertuples())
     shown = table.assign(
         label=[f"{row.tier} · {row.used} of {row.codes}" for row in rows], text=[f"{row.share:.1%}" for row in rows]
@@ -82,7 +82,7 @@ def tiers(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
             alt.Tooltip("tier:N", title="precision"),
             alt.Tooltip("share:Q", title="share of values", format=".3~p"),
             alt.Tooltip("used:Q", title="codes used"),
-            alt.Tooltip("codes:Q", title="codes there are"),
+            alt.Tooltip("codes:Q", title="codes of the format"),
         ],
     )
     x = alt.X(

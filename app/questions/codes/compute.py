@@ -37,7 +37,7 @@ def tiers(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def tier_rank(tier: str) -> int:
-    """Its place among the tiers: the widest mantissa first, then denormal, zero and special codes."""
+    """The sort key of a tier: the widest mantissa first, then denormal, zero and special codes."""
     return {DENORMAL: 97, ZERO: 98, SPECIAL: 99}.get(tier) or -int(tier.split()[0])
 
 

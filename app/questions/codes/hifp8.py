@@ -85,7 +85,7 @@ COLORS = {
 
 
 def _precisions_chart(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
-    """Of `precision_shares`: a bar a group, divided by the precision that its values get."""
+    """Chart of `precision_shares`: one bar per group, divided by the precision that its values get."""
     shown = table.assign(order=table["precision"].map({name: index for index, name in enumerate(COLORS)}))
     names = [name for name in COLORS if shown.loc[shown["precision"] == name, "count"].any()]
     scale = alt.Scale(domain=names, range=[COLORS[name] for name in names])

@@ -13,7 +13,7 @@ from binade.app.style import Measure
 
 
 def depth(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of analysis.boards.depth: tensor by layer, bright where it is bad; figures in the cells where they have room."""
+    """Chart of compute.depth: tensor by layer, brighter is worse; cells show their figure if it fits."""
     shown = with_labels(table, measure)
     shown["layer"] = shown["layer_index"].astype(int)
     order = sorted(set(shown["row"]), key=lambda row: (row.split()[-1].startswith("grad"), row))

@@ -17,8 +17,8 @@ def depth(catalog: Catalog, where: Filter, fmt: str, metric: str) -> pd.DataFram
 
 
 def slope(table: pd.DataFrame) -> pd.DataFrame:
-    """How the metric goes with depth, of a `depth` table: columns row, operation, first, last (values in the first and
-    last layer), change; the rows that occur in both, by change."""
+    """How the metric changes with depth, from a `depth` table: columns row, operation, first, last (values in the first
+    and last layer), change; the rows that occur in both, by change."""
     ends = table["layer_index"].min(), table["layer_index"].max()
     first, last = (table[table["layer_index"] == end].set_index(["row", "operation"])["value"] for end in ends)
     found = pd.DataFrame({"first": first, "last": last}).dropna().reset_index()

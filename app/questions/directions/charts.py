@@ -13,7 +13,7 @@ from binade.app.style import Measure
 def direction(
     table: pd.DataFrame, measure: Measure, operation: str, subtitle: str | list[str], everything: pd.DataFrame
 ) -> alt.LayerChart:
-    """One operation of analysis.boards.directions; the axis is that of both, so that the two can be read across."""
+    """One operation of compute.directions; both operations share the axis, so that the two charts can be compared."""
     shown = with_labels(table[table["operation"] == operation].head(BARS), measure)
     domain = axis_domain(with_labels(everything, measure)["figure"])
     color = alt.value(style.OPERATIONS.get(operation, style.GREY))

@@ -56,7 +56,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         figures = []
         for figure in draw(board, {}).figures:
             operation = figure.name.removeprefix("direction_")
-            title: Any = figure.chart.title.copy()  # in a report it stands alone: it says the metric too
+            title: Any = figure.chart.title.copy()  # shown alone in a report, so the title includes the metric
             title.text = f"{board.measure.label} in {board.format}, {operation}"
             chart = figure.chart.properties(title=title)
             figures.append(replace(figure, name=f"{operation}_{board.name}", chart=chart))

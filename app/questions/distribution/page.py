@@ -1,4 +1,4 @@
-"""Explore: filter the captured tensors, choose some, see how their values lie and what formats do to them."""
+"""Explore: filter the captured tensors, select some, see the distribution of their values and the errors of formats."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _totals(totals: Totals, where: Filter) -> None:
 def _table(total: int, where: Filter, rows: pd.DataFrame) -> list[str]:
     """The tensors as a table; the ids of those that are selected in it."""
     note = f" The first {MAX_ROWS:,} of {total:,} are listed; charts cover all." if total > MAX_ROWS else ""
-    st.markdown(f"**Tensors** · choose rows to look at them one by one, none for all of them.{note}")
+    st.markdown(f"**Tensors** · select rows to see single tensors, or none to see all of them.{note}")
     wanted = st.query_params.get_all("tensor")[:MAX_SELECTED]
     default = [index for index, tensor_id in enumerate(rows["tensor_id"]) if tensor_id in wanted]
     shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)))

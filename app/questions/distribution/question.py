@@ -1,4 +1,4 @@
-"""Explore: how the selection's values lie, and what formats do to them."""
+"""Explore: the distribution of the selection's values, and the errors of formats."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Groups:
 
     @property
     def remarks(self) -> list[Text]:
-        """What is not drawn, or not from values."""
+        """What is not drawn, or is drawn from sketches."""
         found = []
         if self.of > MAX_SELECTED:
             found.append(Text(f"{self.of} groups: the {MAX_SELECTED} with the most values are drawn."))
@@ -207,7 +207,7 @@ def values_lie(opened: Catalog, where: Filter, ids: list[str] | None, shown: Gro
 
 
 def _how(found: list[Distribution]) -> str:
-    """Whether the values are exact, in words."""
+    """A description of whether the values are exact."""
     exact = sum(d.exact for d in found)
     fine = any(not d.exact and d.bin_width == FINE_BIN for d in found)
     bins = "bins of 1/128 binade" if fine else "the binade sketch, bins of 1/8 binade"
@@ -215,7 +215,7 @@ def _how(found: list[Distribution]) -> str:
 
 
 def _law_note(found: list[Distribution], law: str) -> str:
-    """How to read a Q-Q plot, and what was fitted if there is one group."""
+    """How to read a Q-Q plot, and the fitted law if there is one group."""
     reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading
@@ -254,7 +254,7 @@ def moments(opened: Catalog, where: Filter, chosen: pd.DataFrame, by: str) -> pd
 
 
 def formats(opened: Catalog, where: Filter, ids: list[str] | None) -> tuple[list[Figure], int]:
-    """(what each format would do to the operands among them, how many operands they are)."""
+    """(the errors of each format on the operands among them, the number of operands)."""
     scores = opened.scores(where if ids is None else Filter(), ids)
     if scores.empty:
         return [], 0

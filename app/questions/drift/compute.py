@@ -32,14 +32,14 @@ class ThreeWay:
         of = self.table.set_index("what")["relative_error"]
         rounding, drift = of["rounding"], of["drift"]
         if not (math.isfinite(rounding) and math.isfinite(drift)):
-            return "Undetermined: one of the three has no finite size."
+            return "Undetermined: one of the three errors is not finite."
         if drift == 0:
             return "Rounding alone: the run has not drifted; its tensor is identical to that of bf16."
         if rounding == 0:
             return f"The run has drifted (relative error {drift:.3g}); the format's rounding loses nothing here."
         ratio = drift / rounding
         if ratio > 2:
-            return f"Mostly drift: the run's tensor is {ratio:.1f} times as far from bf16's as rounding alone puts it."
+            return f"Mostly drift: the run's tensor is {ratio:.1f} times as far from bf16's as the rounded one."
         if ratio < 0.5:
             return f"Mostly the format's rounding: it is {1 / ratio:.1f} times the drift of the run."
         return f"Both: the run has drifted {ratio:.2f} times as far as the format's rounding alone."

@@ -27,8 +27,8 @@ NOTHING = (
 )
 
 NOTE = (
-    "The quantized run’s tensor is as captured, before its own rounding. What differs from bf16’s then comes from "
-    "products rounded before it, in this iteration and in those before."
+    "The quantized run’s tensor is as captured, before its own rounding. So it differs from bf16’s only through "
+    "products that were rounded earlier, in this iteration or in previous ones."
 )
 WHAT = {
     "rounding": "bf16’s tensor, rounded: the format alone",
@@ -75,7 +75,7 @@ def candidates(selected: SelectedTensor) -> Candidates | None:
 
 
 def chosen_run(selected: SelectedTensor, runs: list[str], wanted: str | None) -> str:
-    """The run that is wanted, else the tensor's own, else the first."""
+    """The requested run, else the tensor's own, else the first."""
     if wanted in runs:
         return str(wanted)
     return selected.row["run_id"] if selected.row["run_id"] in runs else runs[0]
@@ -112,7 +112,7 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of one of the two tensors cannot be read: {error}.",))
     if reference.shape != own.shape or not reference.numel():
-        return Drawn(problems=("The two tensors are not of one shape: nothing to compare.",))
+        return Drawn(problems=("The two tensors have different shapes and cannot be compared.",))
     fmt = str(selected.spec) if pd.isna(twin["format"]) else twin["format"]
     found = compute.three_way(reference, own, fmt, selected.dim)
     label = given.labels[run]
@@ -133,7 +133,7 @@ DRIFT = Question(
     text="Is the difference rounding or drift?",
     title="Rounding or drift",
     icon=":material/alt_route:",
-    help="bf16’s tensor, the same rounded, the quantized run’s",
+    help="bf16’s tensor, the same tensor rounded, and the quantized run’s",
     page="tensor",
     view="drift",
     draw=draw,

@@ -11,7 +11,8 @@ from binade.app.style import MEASURES, Measure
 
 
 def scatter(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of compute.costs: a point a place, with the standard error over micro-batches where there are several."""
+    """Chart of compute.costs: one point per place, with the standard error over micro-batches where there are
+    several."""
     sqnr = MEASURES["sqnr_db"]
     shown = with_labels(table, measure).rename(columns={"tensor_name": "group"}).dropna(subset=["figure"])
     shown = shown[shown["sqnr_db"].abs() < float("inf")]

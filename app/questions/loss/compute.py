@@ -1,4 +1,4 @@
-"""What each forward operand's rounding is predicted to cost in loss, beside its SQNR, and how far to trust it."""
+"""The predicted cost in loss of rounding each forward operand, compared with its SQNR, and how reliable it is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Costs:
 
 
 def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
-    """Of the filter's forward operands in a format. The table is empty where none has a gradient."""
+    """The costs of the filter's forward operands in a format. The table is empty if none has a gradient."""
     changes = catalog.loss_changes(fmt, PLACE, where)
     found = mean_changes(changes, PLACE)
     own = catalog.errors(fmt, PLACE, where)[[*PLACE, "sqnr_db", "flush_to_zero"]]

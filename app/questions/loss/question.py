@@ -1,4 +1,4 @@
-"""What does rounding cost in loss? The predicted change of the loss by operand, beside its SQNR."""
+"""What does rounding cost in loss? The predicted change of the loss by operand, and its SQNR."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ COLUMNS = {
     "rank": Column("Rank", width=60),
     "place": Column("Tensor", width=200),
     "value": Column(format="%.2e", metric=LOSS_CHANGE),
-    "spread": Column("± standard error", "%.1e", help="of the mean over micro-batches; none of a single one"),
-    "first": Column("First order", "%.2e", help="Σg·e, the mean over micro-batches. Of few tokens it is mostly noise"),
+    "spread": Column("± standard error", "%.1e", help="of the mean over micro-batches; empty for a single one"),
+    "first": Column(
+        "First order", "%.2e", help="Σg·e, the mean over micro-batches. With few tokens it is mostly noise"
+    ),
     "second": Column("Second order", "%.2e", help="N·½Σg²e², the mean over micro-batches. Never negative"),
     "sqnr_db": Column(),
     "sqnr_rank": Column("Rank by SQNR", width=90),
@@ -74,8 +76,8 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
     unknown = int(table["value"].isna().sum())
     if unknown == len(table):
         return (
-            "No change can be predicted: gradients are not finite, or the tokens of a micro-batch are not known, which "
-            "the recorded inputs of linear layers tell."
+            "No change can be predicted: gradients are not finite, or the number of tokens in a micro-batch is "
+            "unknown (record the inputs of linear layers)."
         )
     worst, of = table.iloc[0], len(table)
     lines = [f"{worst['place']} costs most in {fmt}: {_signed(worst['value'])} nats predicted"]
@@ -113,7 +115,7 @@ LOSS = Question(
     text="What does rounding cost in loss?",
     title="Loss",
     icon=":material/trending_down:",
-    help="Predicted change of the loss by operand, beside its SQNR",
+    help="Predicted change of the loss by operand, and its SQNR",
     page="worst",
     view="loss",
     ignores=frozenset(("metric",)),

@@ -1,4 +1,4 @@
-"""Gradient to noise by iteration, with the line below which noise is most of a step."""
+"""Gradient to noise by iteration, with the line below which noise dominates the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from binade.app.style import Measure
 
 
 def to_noise(table: pd.DataFrame, measure: Measure, line: float, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.lowest: a line a layer, and the limit."""
+    """Chart of compute.lowest: one line per layer, and the limit."""
     rule = alt.Chart(pd.DataFrame({"limit": [line], "label": ["√3"]}))
     dashed = rule.mark_rule(color=style.BAD, strokeDash=[6, 4], strokeWidth=1.5).encode(y="limit:Q")
     text = rule.mark_text(color=style.BAD, align="left", baseline="bottom", dx=4, dy=-3, fontSize=12)

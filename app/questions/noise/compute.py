@@ -1,4 +1,4 @@
-"""Whether rounded weights flip back and forth, and whether gradients stand out from their rounding noise."""
+"""Whether rounded weights flip back and forth, and whether gradients are larger than their rounding noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from binade.app.questions.shared.boards import PLACE, place_names
 from binade.data.catalog import SAME_IN_ITERATIONS, Catalog
 from binade.data.filter import Filter
 
-RATIO = 16  # from which a weight is called oscillating: TetraJet-v2's default
+RATIO = 16  # a weight with at least this ratio is called oscillating: TetraJet-v2's default
 WINDOW = 50  # iterations that the ratio is summed over, TetraJet-v2's
 LEAST = 3  # recorded iterations, for a ratio
 NOISE_LINE = 3**0.5  # of gradient to noise: an SQNR of 4.77 dB
@@ -21,7 +21,7 @@ def weights(catalog: Catalog, where: Filter) -> pd.DataFrame:
     """Every sampled weight tensor in every recorded iteration: PLACE, place, iteration, tensor_id, format, sampled (how
     many values), before (recorded iterations of the same weight before this one), at_bin_edge, oscillating (the share
     of values with a ratio of RATIO or more over the window that ends here, NaN before LEAST iterations), and returned
-    (over the window, the share whose rounded value left a value and came back to it; of the last iteration only)."""
+    (over the window, the share whose rounded value changed and later changed back; for the last iteration only)."""
     table = catalog.sampled_weights(where)
     table = table[table["layer_index"].notna()].reset_index(drop=True)
     keys = [name for name in SAME_IN_ITERATIONS if name != "micro_batch"]
@@ -93,7 +93,8 @@ def gradients(catalog: Catalog, where: Filter, fmt: str) -> pd.DataFrame:
 
 
 def lowest(table: pd.DataFrame) -> pd.DataFrame:
-    """Of `gradients`, the lowest of each iteration and layer: a row of the table with tensors, how many it is of."""
+    """The lowest of `gradients` in each iteration and layer: rows of the table, with tensors, the number of
+    gradients."""
     groups = table.groupby(list(MOMENT))["value"]
     rows = table.loc[groups.idxmin()]
     return rows.drop(columns="tensors").merge(groups.size().rename("tensors").reset_index(), on=list(MOMENT))

@@ -17,28 +17,29 @@ from binade.data.tensor_kinds import label_of
 
 NO_WEIGHTS = (
     "The filter selects no weight that was sampled before and after rounding: choose a quantized run recorded with "
-    "“trace” among what is also measured."
+    "“trace” under Also measured (--measures trace)."
 )
 FEW = (
-    "Whether weights oscillate takes at least {} recorded iterations of a run, and the filter selects {}: record more "
+    "To tell whether weights oscillate, at least {} recorded iterations of a run are needed, and the filter selects "
+    "{}: record more "
     "with --control-iter."
 )
 NO_GRADIENTS = (
     "The filter selects no gradient whose rounding noise is known: record a quantized run with a backward pass, with "
-    "“result” among what is also measured or with scores."
+    "“result” under Also measured (--measures result) or with scores."
 )
 WEIGHT_COLUMNS = {
     "place": Column("Weight", width=160),
     "oscillating": Column(format="%.2f"),
     "returned": Column(
         "Returned",
-        help="weights whose rounded value left a value and came back to it",
+        help="weights whose rounded value changed and later changed back",
         text=lambda row: "" if pd.isna(row["returned"]) else f"{row['returned']:.1%}",
         align="right",
     ),
     "at_bin_edge": Column(format="%.2f"),
     "iterations": Column("Iterations", "localized", 90),
-    "sampled": Column("Sampled", "localized", 90, help="values of each tensor that were followed"),
+    "sampled": Column("Sampled", "localized", 90, help="values of each tensor that are tracked"),
 }
 GRADIENT_COLUMNS = {
     "place": Column("Gradient", width=200),
@@ -71,7 +72,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
 
 
 def _places(weights: pd.DataFrame) -> pd.DataFrame:
-    """One row a weight: its last iteration; over runs, ranks and experts the mean."""
+    """One row per weight: its last iteration, with the mean over runs, ranks and experts."""
     last = weights[weights["iteration"] == weights.groupby("place")["iteration"].transform("max")]
     shown = last.groupby("place", sort=False).agg(
         oscillating=("oscillating", "mean"),
@@ -90,7 +91,7 @@ def _of_weights(board: Board, weights: pd.DataFrame) -> list[Item]:
     formats = ", ".join(sorted(set(weights["format"])))
     what = f"{len(weights):,} samples of weights rounded to {formats}"
     for name, subtitle in (
-        ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all until then"),
+        ("oscillating", f"over the last {compute.WINDOW} recorded iterations, or all so far if there are fewer"),
         ("at_bin_edge", "all weights of a layer together"),
     ):
         table, measure = compute.by_moment(weights, name), MEASURES[name]
@@ -139,11 +140,12 @@ def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     first = places.iloc[0]
     text = (
         f"{places['oscillating'].mean():.1%} of the sampled weights oscillate, most in {first['place']} "
-        f"({first['oscillating']:.1%}); the rounded value of {places['returned'].mean():.1%} left a value and came back"
+        f"({first['oscillating']:.1%}); the rounded value of {places['returned'].mean():.1%} changed and later "
+        f"changed back"
     )
     text += f"; {at_edge}." if at_edge else "."
     if iterations <= compute.WINDOW:
-        text += f" That is over {iterations} recorded iterations; the definition’s window has {compute.WINDOW}."
+        text += f" These figures cover {iterations} recorded iterations; the definition uses {compute.WINDOW}."
     return text
 
 

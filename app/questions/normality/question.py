@@ -83,19 +83,19 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
     if law == "student_t":
-        note += f" ν makes the plot straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
+        note += f" ν is chosen so that the plot is straightest over {laws.FIT_POINTS} quantiles, 0.25 % to 99.75 %."
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
     chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law", width=3)
     title = "**How close each law comes**"
-    note = "KS: the largest gap between the two cumulative shares; 0 is the same, 1 is nothing in common."
+    note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."
     return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law", width=2)), verdict)
 
 
 def _other(
     selected: SelectedTensor, against: str, tensor_id: str | None
 ) -> tuple[Distribution | None, tuple[str, ...]]:
-    """(what the tensor is held against, what is to be said of it)."""
+    """(what the tensor is compared with, a note on it)."""
     if against == "selection":
         found = [d for d in distributions.distributions(selected.opened, selected.where) if d.total]
         if not found:
@@ -128,7 +128,7 @@ def _against(selected: SelectedTensor, own: Distribution, other: Distribution, p
     chart = distribution_charts.qq_between(
         points, f"this tensor {precision}, {other.group} {theirs}", "tensor", other.group
     )
-    note = "On the dashed line the two are distributed alike. The distances are taken on bins of 1/8 binade."
+    note = "On the dashed line both have the same distribution. The distances are computed on bins of 1/8 binade."
     return Drawn((Figure("qq", chart, points, caption, note=note, height=420),), verdict)
 
 

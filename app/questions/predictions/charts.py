@@ -13,7 +13,7 @@ GAPS = {"gap": "mean gap to bf16 over the iterations", "first": "gap to bf16 at 
 
 
 def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart | alt.FacetChart:
-    """Of compute.measured: a point a recipe; on the line prediction and measurement agree."""
+    """Chart of compute.measured: one point per recipe; on the line, prediction and measurement agree."""
     low = float(min(table["predicted"].min(), table[column].min(), 0))
     high = float(max(table["predicted"].max(), table[column].max()))
     line = pd.DataFrame({"x": [low, high], "y": [low, high]})

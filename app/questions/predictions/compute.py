@@ -1,4 +1,4 @@
-"""Predicted loss changes of recipes beside the gaps that were measured when they trained."""
+"""Predicted loss changes of recipes, and the gaps measured in their training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.quant.specs import SpecError
 
-REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or that Binade did not train
+REFUSED = (RecipeError, SpecError, KeyError)  # a run of an earlier version, or one that Binade did not train
 
 
 @lru_cache(8)
 def costs_of(opened: Catalog, where: Filter, state: Hashable, parts: tuple[str, ...] = ()) -> Costs:
-    """As `costs`. state: `Catalog.state`, while which what is remembered holds."""
+    """As `costs`, cached as long as `Catalog.state` stays the same."""
     return costs(opened, where, parts)
 
 
@@ -58,8 +58,8 @@ class Correlation:
 
 
 def measured(opened: Catalog, found: Costs) -> tuple[pd.DataFrame, int]:
-    """(the recipes that trained beside a bf16 run of the same data, one row each; how many are left out, as nothing is
-    predicted for them).
+    """(the recipes that were trained together with a bf16 run on the same data, one row each; how many are left out for
+    lack of a prediction).
 
     Columns recipe (what was rounded, where its name does not say it), advised (whether the advisor made it), bits,
     predicted, seeds, first (the gap of the first iteration, before any step, mean over seeds), gap (mean over

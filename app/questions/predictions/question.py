@@ -1,4 +1,4 @@
-"""Do the predictions hold? Predicted loss changes of recipes beside the gaps that were measured."""
+"""Do the predictions hold? Predicted loss changes of recipes, and the measured gaps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 
 NOTHING = (
-    "No recipe whose formats were all scored has trained beside a bf16 run of the same data: collect FA_… and linear_… "
+    "There is no run of a recipe whose formats were all scored, together with a bf16 run on the same data: collect "
+    "FA_… and linear_… "
     "recipes of the formats that were scored, with the same options and seeds."
 )
 CAPTION = (
@@ -53,7 +54,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         Table("predictions", table.sort_values("predicted", ignore_index=True), COLUMNS),
     )
     problems = (
-        (f"{left} recipes are left out: they round what was not recorded, or to formats that were not scored.",)
+        (
+            f"{left} recipes are left out: they round operands that were not recorded, or use formats that were not "
+            "scored.",
+        )
         if left
         else ()
     )
@@ -65,7 +69,8 @@ def _verdict(table: pd.DataFrame) -> str:
     if math.isnan(mean.rho):
         return f"Only {len(table)} recipes can be compared: at least four are needed to check the ranking."
     text = (
-        f"Over {len(table)} recipes predictions rank the gap of the first iteration with {first.text} and the mean "
+        f"Over {len(table)} recipes, the predictions rank the gap of the first iteration with {first.text} and the "
+        "mean "
         f"gap over training with {mean.text}."
     )
     if mean.low <= 0:
@@ -77,7 +82,7 @@ PREDICTIONS = Question(
     text="Do the predictions hold?",
     title="Predictions",
     icon=":material/fact_check:",
-    help="Predicted loss changes of recipes beside the gaps that were measured in training",
+    help="Predicted loss changes of recipes and the gaps measured in training",
     page="worst",
     view="predictions",
     ignores=frozenset(("metric", "format")),

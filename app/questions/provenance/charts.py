@@ -1,4 +1,4 @@
-"""The way of a NaN or Inf through a step, and statistics of the steps before."""
+"""The path of a NaN or Inf through a step, and statistics of the steps before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_PLACES = 60  # of the chart
 
 
 def chain(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.chain: each place that is not finite by the order of execution, a line per rank."""
+    """Chart of compute.chain: each place that is not finite by the order of execution, a line per rank."""
     shown = table.assign(group="rank " + table["rank"].astype(str))
     places = shown.sort_values("order")["place"].drop_duplicates().head(MOST_PLACES).tolist()
     shown = shown[shown["place"].isin(places)]
@@ -51,7 +51,7 @@ def chain_height(table: pd.DataFrame) -> int:
 
 
 def before(table: pd.DataFrame, measure: Measure, iteration: int, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.before: a statistic by iteration, a line per tensor; the rule is the iteration of the event."""
+    """Chart of compute.before: a statistic by iteration, a line per tensor; the rule is the iteration of the event."""
     shown = table.rename(columns={"tensor_name": "group"})
     shown = shown.assign(figure=shown[measure.key] * measure.factor).dropna(subset=["figure"])
     shown = shown[shown["figure"].abs() < float("inf")]

@@ -1,4 +1,4 @@
-"""Where the first NaN or Inf of a step was made, where it went, and the statistics of the steps before."""
+"""Where the first NaN or Inf of a step appeared, where it spread, and the statistics of the steps before."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_ranks(events: Sequence[Event]) -> pd.DataFrame:
 
 
 def chain(events: Sequence[Event]) -> pd.DataFrame:
-    """Of each event what made the first and what it reached, in order: rank, order, place, operation, what."""
+    """For each event, its origin and what it reached, in order: rank, order, place, operation, what."""
     rows = []
     for event in events:
         operation = "backward" if "backward:" in event.text or event.place == "loss" else "forward"

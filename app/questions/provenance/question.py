@@ -1,4 +1,4 @@
-"""Where does a NaN come from? The operation that made the first one, what it reached, and the steps before."""
+"""Where does a NaN come from? The operation that produced the first one, what it reached, and the steps before."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     if len(operands):
         title = "The operands and the result of the operation"
         items.append(Table("operands", operands, OPERANDS, title=title, choose="tensor_id"))
-    steps = "" if len(table) else " No tensor was measured in the steps before: watch more steps, or keep a ring."
+    nothing = " No tensor was measured in the steps before: watch more steps, or keep the last ones with --ring."
+    steps = "" if len(table) else nothing
     rank = f" on rank {first.rank}" if len({event.rank for event in events}) > 1 or first.rank else ""
     return Drawn(tuple(items), f"Iteration {iteration}{rank}: {first.text}.{steps}")
 
@@ -116,7 +117,7 @@ PROVENANCE = Question(
     text="Where does a NaN come from?",
     title="Provenance",
     icon=":material/account_tree:",
-    help="The operation that made the first one, its path to the loss, and the statistics of the steps before",
+    help="The operation that produced the first one, its path to the loss, and the statistics of the steps before",
     page="provenance",
     controls=(RUN, AT),
     narrow=_controls,

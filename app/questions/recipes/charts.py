@@ -67,7 +67,7 @@ def costs(
     )
     most = float(table["gap"].abs().max()) or 1.0
     low = min(float(table["gap"].min()), 0.0)
-    domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.3 * most]
+    domain = [low - 0.05 * most, max(float(table["gap"].max()), 0.0) + 0.5 * most]
     x = alt.X(
         "gap:Q",
         title="mean gap (nats per token)",

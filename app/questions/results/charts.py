@@ -1,4 +1,4 @@
-"""Errors of GEMM results by layer, and against what their operands predict."""
+"""Errors of GEMM results by layer, and compared with the prediction from their operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from binade.app.questions.results.compute import GEMMS
 
 
 def against(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.results: measured against predicted SQNR, a point a product and GEMM; on the line both are equal."""
+    """Chart of compute.results: measured against predicted SQNR, one point per product and GEMM; on the line both are
+    equal."""
     shown = table.rename(columns={"gemm": "group"}).dropna(subset=["operands_db"])
     shown = shown[shown["operands_db"].abs() < float("inf")]
     known = shown[["operands_db", "result_db"]]

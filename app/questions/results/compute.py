@@ -1,4 +1,4 @@
-"""Errors of GEMM results, and what the errors of their operands predict."""
+"""Errors of GEMM results, and the prediction from the errors of their operands."""
 
 from __future__ import annotations
 

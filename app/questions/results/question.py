@@ -1,4 +1,5 @@
-"""Which GEMM has the most error? The errors of results, forward, dgrad and wgrad, beside those of their operands."""
+"""Which GEMM has the most error? The errors of forward, dgrad and wgrad results, compared with those of their
+operands."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from binade.app.style import MEASURES
 
 NOTHING = (
     "The filter selects no result of a quantized GEMM whose error was measured: choose a quantized run that was "
-    "recorded with “result” among what is also measured."
+    "recorded with “result” under Also measured (--measures result)."
 )
 DEFINITION = (
     "SQNR of a result: 10·log₁₀(‖AB‖² / ‖Q(A)Q(B) − AB‖²), both products in the tensors’ dtype. Predicted: the noise "
@@ -28,7 +29,7 @@ COLUMNS = {
     "gemm": Column("GEMM", width=90),
     "result_db": Column("SQNR of the result", "%.1f"),
     "operands_db": Column("Predicted from the operands", "%.1f"),
-    "gain_db": Column("Difference", "%+.1f", help="Above 0: the errors cancel in the sum more than the values do"),
+    "gain_db": Column("Difference", "%+.1f", help="Above 0: errors cancel in the sum more than values do"),
     "results": Column("Results", "localized", 90),
 }
 
@@ -90,7 +91,7 @@ RESULTS = Question(
     text="Which GEMM has the most error?",
     title="GEMMs",
     icon=":material/calculate:",
-    help="Errors of results in forward, dgrad and wgrad, beside those of their operands",
+    help="Errors of results in forward, dgrad and wgrad, compared with those of their operands",
     page="worst",
     view="gemms",
     ignores=frozenset(("metric", "format")),

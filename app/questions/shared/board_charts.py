@@ -26,7 +26,7 @@ def scale_type(shown: pd.DataFrame, measure: Measure) -> Literal["log", "linear"
 
 
 def color_scale(shown: pd.DataFrame, measure: Measure) -> alt.Scale:
-    """Of the column figure in a heatmap: bright is bad."""
+    """The color scale of the column figure in a heatmap; brighter is worse."""
     ramp = style.RAMP[::-1] if measure.low_is_bad else style.RAMP
     if shown["figure"].nunique() < 2:
         middle = float(shown["figure"].mean()) if shown["figure"].notna().any() else 0.0
@@ -60,7 +60,7 @@ def bars(
 
 
 def layer_color(layers: list[int]) -> alt.Color:
-    """The colour of the column layer, for a line a layer: in the order of the layers."""
+    """The colour of the column layer, for one line per layer: in the order of the layers."""
     scale = alt.Scale(domain=layers, range=style.ordered_colors(len(layers)))
     legend = alt.Legend(title="layer", orient="right", symbolType="stroke", columns=-(-len(layers) // 16))
     return alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None)
@@ -70,4 +70,4 @@ def axis_domain(figures: pd.Series) -> list[float]:
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0
     high = max(float(high), 0.0) if pd.notna(high) else 0.0
-    return [low * 1.1, high * 1.18 if high > low else low + 1.0]
+    return [low * 1.1, high * 1.3 if high > low else low + 1.0]

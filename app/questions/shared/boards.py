@@ -13,12 +13,13 @@ from binade.data.filter import Filter
 
 PLACE = ("layer_index", "module", "operation", "tensor_name")
 LOSS_CHANGE = "loss_change"
-DATA = [name for name in MICRO_BATCH if name != "run_id"]  # a place in the data that runs of one seed share
+# Identifies a place in the data, which runs of one seed share.
+DATA = [name for name in MICRO_BATCH if name != "run_id"]
 METRICS = (*SHOWN_ERRORS, LOSS_CHANGE, *STATISTICS)
 
 
 def of_format(metric: str) -> bool:
-    """Whether the metric says what a format does, and not how the values themselves lie."""
+    """Whether the metric describes the error of a format, not the values themselves."""
     return metric in SHOWN_ERRORS or metric == LOSS_CHANGE
 
 

@@ -1,4 +1,4 @@
-"""How values lie: histograms, Q-Q plots, boxes."""
+"""Distributions of values: histograms, Q-Q plots and box plots."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _outline(table: pd.DataFrame) -> pd.DataFrame:
 def histogram(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, linear: bool = False
 ) -> alt.LayerChart:
-    """Of distributions.log2_histogram, or of linear_histogram. groups: those of the charts
-    next to it, so that colours agree.
+    """Draws distributions.log2_histogram or linear_histogram. groups: those of the charts next to it, so that colours
+    agree.
 
-    Filled bars for one group; outlines for several, which would only muddy each other.
+    One group is drawn as filled bars, several as outlines, since overlapping bars are hard to read.
     """
     groups = groups or style.groups_of(table)
     x, y = (
@@ -60,10 +60,10 @@ def histogram(
 
 
 def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
-    """The subtitle, with what shares per binade above 100 % mean if there are some."""
+    """The subtitle, with an explanation of shares per binade above 100 % if there are any."""
     if not (table["share"] > 1).any():
         return subtitle
-    dense = "per binade a share is a density: above 100 % where values crowd within a part of a binade"
+    dense = "shares per binade are densities: they exceed 100 % where values crowd into part of a binade"
     return [*([subtitle] if isinstance(subtitle, str) else subtitle), dense]
 
 
@@ -74,7 +74,7 @@ LAW_SCALES = {"normal": "σ", "laplace": "scale b", "student_t": "scale", "unifo
 def qq(
     table: pd.DataFrame, subtitle: str | list[str], by: str, groups: list[str] | None = None, law: str = "normal"
 ) -> alt.LayerChart:
-    """Of laws.qq, with the line on which the law would lie. groups as in the histograms."""
+    """Chart of laws.qq, with the line on which values that follow the law lie. groups as in the histograms."""
     name, scale = LAW_TITLES[law], LAW_SCALES[law]
     centre = "mean" if law == "normal" else "location"
     titles = (f"{name} quantile ({scale})", f"value − {centre} ({scale})", f"{name} ({scale})", f"values ({scale})")
@@ -84,7 +84,7 @@ def qq(
 def qq_between(
     table: pd.DataFrame, subtitle: str | list[str], by: str, other: str, groups: list[str] | None = None
 ) -> alt.LayerChart:
-    """Of laws.qq_between, with the line on which the two would be distributed alike."""
+    """Chart of laws.qq_between, with the line for two equal distributions."""
     titles = (f"quantile of {other}", "quantile of the values", "the other", "values")
     return _qq(table, by, groups, titles, style.title(f"Q–Q against {other}", subtitle))
 
@@ -143,7 +143,7 @@ BOX_TITLES = {
 def boxes(
     table: pd.DataFrame, subtitle: str, by: str, groups: list[str] | None = None, log2: bool = False
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
+    """Chart of distributions.boxes: quartile box, whiskers at 0.1 % and 99.9 %, dots at the extremes. groups: as above.
 
     log2: the table is of distributions.magnitudes.
     """

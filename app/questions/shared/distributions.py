@@ -1,4 +1,4 @@
-"""How values lie: histograms and boxes, all from one representation.
+"""Distributions of values: histograms and box plots from one representation.
 
 A Distribution is values in ascending order with their counts. It is exact (low == high, a tensor's own values), or made
 of bins: the binade sketch's, an eighth of a binade wide, or a large float32 tensor's values by their upper 16 bits,
@@ -32,7 +32,7 @@ MAX_EXACT_FLOAT32 = 1 << 22  # a larger float32 tensor would have to be sorted: 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Finite values in ascending order: between low and high lie `count` of them. Arrays are float64, int64.
+    """Finite values in ascending order: `count` of them are between low and high. Arrays are float64, int64.
 
     bin_width is the bins' width where the values are not exact.
     """
@@ -48,7 +48,7 @@ class Distribution:
 
     @property
     def smallest(self) -> float:
-        """The smallest magnitude told apart from zero."""
+        """The smallest magnitude that is distinguished from zero."""
         return 2.0**-149 if self.exact else 2.0**-126 * self.bin_width
 
     @property
@@ -59,7 +59,7 @@ class Distribution:
 def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None = None) -> Distribution:
     """A tensor's own values: exactly, or for a large float32 tensor in bins of 1/128 binade.
 
-    moments are its mean and standard deviation where they are known: else they are computed.
+    moments are its mean and standard deviation if known; otherwise they are computed.
     """
     flat = x.detach().reshape(-1)
     codes = counted(flat) if flat.dtype in (torch.bfloat16, torch.float16) else None
@@ -77,7 +77,7 @@ def distribution_of(group: str, x: Tensor, moments: tuple[float, float] | None =
     total = counts.sum()
     mean = float(counts @ values / total) if total else math.nan
     std = math.sqrt(counts @ (values - mean) ** 2 / total) if total else math.nan
-    if len(values) == 1:  # not what rounding in the mean leaves
+    if len(values) == 1:  # exactly 0, without the rounding error of the mean
         mean, std = float(values[0]), 0.0
     return Distribution(group, values, values, counts, mean, std, exact=True)
 
@@ -102,7 +102,7 @@ class Pool:
         self.counts[bins] += counts * times
 
     def distribution(self) -> Distribution:
-        """Mean and standard deviation are not known."""
+        """The distribution, without mean and standard deviation."""
         bins = np.flatnonzero(self.counts)
         return _of_upper(self.group, bins, np.rint(self.counts[bins]).astype(np.int64), (math.nan, math.nan))
 
@@ -167,7 +167,8 @@ def magnitudes(d: Distribution) -> Distribution:
 
 
 def _nonzero(d: Distribution, inner: np.ndarray) -> np.ndarray:
-    """Which bins hold nonzero values. The sketch's bin of zero holds the smallest subnormals too: not told apart."""
+    """Which bins hold nonzero values. The sketch's bin of zero also holds the smallest subnormals, which are treated as
+    zero."""
     return inner >= d.smallest
 
 
@@ -186,7 +187,7 @@ def linear_histogram(found: list[Distribution], bins: int = 100, tails: float = 
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     ends = np.array([quantiles(d, np.array([tails, 1 - tails])) for d in found])
     low, high = ends[:, 0].min(), ends[:, 1].max()
-    if low == high:  # a single value: give it a bar of some width
+    if low == high:  # for a single value, give the bar a width
         low, high = low - 0.5 * max(abs(low), 1e-30), high + 0.5 * max(abs(high), 1e-30)
     edges = np.linspace(low, high, bins + 1)
     tables = []

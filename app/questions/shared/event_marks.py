@@ -52,7 +52,7 @@ def with_events(drawn: Drawn, opened: Catalog, where: Filter) -> Drawn:
 
 def marked(chart: C, events: pd.DataFrame) -> C | alt.LayerChart:
     """A chart whose x is the field "iteration" with a rule at each event within its iterations, or at the next of the
-    iterations that it draws, if they are ordinal. Any other chart as it is."""
+    iterations that it draws, if they are ordinal. Any other chart is returned unchanged."""
     for x, drawn in _iterations(chart):
         found = events[events["iteration"].between(drawn.min(), drawn.max())]
         if x.endswith(":O"):

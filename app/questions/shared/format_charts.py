@@ -1,4 +1,4 @@
-"""Formats beside each other: SQNR, flush and saturation."""
+"""Formats side by side: SQNR, flush and saturation."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ERROR_PANELS = (
 
 
 def format_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Of analysis.format_comparison: SQNR, flush and saturation, one bar a format, the figure beside the bar."""
+    """Chart of scores.format_comparison: SQNR, flush and saturation, one bar per format, with the figure next to the
+    bar."""
     order = known_specs(table["format"])
     return _panels(table.assign(row=table["format"]), order, order, "format")
 
 
 def trial_panels(table: pd.DataFrame) -> list[alt.LayerChart]:
-    """Of what_if.compute.try_formats: the same, one bar a trial, in its format's colour."""
+    """Chart of what_if.compute.try_formats: the same, one bar per trial, in its format's colour."""
     order = table["label"].tolist()
     formats = known_specs(table["format"])
     return _panels(table.assign(row=table["label"]), order, formats, "trial")

@@ -14,7 +14,7 @@ import pandas as pd
 from binade.app import style
 
 NO_VALUE = (0x9A, 0xA1, 0xB2)
-SHARP = 640  # pixels that a picture has at least, so that the browser does not blur its cells
+SHARP = 640  # minimum size of a picture in pixels, so that the browser does not blur its cells
 
 
 def _palette() -> np.ndarray:
@@ -79,7 +79,9 @@ def heatmap(
     ends = pd.DataFrame({"x": [x[1], x[1]], "y": [y[1], y[1]], "value": [low, high if high > low else low + 1]})
     ramp = style.RAMP[::-1] if reverse else style.RAMP
     scale = alt.Scale(domain=[low, high if high > low else low + 1], range=ramp, interpolate="rgb")
-    bar = alt.Legend(title=value_title, orient="right", gradientLength=180, format="~g", tickCount=5)
+    bar = alt.Legend(
+        title=value_title, orient="right", gradientLength=180, labelExpr="format(datum.value, '.4~g')", tickCount=5
+    )
     color = alt.Color("value:Q", scale=scale, legend=bar)
     legend = alt.Chart(ends).mark_point(opacity=0, size=0).encode(x="x:Q", y="y:Q", color=color)
     result: alt.LayerChart = (picture + legend).properties(title=title)

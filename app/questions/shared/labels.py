@@ -1,4 +1,4 @@
-"""What tensors and groups are called."""
+"""Names of tensors and groups."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pandas as pd
 
-UNNAMED = "unnamed"  # a tensor of which its log does not tell what it is
+UNNAMED = "unnamed"  # a tensor that its log does not identify
 
 
 def group_name(group: Any, names: Mapping[str, str] | None = None) -> str:
-    """A group as people read it; a tensor for which the word does not apply or is not known is in "none". names: of
-    runs, by run_id."""
+    """The label of a group. A tensor without a value of the field is in "none". names: of runs, by run_id."""
     return "none" if pd.isna(group) else (names or {}).get(str(group), str(group))
 
 
@@ -27,7 +26,7 @@ def tensor_label(row: pd.Series) -> str:
 
 
 def layer_names(layers: pd.Series) -> pd.Series:
-    """ "L1 ", to stand before a name; empty for what belongs to no layer."""
+    """ "L1 " as a prefix of a name; empty for tensors that belong to no layer."""
     return layers.map(lambda v: "" if pd.isna(v) else f"L{int(v)} ").astype(str)  # of no layers too
 
 
@@ -48,7 +47,7 @@ def unique_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str
 def full_labels(rows: pd.DataFrame, names: Mapping[str, str]) -> dict[str, str]:
     """tensor_id to "L1 fc2 input · forward · iteration 0 · mxfp4", with micro-batch, rank and expert where they differ,
     whether it was taken after quantization, the run where it has one of these names (by run_id) or two runs have one
-    recipe, and the end of the id where two are still alike. Quick for thousands."""
+    recipe, and the end of the id where two are still alike. Fast for thousands of tensors."""
     module = rows["module"].fillna("").map(lambda v: f"{v} " if v else "")
     text = layer_names(rows["layer_index"]) + module + rows["tensor_name"].fillna(UNNAMED)
     text = text + _after(rows["operation"])
@@ -88,8 +87,8 @@ def thinned_note(step: int) -> str:
 
 
 def run_labels(runs: pd.DataFrame) -> list[str]:
-    """Of columns name, started, run_id: the name; where several share one, when they started, with the day if they are
-    of several; where that is the same, the end of the directory's name."""
+    """Labels from the columns name, started and run_id: the name; if several runs share it, also the time of the start,
+    with the date if the dates differ; if that is the same, the end of the directory's name."""
     if runs.empty:
         return []
     name = runs["name"]

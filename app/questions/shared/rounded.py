@@ -16,7 +16,7 @@ MAX_SIDE = 400  # pixels of a heatmap, each way
 
 @dataclass(frozen=True)
 class Subject:
-    """The part of a tensor that is looked at, rounded to a format. every: one line in so many; 1 is all of it."""
+    """The examined part of a tensor, rounded to a format. every: one line in this many; 1 for the whole tensor."""
 
     blocks: Blocks
     every: int
@@ -24,7 +24,7 @@ class Subject:
 
     @property
     def note(self) -> str:
-        """Empty, or what was left out."""
+        """What was left out, or ""."""
         if self.every == 1:
             return ""
         held = int(self.blocks.valid.sum())

@@ -1,4 +1,4 @@
-"""What each format would do to a selection, from the index's scores."""
+"""The errors of each format on a selection, from the index's scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from binade.quant.metrics import sqnr_db
 def format_comparison(scores: pd.DataFrame) -> pd.DataFrame:
     """What each format does to a selection of operands: columns format, tensors, sqnr_db, flush_to_zero, saturated.
 
-    SQNR is of the summed powers (infinite where nothing is lost, NaN where there is nothing to lose), flush_to_zero of
-    all nonzero elements, saturated of all elements. A format that only some of the operands were tried in is left out:
-    it would be compared on other tensors.
+    SQNR is of the summed powers (infinite without any error, NaN if all values are zero), flush_to_zero of all nonzero
+    elements, saturated of all elements. A format that only some of the operands were tried in is left out: it would be
+    compared on a different set of tensors.
     """
     rows = []
     tried = scores.groupby("format")["format"].transform("size")

@@ -1,4 +1,4 @@
-"""What a page has selected, which a question draws its answer from."""
+"""The selection of a page, from which a question draws its answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from binade.quant.specs import Spec
 
 @dataclass(frozen=True)
 class Selection:
-    """A catalog and a filter. tensors: the ids of tensors that are chosen one by one, where a page offers that."""
+    """A catalog and a filter. tensors: the ids of tensors chosen one by one, if the page allows it."""
 
     opened: Catalog
     where: Filter
@@ -43,7 +43,7 @@ class Board(Selection):
         return f"{self.measure.key}_{plain_name(self.format)}" if self.format else self.measure.key
 
     def named(self, figures: Iterable[Figure]) -> list[Figure]:
-        """Figures of this board beside those of others: each by its name and the board's."""
+        """The figures of this board renamed to include the board, so that they differ from those of other boards."""
         return [replace(figure, name=f"{figure.name}_{self.name}") for figure in figures]
 
     @property
@@ -66,25 +66,25 @@ class Board(Selection):
 
     @property
     def nothing(self) -> Drawn:
-        """The answer where no tensor has a value: what the filter selects instead, and what to do."""
+        """The answer if no tensor has a value: what the filter selects instead, and what to do."""
         tensors = self.opened.totals(self.where).tensors
         if not boards.of_format(self.measure.key):
-            return Drawn(problems=(f"None of the {tensors:,} tensors selected has a value.",))
+            return Drawn(problems=(f"None of the {tensors:,} selected tensors has a value of this metric.",))
         if self.measure.key == boards.LOSS_CHANGE and self.format:
             return Drawn(
                 problems=(
-                    f"Of the operands selected that are scored in {self.format}, no gradient was recorded: record a "
-                    "run with a backward pass, with “loss” among what is also measured.",
+                    f"No gradient was recorded of the selected operands that are scored in {self.format}: record a "
+                    f"run with a backward pass and with “loss” under Also measured (--measures loss).",
                 )
             )
         operands = int(self.opened.operands(self.where)["tensors"].sum())
         formats = ", ".join(self.opened.scored_formats(self.where))
         if not operands:
-            there = f"The filter selects {tensors:,} tensors and no operand of a GEMM; only operands are scored."
+            there = f"The filter selects {tensors:,} tensors, but no operand of a GEMM; only operands are scored."
         elif formats:
-            there = f"The {operands:,} operands selected are scored in {formats}, not in {self.format}."
+            there = f"The {operands:,} selected operands are scored in {formats}, not in {self.format}."
         else:
-            there = f'The {operands:,} operands selected were recorded with scores=() or --scores "": none is scored.'
+            there = f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored.'
         return Drawn(
             problems=(f"{there} A statistic of the values, such as {MEASURES['absmax'].label}, ranks every tensor.",)
         )

@@ -1,4 +1,5 @@
-"""HiFloat8 is meant to be used with a scale: what it would do with one, wherever it is shown without."""
+"""HiFloat8 is meant to be used with a scale: where it is shown without one, these functions say what a scale would
+do."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from binade.quant.specs import Spec
 
 
 def with_scale(spec: Spec | str) -> Spec | None:
-    """The spec with a tensor scale to 8, if it is one of HiFloat8 without a scale."""
+    """The spec with a tensor scale that maps absmax to 8, if it is a HiFloat8 spec without a scale."""
     spec = Spec.of(spec)
     without = spec.scale == ScaleRule.NONE and ScaleRule.AMAX8 in spec.format.scale_rules
     return Spec.of(spec, scale=ScaleRule.AMAX8) if without else None

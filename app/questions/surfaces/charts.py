@@ -14,7 +14,7 @@ from binade.app.style import Measure
 
 
 def surface(table: pd.DataFrame, measure: Measure, events: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:
-    """Of compute.surface, of one run: bright is bad, and red what overflows."""
+    """Draws compute.surface of one run: brighter is worse, and overflow is red."""
     shown = with_labels(table, measure)
     paint = _paint("figure:Q", color_scale(shown, measure), measure.axis)
     tooltip = [
@@ -31,7 +31,7 @@ def surface(table: pd.DataFrame, measure: Measure, events: pd.DataFrame, title: 
 def difference(
     table: pd.DataFrame, measure: Measure, names: tuple[str, str], events: pd.DataFrame, title: str, subtitle: str
 ) -> alt.LayerChart:
-    """Of compute.difference: red where the first run is worse, blue where the other is."""
+    """Chart of compute.difference: red where the first run is worse, blue where the other is."""
     shown = table.dropna(subset=["change"])
     shown = shown.assign(label=shown["value"].map(measure.text), other_label=shown["other"].map(measure.text))
     most = float(shown["change"].abs().max()) or 1.0

@@ -48,7 +48,7 @@ def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.Da
         return pd.DataFrame()
     layers = max(len(opened.distinct(("layer_index",), where)), 1)
     columns = min(max(CELLS // layers, FEWEST_COLUMNS), MOST_COLUMNS)
-    # What is measured every 100 iterations leaves no gaps between cells.
+    # Measurements every 100 iterations leave no gaps between cells.
     width = max(-(-int(iterations[-1] - iterations[0] + 1) // columns), int(np.median(np.diff(iterations))))
     table = opened.surface(metric, width, where, fmt)
     return table.assign(last=table["iteration"] + width - 1)

@@ -21,7 +21,7 @@ from binade.data.catalog import SHOWN_ERRORS, STATISTICS
 
 NONE, IN_FORCE = "none", "in_force"
 METRICS = (*SHOWN_ERRORS, *STATISTICS)
-NOTHING = "The filter selects no tensor of a layer: widen it."
+NOTHING = "The filter selects no tensor that belongs to a layer: widen it."
 NOT_ROUNDED = "No run of the filter rounded {}. Choose a format that it was scored in, or another statistic."
 METRIC = Control(
     name="statistic", label="Statistic", param=One(METRICS), widget="list", row="what",
@@ -62,7 +62,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
 
 
 def _chosen(options: Any, wanted: Any) -> Any:
-    """The option that is wanted, of a dict its value; else the first."""
+    """The requested option (or its value, for a dict), else the first."""
     name = wanted if wanted in options else next(iter(options))
     return options[name] if isinstance(options, dict) else name
 

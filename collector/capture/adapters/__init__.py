@@ -1,4 +1,4 @@
-"""Adapters: they find the matrix products of a model and replace them by ours, without changes to its source.
+"""Adapters find the matrix products of a model and replace them with ours, without changes to its source.
 
     layer.py          what an adapter returns for each layer: its site, its shards, how to attach and detach
     products.py       one product: as the model computes it with a tap, or quantized
@@ -48,7 +48,7 @@ EXCLUDED = "excluded"
 
 @dataclass(frozen=True)
 class Found:
-    """What the adapters make of a model.
+    """The modules of a model, as the adapters classify them.
 
     layers    those that are intercepted
     left      the modules that stay as they are on purpose, with the reason
@@ -111,7 +111,7 @@ def survey(
             if left.setdefault(each.module, "LM head, unless head=True") != EXCLUDED:
                 heads.setdefault(each.module, each)
         elif is_instrumented(each.module):
-            raise InstrumentError(f"{each.name or 'the model'} is instrumented already: leave that block first")
+            raise InstrumentError(f"{each.name or 'the model'} is already instrumented: leave that `with` block first")
         elif each.module not in left:
             layers.setdefault((each.module, each.part), each)
     return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)
@@ -134,7 +134,7 @@ def find(model: nn.Module, **options: Any) -> Found:
 
 @contextmanager
 def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -> Iterator[None]:
-    """Within it, the model's forward passes and updates are counted, and its first pass is watched."""
+    """A context in which the model's forward passes and updates are counted, and its first pass is watched."""
     forward: Callable[..., Any] = model.forward
 
     @wraps(forward)
@@ -156,17 +156,17 @@ def around_forward(model: nn.Module, clock: Clock | None, watch: Watch | None) -
         yield
 
 
-_eager: list[Any] = []  # the stance of torch.compile, held by those who need eager code
+_eager: list[Any] = []  # the torch.compile stance, shared by all contexts that need eager code
 
 
 @contextmanager
 def without_compiling() -> Iterator[None]:
-    """Within it, what torch.compile made runs as the Python code that it was made from, whose products can be
-    intercepted. Contexts may overlap in any order."""
+    """A context in which compiled functions run as their original Python code, whose products can be intercepted.
+    Contexts may overlap in any order."""
     _eager.append(_eager[0] if _eager else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        stance = _eager.pop()  # the same object each
+        stance = _eager.pop()  # the same object for each
         if not _eager:
             stance.__exit__(None, None, None)

@@ -44,8 +44,8 @@ SCALINGS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, T
 
 
 class CoreMode(Interception):
-    """One pass through an attention core, whose products it replaces; it checks then that all of them were made. It
-    notes what dropout was applied to: probabilities are recorded before.
+    """One pass through an attention core: replaces its products, and checks at the end that all of them were computed.
+    It notes what dropout was applied to: probabilities are recorded before.
 
     replaced  the functions that a subclass replaces, each with the name of its method that stands for it
     calls     how often each of them was called
@@ -63,7 +63,7 @@ class CoreMode(Interception):
 
     @abstractmethod
     def check(self) -> None:
-        """Called after the pass: products may be `missing`."""
+        """Called after the pass; calls `missing` if products are missing."""
 
     def missing(self, what: str) -> None:
         """Raises InstrumentError, or warns if these products are only recorded."""
@@ -84,7 +84,8 @@ class CoreMode(Interception):
         return result
 
     def before_dropout(self, probs: Tensor) -> Tensor:
-        """What dropout made these probabilities (or what they are a view of) from; themselves, if it did not."""
+        """The probabilities before dropout was applied (to them or to the tensor they are a view of); the same tensor
+        without dropout."""
         result, before = self.dropped or (None, probs)
         if result is None or (result.data_ptr(), result.numel()) != (probs.data_ptr(), probs.numel()):
             return probs
@@ -137,7 +138,7 @@ def product(
 
 
 def _unscaled(tap: Tap, scale: float) -> Tap:
-    """A tap that sees the gradient of scale · a · b as that of a · b, which is what the quantized product takes."""
+    """A tap that gets the gradient of scale · a · b as that of a · b, which the quantized product uses."""
     if scale == 1.0:
         return tap
     gradients = ("grad", "wgrad_grad")
@@ -166,8 +167,8 @@ def show_scores(tap: Tap | None, scores: Tensor) -> None:
 
 
 class SdpaMode(CoreMode):
-    """A module that calls F.scaled_dot_product_attention, or FlexAttention: what instrument makes run eagerly ends in a
-    higher-order operator, in whose place the two products run that torch defines it by."""
+    """A module that calls F.scaled_dot_product_attention, or FlexAttention: with torch.compile turned off, it ends in a
+    higher-order operator, which is replaced by the two products that define it in torch."""
 
     replaced: ClassVar = {F.scaled_dot_product_attention: "attend"}
 
@@ -189,7 +190,7 @@ class SdpaMode(CoreMode):
 
     def check(self) -> None:
         if not self.calls:
-            self.missing("did not call F.scaled_dot_product_attention, so that its products were not intercepted")
+            self.missing("did not call F.scaled_dot_product_attention, so its products were not intercepted")
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,8 @@ class Written:
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Written | None:
-        """What this call computes, over more than one element (an outer product, as of rotary angles, is not); None
-        for another function or fewer axes than three."""
+        """The product that this call computes; None for another function, for fewer than three axes, and for an outer
+        product (as of rotary angles)."""
         operands = [x for x in tensors_in((args, kwargs)) if x.dim() > 2]
         if len(operands) < 2:
             return None
@@ -248,7 +249,7 @@ class Written:
 
 class WrittenMode(SdpaMode):
     """Attention in two products of tensors of three axes or more: the first is QKᵀ, the second the context. The scores
-    are recorded once they are scaled, if that is what is done to them next."""
+    are recorded after scaling, if the next operation scales them."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -280,7 +281,7 @@ class WrittenMode(SdpaMode):
         if (self.attended, calls) not in ((2, 0), (0, 1)):
             self.missing(
                 f"called F.scaled_dot_product_attention {calls} times and made {self.attended} products of its own "
-                "where one call or two products were expected, so that they were not intercepted"
+                "where one call or two products were expected, so they were not intercepted"
             )
 
     def _scores(self, written: Written) -> Tensor:
@@ -316,8 +317,8 @@ def attend(
     """F.scaled_dot_product_attention: query [..., heads, s, d], key [..., heads or groups, t, d] -> [..., heads, s, v].
 
     Unquantized it is torch's own call; scores and probabilities, which that never holds, are computed again for the
-    taps. Probabilities are shown before dropout, whose mask is the same either way on a CPU. Quantized, the softmax is
-    in float32 and the probabilities in the query's dtype.
+    taps. Probabilities are shown before dropout, whose mask is the same with or without a tap on a CPU. Quantized, the
+    softmax is in float32 and the probabilities in the query's dtype.
     """
     options: dict[str, Any] = {
         "attn_mask": attn_mask,

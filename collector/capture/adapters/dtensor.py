@@ -97,7 +97,8 @@ def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: An
     inner = query.dim() - 2
     if places.count(places[0]) < 3 or any(p.is_partial() or (p.is_shard() and p.dim >= inner) for p in places[0]):
         raise InstrumentError(
-            f"{name or 'the model'} attends to DTensors placed as {places}: alike, by batch or heads, was expected"
+            f"{name or 'the model'} attends to DTensors placed as {places}: the same placement for all, by batch or "
+            "heads, was expected"
         )
     attended: Tensor = local_map(product, out_placements=list(places[0]))(query, key, value)
     return attended
@@ -131,7 +132,9 @@ def _division(module: Any) -> tuple[Group, int | None]:
         return Group(), None
     divided = [(at, place.dim) for at, place in enumerate(module.weight.placements) if place.is_shard()]
     if len(divided) > 1:
-        raise InstrumentError(f"a weight is divided twice, as {module.weight.placements}: once was expected")
+        raise InstrumentError(
+            f"a weight is divided along two mesh axes, as {module.weight.placements}: one was expected"
+        )
     return next(((Group(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (Group(), None))
 
 

@@ -1,10 +1,11 @@
 """Transformer Engine: Linear, LayerNormLinear, GroupedLinear, DotProductAttention, and what Megatron derives from them.
 
-They are watched: TE quantizes by its own recipe and multiplies in its own kernels. A GEMM's operands are recorded as
-before that, its result and gradients as TE computes them. A LayerNormLinear never holds its GEMM's input, which is
-normalized again here; the gradient of that input is not recorded. A GroupedLinear is one layer: its weights one after
-the other, for its tokens in the order of the experts. Scores and probabilities of attention are never held: they are
-computed again, where the mask is causal or none. Weight gradients that are fused into their accumulation are not seen.
+They are watched: TE quantizes by its own recipe and multiplies in its own kernels. A GEMM's operands are recorded
+before quantization, its result and gradients as TE computes them. A LayerNormLinear never holds its GEMM's input, which
+is normalized again here; the gradient of that input is not recorded. A GroupedLinear is one layer: its weights one
+after the other, for its tokens in the order of the experts. TE never stores the scores and probabilities of attention:
+they are recomputed if the mask is causal or there is none. Weight gradients that are fused into their accumulation are
+not recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from binade.collector.models.site import Site, site
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap
 
-KERNELS = "is watched only, as Transformer Engine multiplies in its own kernels: use the recipe bf16, and TE's own"
+KERNELS = "can only be watched, since Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
 AXES = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of attention's layouts, as [b, h, s, d]
 COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the module or its caller sets
     "qkv_format": tuple(AXES),
@@ -41,7 +42,7 @@ COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the mod
     "return_max_logit": (False,),
     **dict.fromkeys(("inference_params", "attention_bias", "packed_seq_params"), ()),
 }
-# What TE exchanges lies within the module: a summed result is whole. With sequence parallelism its tokens are divided.
+# TE communicates within the module, so a summed result is whole. With sequence parallelism its tokens are divided.
 SHARDS = {
     "column": {"b": "rows", "grad_b": "rows", "y": "columns", "grad": "columns"},
     "row": {"a": "columns", "grad_a": "columns", "b": "columns", "grad_b": "columns"},
@@ -138,8 +139,8 @@ def _normalized(module: Any, x: Tensor) -> Tensor:
 
 
 def _with_weight_gradients(weights: list[nn.Parameter], tap: Tap, show: Tap) -> Tap:
-    """A tap of the result that has the weights' gradients shown too, once they follow those of the result: other
-    passes may be on their way. They arrive at the weights themselves, which TE takes from its module."""
+    """A tap of the result that also shows the weights' gradients, once they arrive after the result's: other passes may
+    be in flight. They arrive at the weights themselves, which TE reads from its module."""
     arrived: dict[int, Tensor] = {}
     running = False
 
@@ -206,7 +207,7 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
         other.append("context parallelism")
     if other:
         raise InstrumentError(
-            f"{name or 'the model'} attends with {', '.join(other)}, which is not computed again: sbhd or bshd, causal "
+            f"{name or 'the model'} attends with {', '.join(other)}, which cannot be recomputed: sbhd or bshd, causal "
             f"or no_mask, and a plain softmax over whole sequences were expected. Leave it out with exclude=[{name!r}]"
         )
     layout, mask = options["qkv_format"], options["attn_mask_type"]

@@ -51,7 +51,7 @@ def _heads(model: nn.Module) -> set[Any]:
 
 
 class InterfaceMode(WrittenMode):
-    """What the module's configuration says when it runs: eager, or a call of torch's functions."""
+    """Follows the module's configuration at run time: eager, or a call of torch's functions."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = WrittenMode if _implementation(self.module) == "eager" else SdpaMode

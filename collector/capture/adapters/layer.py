@@ -1,4 +1,4 @@
-"""What `instrument` and the adapters exchange: layers, how they run, and when."""
+"""The data that `instrument` and the adapters exchange: layers, how they run, and when."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ class Layer:
     shard    how this rank's part of a tensor, by the name that a tap sees, relates to the whole
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
-    is_head  whether it is the LM head, which stays as it is unless it is asked for
-    kernels  why it can be watched only, if it cannot be quantized
-    exchanges  whether the adapter exchanges tensors in the module's place: all ranks stay attached, whoever records
+    is_head  whether it is the LM head, which is left alone unless requested
+    kernels  why it can only be watched, if it cannot be quantized
+    exchanges  whether the adapter communicates instead of the module: all ranks then stay attached, whichever of them
+               record
     part     which of the module's layers, where it has several: the weight and the expert
     """
 
@@ -94,7 +95,7 @@ def refusal(modules: Mapping[str, nn.Module], reasons: Mapping[str, str]) -> str
     for pattern, names in alike.items():
         fits = all(name in reasons for name in modules if fnmatchcase(name, pattern))
         patterns += [pattern] if fits else names
-    return f"{'; '.join(texts)}. Leave out on purpose with exclude={patterns}"
+    return f"{'; '.join(texts)}. To leave them out on purpose: exclude={patterns}"
 
 
 def numbers_left_out(name: str) -> str:
@@ -108,7 +109,7 @@ def is_instrumented(module: nn.Module) -> bool:
 
 
 def is_a(module: str, name: str, value: object) -> bool:
-    """isinstance, for classes of modules that take a second to import. Before that, nothing is of such a class."""
+    """isinstance for classes of modules that take a second to import. False while the module has not been imported."""
     return module in sys.modules and isinstance(value, getattr(sys.modules[module], name))
 
 
@@ -124,7 +125,7 @@ class _Replacement:
     def __init__(self, module: nn.Module, name: str, value: Callable[..., Any]) -> None:
         self._module, self._name, self._value = module, name, value
         self._before = vars(module).get(name)  # of the instance's own
-        update_wrapper(self, value, updated=())  # which else takes over what another replacement holds
+        update_wrapper(self, value, updated=())  # which would otherwise copy the state of another replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._value(*args, **kwargs)
@@ -139,8 +140,9 @@ class _Replacement:
 
 
 def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
-    """Give one instance an attribute of its own, as `module.name = value` does without nn.Module's bookkeeping.
-    Returns what puts the instance's dictionary back exactly; it raises InstrumentError if another stands there now."""
+    """Set an attribute on one instance, as `module.name = value` does, but without nn.Module's bookkeeping. Returns a
+    function that restores the instance's dictionary exactly; it raises InstrumentError if the attribute has been
+    replaced since."""
     own = vars(module)
     had, before = name in own, own.get(name)
     replacement = own[name] = _Replacement(module, name, value)
@@ -159,12 +161,12 @@ def set_on(module: nn.Module, name: str, value: Callable[..., Any]) -> Detach:
 
 
 def replaces(module: nn.Module, name: str, method: Callable[[Any], Callable[..., Any]]) -> Attach:
-    """What attaches a quantization by replacing one method of the module with `method(quantization)`."""
+    """A function that attaches a quantization by replacing one method of the module with `method(quantization)`."""
     return lambda quantization: set_on(module, name, method(quantization))
 
 
 def distinct(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """The layers with a site each: where two share one, both are called by their path instead."""
+    """The layers with unique sites: if two share one, both are named by their path instead."""
     counts = Counter(layer.site for layer in layers)
     return tuple(
         replace(layer, site=replace(layer.site, module=layer.path)) if counts[layer.site] > 1 and layer.path else layer

@@ -227,7 +227,7 @@ class MegatronCore(CoreMode):
         if (scores, contexts) != (1, 1):
             self.missing(
                 f"called torch.baddbmm {scores} times and torch.bmm {contexts} times where one of each was expected, "
-                "so that its products were not intercepted"
+                "so its products were not intercepted"
             )
 
     def by_head(self, tap: Tap | None) -> Tap | None:

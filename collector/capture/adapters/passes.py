@@ -1,10 +1,10 @@
 """Which forward pass a call belongs to: its micro-batch, and whether it is a second one of the same.
 
-The random numbers of a pass follow from its place, so that a second pass of the same draws the same.
+The random numbers of a pass depend only on its place, so that a repeated pass draws the same ones.
 
 Activation recomputation runs a layer's forward pass twice, the second time during the backward pass. Both are computed
-alike. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it is under;
-the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
+in the same way. The operands and results of the forward pass are recorded in the first, whatever kind of checkpoint it
+is under; the second adds only the gradients, and marks the layer as recomputed. So each tensor is recorded once.
 
 Whether a pass is an evaluation is decided where the model's own forward begins: within a layer, the first pass of a
 checkpoint has no gradients either.
@@ -46,17 +46,17 @@ PASSES_BEFORE_WARNING = 64  # forward and backward passes without an update of t
 
 
 def running_backward() -> bool:
-    """Whether this code runs within a backward pass, where a forward pass is one made again."""
+    """Whether this code runs within a backward pass, in which any forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def seed_of(*place: object) -> int:
-    """A seed for what is drawn at a place, below 2^29: a product makes six seeds of it, which have 32 bits."""
+    """A seed for the random numbers of a place, below 2^29: a product derives six seeds of 32 bits from it."""
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=4).digest()) >> 3
 
 
 class Listener:
-    """Follows the passes of one product of one layer: gives their taps, and what their rounding depends on.
+    """Follows the passes of one product of one layer: provides their taps and rounding state.
 
     stages         the parts that the recipe gives the product, each with the iteration from which it holds
     recorded       whether the product is recorded while the recorder records
@@ -115,7 +115,7 @@ class Listener:
         return tap
 
     def _part(self) -> Part:
-        """The part of the pass that begins, whose formats the product takes."""
+        """The recipe part for the pass that begins."""
         part = [part for start, part in self.stages if start <= self.moment.iteration or not start][-1]
         self.quantization.formats = part.formats
         return part
@@ -155,11 +155,11 @@ class Clock:
 
     @contextmanager
     def following_updates(self) -> Iterator[None]:
-        """Within it, updates of the model are seen."""
+        """A context in which updates of the model are noticed."""
 
         def stepped(optimizer: Optimizer, *_: Any) -> None:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if not held.isdisjoint(map(id, self.model.parameters())):  # those of now: fully_shard replaces them
+            if not held.isdisjoint(map(id, self.model.parameters())):  # the current ones: fully_shard replaces them
                 self.recorder.updated = True
 
         def accumulated(parameter: Tensor) -> None:
@@ -200,8 +200,8 @@ class Clock:
             recorder.check_steps()
 
     def end(self, result: Any) -> None:
-        """A forward pass has ended. Note when the gradients of its result arrive: its layers may be recomputed from
-        then on."""
+        """A forward pass has ended. Note when the gradients of its result arrive: from then on its layers may be
+        recomputed."""
         moment, arrived, idle = self.recorder.moment(), self.recorder.arrived, self.recorder.idle()
         self.recorder.evaluating = False
         if idle and not self.always:

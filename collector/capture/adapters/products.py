@@ -1,8 +1,8 @@
 """One product of a model: computed by the model and shown to a tap, or computed by quant.gemm.
 
-What is not quantized is left to the model's own call, so that its result has the same bits; the tap sees its operands
-before and its result after. Gradients are seen where they leave this product: operands are handed over as views, whose
-gradient is this product's share alone.
+A product that is not quantized is left to the model's own call, so that its result has the same bits; the tap sees its
+operands before and its result after the call. Gradients are observed where they leave this product: operands are passed
+as views, whose gradient is this product's share alone.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def linear(original: Product, x: Tensor, weight: Tensor, how: Quantization, bias
 
 
 def _but_result(tap: Tap | None) -> Tap | None:
-    """A tap for a product whose bias is still to be added: what it gives is not the result yet."""
+    """A tap for a product whose bias is added later: its output is not the result yet."""
     return tap and (lambda seen: tap(replace(seen, name="product") if seen.name == "y" else seen))
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which torch's own products take x: autocast's where that is on."""
+    """The dtype of x in torch's own products: autocast's if it is enabled."""
     device = x.device.type
     cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if cast else x.dtype
@@ -142,7 +142,7 @@ def listened(x: Tensor, tap: Tap, name: str) -> Tensor:
 
 
 def listen_to_result(y: Tensor, tap: Tap) -> None:
-    """Have the tap see the gradient of a product's result, as "grad"."""
+    """Show the gradient of a product's result to the tap, as "grad"."""
     if not y.requires_grad:
         return
     base = y._base

@@ -2,8 +2,9 @@
 through functions, and modules whose code multiplies by a weight of their own (see weights).
 
 A layer's number is one more than the first number in its path ("layers.3.mlp.up" is of layer 4, a module without one of
-layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. What
-DistributedDataParallel, FSDP, torch.compile and PEFT put around a name is no part of it; LoRA's parts are "q.lora_A".
+layer 0), its module a word of collector's where the path ends as is usual, else the last part of the path. Prefixes
+that DistributedDataParallel, FSDP, torch.compile and PEFT add to a name are not part of it; LoRA's parts are
+"q.lora_A".
 
 The LM head stays as it is unless head=True: a linear layer whose weight is an embedding's, or that has a usual name.
 
@@ -104,8 +105,8 @@ def _own(modules: dict[str, nn.Module], shapes: Shapes, name: str, owner: OwnPro
 
 
 def is_router(modules: dict[str, nn.Module], shapes: Shapes, name: str, outputs: int) -> bool:
-    """Whether this layer chooses among experts: it, or the `router` that it is in, stands beside `experts`, of which
-    there are as many as outputs."""
+    """Whether this layer chooses among experts: it, or the `router` that contains it, is a sibling of `experts`, which
+    are as many as its outputs."""
     parent, _, last = re.sub(r"(?<=router)\..+", "", name).rpartition(".")
     experts = modules.get(f"{parent}.experts" if parent else "experts")
     if experts is None or last == "experts":
@@ -176,7 +177,7 @@ def _reached(kind: type[nn.Module]) -> tuple[FunctionType, ...]:
 
 
 def _foreign(value: Any) -> bool:
-    """Whether this is of torch or transformers, whose functions are known."""
+    """Whether this belongs to torch or transformers, whose functions are known."""
     name = value.__module__ if isinstance(value, FunctionType) else getattr(value, "__name__", "")
     return str(name).partition(".")[0] in ("torch", "transformers")
 

@@ -3,8 +3,8 @@
 It looks for products with one of the model's weights and, where the recipe quantizes attention, for
 F.scaled_dot_product_attention, FlexAttention and any other product of two activations; not for embeddings and excluded
 modules. It knows a weight as itself, as a view, and as anything computed from weights alone: a cast, detached,
-transposed, stacked or normalized copy. It does not see convolutions, elementwise products that are summed, and kernels
-of other packages.
+transposed, stacked or normalized copy. It does not notice convolutions, sums of elementwise products, and kernels of
+other packages.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PRODUCTS = frozenset(
 
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 FLEX = "flex_attention"
-NAMED = (FLEX, *GROUPED)  # some of them are operators of torch's, which have no one object
+NAMED = (FLEX, *GROUPED)  # some of them are torch operators, which are not single objects
 
 
 class Watch(Interception):

@@ -73,7 +73,7 @@ class Weights:
         return _part(x, base, Source(name), False)
 
     def follow(self, func: Callable[..., Any], operands: Sequence[Tensor], result: Any) -> None:
-        """Note what func has made of its operands, if these are weights alone."""
+        """Note the result of func if all of its operands are weights."""
         operands = [x for x in operands if x.dim() > 1]
         sources = [self.source(x) for x in operands]
         if not (sources and sources[0] and all(sources)):
@@ -98,7 +98,7 @@ def _part(x: Tensor, of: Tensor, source: Source, cast: bool) -> Source:
 def functional_linear(
     name: str, how: Quantization, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """F.linear as `how` says, of this rank's parts where the weight is a DTensor."""
+    """F.linear computed by `how`, on this rank's parts if the weight is a DTensor."""
 
     def on_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(lambda a, b: F.linear(a, b, bias), x, weight, how, bias)
@@ -138,8 +138,8 @@ class OwnProducts:
                 result = forward(*args, **kwargs)
             if isinstance(self.module, nn.Linear) and not mode.products:
                 raise InstrumentError(
-                    f"{self.name} ({type(self.module).__name__}) made no product of torch's functions with its weight, "
-                    f"so that none was intercepted: leave it out with exclude=[{self.name!r}]"
+                    f"{self.name} ({type(self.module).__name__}) did not multiply by its weight with a function of "
+                    f"torch, so nothing was intercepted: leave it out with exclude=[{self.name!r}]"
                 )
             return result
 
@@ -188,7 +188,7 @@ class WeightsMode(Interception):
         return found
 
     def _stacked(self, weight: Tensor) -> list[Quantization]:
-        """The same of each expert of a weight of three axes."""
+        """The same for each expert of a weight with three axes."""
         source = self.weights.source(weight) if weight.dim() == 3 else None
         if source is None or source.first is None:
             return []
@@ -220,7 +220,7 @@ class WeightsMode(Interception):
         hows = self._stacked(b) if offs is not None and a.dim() == 2 else []
         if not hows or offs is None:
             return func(a, b, offs, **options) if offs is not None else func(a, b, **options)
-        with torch.autocast(a.device.type, enabled=False):  # which grouped_mm knows nothing of
+        with torch.autocast(a.device.type, enabled=False):  # which grouped_mm does not support
             return _by_expert(lambda x, w: func(x, w.mT, offs=offs, **options), a, b.mT, hows, offs.tolist())
 
 
@@ -251,7 +251,7 @@ def _by_expert(
 
 
 def _spread(taps: Mapping[int, Tap | None], places: Sequence[Any]) -> Tap:
-    """A tap of a product of all experts, which shows the taps of each what is theirs."""
+    """A tap for a product of all experts, which shows each expert's tap its own part."""
 
     def show(seen: Observed) -> None:
         of_weight = seen.name in ("b", "dgrad_b", "grad_b")

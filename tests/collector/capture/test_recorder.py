@@ -102,8 +102,8 @@ class TestRecorder:
         [
             ({"scores": ("nope",)}, "format 'nope' is unknown"),
             ({"tensors": ("query", "inputt")}, "tensor 'inputt' is unknown: input, weight, "),
-            ({"tensors": "input"}, r"tensors='input' is one word: .* as tensors=\('input',\)"),
-            ({"scores": "mxfp8"}, "scores='mxfp8' is one word"),
+            ({"tensors": "input"}, r"tensors='input' is a single string: .* such as tensors=\('input',\)"),
+            ({"scores": "mxfp8"}, "scores='mxfp8' is a single string"),
             ({"config": {"size": 224}}, "config has size 224: a word was expected"),
             ({"config": {"model": {"name": "x"}}}, "config has model {'name': 'x'}"),
         ],

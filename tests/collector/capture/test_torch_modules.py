@@ -440,7 +440,7 @@ class TestRefusals:
         model = build()
         with instrument(model, "mxfp8", backend="torch"):
             inside = loss(model, 0)
-            with pytest.raises(InstrumentError, match="is instrumented already: leave that block first"):
+            with pytest.raises(InstrumentError, match="is already instrumented: leave that `with` block first"):
                 instrument(model, "mxfp4", backend="torch").__enter__()
             assert torch.equal(loss(model, 0), inside)
 
@@ -478,7 +478,8 @@ class TestRefusals:
                 return torch.einsum("bsi,oi->bso", x, self.weight)
 
         self.refused(
-            nn.Sequential(Silent(8, 8)), r"0 \(Silent\) made no product of torch's functions .*exclude=\['0'\]"
+            nn.Sequential(Silent(8, 8)),
+            r"0 \(Silent\) did not multiply by its weight with a function .*exclude=\['0'\]",
         )
         model, x = nn.Sequential(Twice(8, 8)), torch.randn(3, 4, 8)
         with instrument(model, "linear_bf16"):
@@ -515,7 +516,7 @@ class TestRefusals:
         with pytest.raises(InstrumentError) as refused:
             instrument(model, "mxfp8").__enter__()
         # "*.cell" would match 0.inner.cell, and "*" everything.
-        assert str(refused.value).endswith("Leave out on purpose with exclude=['0.cell', '2']")
+        assert str(refused.value).endswith("To leave them out on purpose: exclude=['0.cell', '2']")
 
     def test_nothing_to_instrument_and_unknown_paths(self):
         self.refused(nn.LayerNorm(8), "LayerNorm has no layer to instrument")

@@ -480,7 +480,7 @@ class TestSeeds:
             made("mxfp8", [loss], seed=1)
         (_, row) = only(compared()).values()
         assert row.runs == 2 and row.gaps.values == (0.25,)
-        assert "2 runs; shown is the longest, of these the newest" in " ".join(render(compared(), "text").split())
+        assert "2 runs; shown is the longest (of several, the newest)" in " ".join(render(compared(), "text").split())
 
     def test_layers_kept_in_bf16_make_no_other_bf16(self, made, compared):
         for recipe, loss in (("bf16", 5.0), ("te_nvfp4", 5.5), ("te_nvfp4(without=tiles)", 5.25)):
@@ -501,7 +501,8 @@ class TestRows:
         assert (row.runs, row.run_id) == (3, newest.run_id)
         assert (row.figures["loss_nats"], row.figures["loss_spread_nats"]) == (3.25, 0.375)
         text = render(compared(), "text")
-        assert f"mxfp8: 3 runs; shown is the longest, of these the newest, {newest.run_id}." in " ".join(text.split())
+        longest = f"mxfp8: 3 runs; shown is the longest (of several, the newest), {newest.run_id}."
+        assert longest in " ".join(text.split())
         assert "losses differ by 0.38." in text
 
     def test_each_state_has_a_row_of_its_own(self, made, compared):
@@ -727,7 +728,7 @@ class TestCommand:
             (lambda path: path.write_bytes(path.read_bytes()[:-9]), "loss.jsonl ends at iteration 1 of 2", "4.0"),
             (
                 lambda path: path.write_bytes(b'{"iteration": 0, "loss": 5.0}\n17\n'),
-                "line 2 of its loss.jsonl is no loss",
+                "line 2 of its loss.jsonl is not a loss",
                 "5.0",
             ),
             (lambda path: path.write_bytes(b'{"iteration": 0, "loss": NaN}\n'), "line 1 of its loss.jsonl", ""),

@@ -1,0 +1,90 @@
+"""Files of a chart or a table that the browser cannot make: tables as text, and figures in the style of papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from pylatexenc.latexencode import UnicodeToLatexEncoder
+
+from binade.app.figure import Figure
+from binade.app.report.rendering import Renderers
+from binade.app.report.tables import axis_of, cells, shown
+from binade.app.theme import PAPER
+from binade.data.text import csv_table, markdown_table, markdown_text
+
+TYPES = {
+    "csv": "text/csv",
+    "md": "text/markdown",
+    "tex": "text/x-tex",
+    "svg": "image/svg+xml",
+    "pdf": "application/pdf",
+}
+TABLES = (".csv", ".md", ".tex")  # the ends of their files' names
+COLUMNS = {"84mm": 84, "174mm": 174}  # millimetres: one and two columns in Springer's instructions
+PAPERS = tuple(f"-{width}.{kind}" for width in COLUMNS for kind in ("svg", "pdf"))
+LETTERS = 12  # pixels of the letters of our charts
+POINTS = 8  # of the same letters on paper
+TITLE = 50  # pixels that a title takes, which a paper's caption replaces
+
+_ENCODER = UnicodeToLatexEncoder(unknown_char_policy="keep", unknown_char_warning=False)
+
+
+def of_figure(figure: Figure, end: str) -> bytes:
+    """The content of the file of a figure whose name ends so. Raises RenderError."""
+    if end in TABLES:
+        frame = figure.table if end == ".csv" else shown(figure.table, axis_of(figure.spec))
+        return of_table(frame, end, figure.caption)
+    width, _, kind = end.removeprefix("-").partition(".")
+    with Renderers(1) as renderers:
+        drawn = renderers.paper(paper_spec(figure, width), COLUMNS[width]).result()
+    return drawn.svg if kind == "svg" else drawn.pdf
+
+
+def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:
+    """A table as CSV, Markdown or LaTeX."""
+    texts: dict[str, Callable[[pd.DataFrame, str], str]] = {".csv": csv_table, ".md": _markdown, ".tex": _tex}
+    return texts[end](frame, caption).encode()
+
+
+def media_type(end: str) -> str:
+    return TYPES[end.rpartition(".")[2]]
+
+
+def paper_spec(figure: Figure, width: str) -> dict[str, Any]:
+    """The specification of a figure for a column of a paper: without its title, which belongs in the caption."""
+    pixels = COLUMNS[width] / 25.4 * 72 * LETTERS / POINTS
+    spec = _plain(figure.sized_spec(pixels))
+    if "height" in spec and figure.title:
+        spec["height"] -= TITLE
+    return spec | {"config": PAPER.config() | {"background": None, "padding": 1}}
+
+
+def _plain(spec: dict[str, Any]) -> dict[str, Any]:
+    """A chart's specification, or a layer's, without its title and with letters of one size."""
+    changed: dict[str, Any] = {"layer": list(map(_plain, spec["layer"]))} if "layer" in spec else {}
+    if isinstance(spec.get("mark"), dict) and spec["mark"]["type"] == "text":
+        changed["mark"] = spec["mark"] | {"fontSize": LETTERS}
+    return {name: value for name, value in (spec | changed).items() if name != "title"}
+
+
+def _markdown(frame: pd.DataFrame, caption: str) -> str:
+    header, *rows = [list(map(markdown_text, row)) for row in _texts(frame)]
+    lines = [f"\n{markdown_text(line)}" for line in caption.splitlines()]
+    return "\n".join([markdown_table(header, rows, _align(frame)), *lines]) + "\n"
+
+
+def _tex(frame: pd.DataFrame, caption: str) -> str:
+    header, *rows = [list(map(_ENCODER.unicode_to_latex, row)) for row in _texts(frame)]
+    comment = "".join(f"% {line}\n" for line in (*caption.splitlines(), r"Needs \usepackage{booktabs}"))
+    return comment + pd.DataFrame(rows, columns=header).to_latex(index=False, column_format=_align(frame))
+
+
+def _texts(frame: pd.DataFrame) -> list[list[str]]:
+    """The names of the columns, then the cells of each row."""
+    return [list(map(str, frame.columns)), *cells(frame)]
+
+
+def _align(frame: pd.DataFrame) -> str:
+    return "".join("r" if pd.api.types.is_numeric_dtype(kind) else "l" for kind in frame.dtypes)
