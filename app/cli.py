@@ -67,6 +67,8 @@ def _serve(
     ROOT holds the runs, a directory or s3://BUCKET/FOLDER, which is read-only (docs/scale.md)
     [default: $TENSOR_SAVE_DIR, else data/runs].
     """
+    # Arrow's own allocator keeps what each thread has freed. It is chosen when pyarrow is imported.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from binade.app import sharing
     from binade.data import access
     from binade.data.remote import is_mirror

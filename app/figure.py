@@ -10,6 +10,7 @@ import hashlib
 import json
 import textwrap
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -77,6 +78,33 @@ def _deep_copy(value: Any, by_ref: set[str]) -> Any:
 
 _NESTED = (list, dict, alt.SchemaBase)
 _altairs_copy, schemapi._deep_copy = schemapi._deep_copy, _deep_copy  # type: ignore[assignment]
+
+
+def _if_debugging(validate: Any) -> Any:
+    """Altair's, which validates the properties of charts and the parts that are layered even where `disable_debug_mode`
+    says not to."""
+
+    def when(cls: type[alt.SchemaBase], *args: Any, **options: Any) -> None:
+        if schemapi.DEBUG_MODE:
+            validate.__func__(cls, *args, **options)
+
+    return classmethod(when)
+
+
+for _name in ("validate", "validate_property"):
+    setattr(alt.SchemaBase, _name, _if_debugging(vars(alt.SchemaBase)[_name]))
+
+
+def _view_name(self: alt.Chart) -> str:
+    """Altair's, which prints a table to tell its chart from others that look the same: here its numbers do."""
+    if not isinstance(self.data, pd.DataFrame) or "_cached_hash" in self._kwds:
+        return _altairs_view_name(self)
+    numbers = self.data.select_dtypes("number").to_numpy(float, na_value=np.nan)
+    look = (self.mark, self.encoding, self.transform, *self.data.columns)
+    return f"view_{zlib.crc32(numbers.tobytes(), zlib.crc32(repr(look).encode())):08x}"
+
+
+_altairs_view_name, alt.Chart._compute_hash = alt.Chart._compute_hash, _view_name  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 from binade.data.access import check_writable
 from binade.data.filter import Filter
 from binade.data.json_files import STRICT, read_json, write_json
+from binade.data.store import locked
 
 FILE = ".filters.json"
 LONGEST_NAME = 60
@@ -37,11 +38,12 @@ def load(root: Path) -> dict[str, Filter]:
 def save(root: Path, name: str, where: Filter | None) -> None:
     """Save a filter under a name, or delete that name for None. Raises SavedFiltersError and ReadOnlyError."""
     check_writable("Saving a filter")
-    found = load(root)
-    found.pop(name, None)
-    if where is not None:
-        found[name] = where
     try:
-        write_json(root / FILE, _File({each: found[each].to_dict() for each in sorted(found)}))
+        with locked(root):  # two users may save at once
+            found = load(root)
+            found.pop(name, None)
+            if where is not None:
+                found[name] = where
+            write_json(root / FILE, _File({each: found[each].to_dict() for each in sorted(found)}))
     except OSError as error:
         raise SavedFiltersError(f"{root / FILE} cannot be written: {error.strerror or error}.") from error

@@ -47,7 +47,7 @@ class Watched:
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._sync: Future[None] | None = None
-        self._rest = threading.Timer(REST, self._give_back)
+        self._rest = threading.Timer(REST, self._give_all_back)
 
     def look(self) -> None:
         """Start to synchronize it if the last time was SYNC_SECONDS ago, and wait for it after a pause or a failure.
@@ -61,7 +61,7 @@ class Watched:
                 self._started = time.monotonic()
                 sync = self._sync = self._pool.submit(self._catch_up)
                 self._rest.cancel()
-                self._rest = threading.Timer(REST, self._give_back)
+                self._rest = threading.Timer(REST, self._give_all_back)
                 self._rest.daemon = True
                 self._rest.start()
         if sync and (failed or age > IDLE * SYNC_SECONDS):
@@ -75,6 +75,12 @@ class Watched:
         assert self.opened.cache
         if self.opened.cache.expire(self.opened.version):
             give_memory_back()
+
+    def _give_all_back(self) -> None:
+        assert self.opened.cache
+        self.opened.cache.expire(self.opened.version)
+        self.opened.give_memory_back()
+        give_memory_back()
 
 
 @st.cache_resource(show_spinner="Reading the runs …")

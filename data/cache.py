@@ -12,6 +12,8 @@ from concurrent.futures import Executor, Future
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
 Done = Callable[[int, int], None]
 IDLE = 45.0  # seconds after which unused results are dropped
@@ -156,11 +158,13 @@ def size_of(value: object, outside: tuple[type, ...] = ()) -> int:
         if id(each) in seen or isinstance(each, skipped):
             continue
         seen.add(id(each))
-        nbytes = None if hasattr(each, "memory_usage") else getattr(each, "nbytes", None)
+        nbytes = getattr(each, "nbytes", None)
         if isinstance(nbytes, int):
             total += nbytes
+            if getattr(getattr(each, "dtype", None), "hasobject", False):
+                found += np.asarray(each).ravel().tolist()
         else:
-            total += sys.getsizeof(each, 64)
-            if not hasattr(each, "memory_usage"):
-                found += gc.get_referents(each)
+            # pandas' tables go through their columns to say how large they are, and so does this.
+            total += 64 if hasattr(each, "memory_usage") else sys.getsizeof(each, 64)
+            found += gc.get_referents(each)
     return total

@@ -182,6 +182,10 @@ class Catalog:
     def close(self) -> None:
         self._index.close()
 
+    def give_memory_back(self) -> None:
+        """Return what the index keeps in memory for later queries."""
+        self._index.give_memory_back()
+
     def __enter__(self) -> Catalog:
         return self
 

@@ -8,7 +8,7 @@ import shutil
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import duckdb
@@ -19,6 +19,7 @@ FILE = "index.duckdb"
 # DuckDB 2.0 groups each sketch by its tensor first, which makes no group smaller.
 SETTINGS: dict[str, str | bool | int | float | list[str]] = {"disabled_optimizers": "partial_aggregate_pushdown"}
 INDEX_MEMORY = "400MB"  # DuckDB's limit; larger operations spill to disk
+AT_REST = "16MB"  # of what it keeps while nobody asks
 SPILLED = ".index.duckdb.tmp"
 UNAVAILABLE = ("Could not set lock", "Permission denied", "Read-only file system", "No space left", "quota exceeded")
 # DuckDB's exceptions for damaged blocks of the file.
@@ -68,7 +69,19 @@ class Index:
                 self._gate.notify_all()
 
     def close(self) -> None:
-        self._connection.close()
+        with self._gate:
+            self._connection.close()
+
+    def give_memory_back(self) -> None:
+        """Return what DuckDB keeps of the file for later queries, unless one is running."""
+        with self._gate:
+            if not (self._cursors or self.in_memory):
+                for statements in (
+                    f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
+                    f"SET memory_limit = '{INDEX_MEMORY}'",
+                ):
+                    with suppress(duckdb.Error):  # a full disk, or closed meanwhile: nothing is returned
+                        self._connection.execute(statements)
 
     def is_damage(self, error: duckdb.Error) -> bool:
         """Whether the error says that the file is damaged."""

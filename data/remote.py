@@ -3,13 +3,15 @@
 The copy is a folder of BINADE_CACHE_DIR, by default ~/.cache/binade, and holds the index too. `sync` brings the
 runs and their segments up to date: a file is fetched again when its size or time differs. A segment appears whole, once
 every file that its manifest names is in the store. Tensor files are fetched when they are first opened, and the least
-recently used are deleted beyond KEPT bytes.
+recently used are deleted beyond KEPT bytes. Beyond COPIES bytes of all copies, those that no process has open are
+deleted when another root is opened, the least recently used first.
 
 Credentials and the endpoint come from the environment alone, as boto3 and the AWS command line read them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -21,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,7 +35,7 @@ from binade.data.store import TensorFileError, locked, read_file, staging_direct
 from binade.data.text import describe
 
 ADDRESS = ".address"  # the file of a copy that names what it is a copy of
-EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/(?!\.{1,2}(?:/|$))[^/\0]+)*)/*")
+EXPECTED = re.compile(r"s3://([A-Za-z0-9][A-Za-z0-9.-]{1,62})((?:/(?!\.{1,2}(?:/|$))[^/\0?]+)*)/*")
 # What is copied of a run: its files, and those of its folders. Everything else stays in the store.
 RUN_FILES = re.compile(r"(run|status|notes)\.json|(loss|events)\.jsonl|log\.txt")
 RANK_FILES = re.compile(r"rank\d+\.json")
@@ -43,6 +45,7 @@ PLAIN = re.compile(r"[^./\0][^/\0]*")  # the name of a folder that is copied
 LONGEST, LONGEST_KEY = 255, 4096  # bytes of a file's name, and of an address
 TENSORS = "tensors"
 KEPT = 16 << 30  # bytes of tensor files
+COPIES = 64 << 30  # bytes of all copies
 THREADS = 16
 RECENT = 2.0  # seconds: a store tells times in whole seconds, so what changed so shortly ago may change unnoticed
 PAUSE = 20  # times what the last synchronization took: requests cost money
@@ -106,6 +109,17 @@ def _of(root: Path) -> Mirror:
         return _mirrors[root]
 
 
+def _drop_unused(opened: Path) -> None:
+    """Delete the copies that no process has open, the least recently used first, until all take COPIES bytes."""
+    copies = sorted(opened.parent.iterdir(), key=lambda copy: os.stat(copy).st_mtime_ns)
+    sizes = {copy: sum(file.lstat().st_size for file in copy.rglob("*")) for copy in copies}
+    for copy in copies[:-1]:
+        if sum(sizes.values()) > COPIES:
+            with suppress(OSError), locked(copy, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                shutil.rmtree(copy)
+                del sizes[copy]
+
+
 def _endpoint() -> str:
     """The address of the server, empty for AWS. Raises RunError for an invalid address."""
     name = "AWS_ENDPOINT_URL_S3" if os.environ.get("AWS_ENDPOINT_URL_S3") else "AWS_ENDPOINT_URL"
@@ -134,6 +148,8 @@ class Mirror:
         self._store = S3FileSystem(retry_strategy=retries, connect_timeout=10, request_timeout=60, **where)
         self._due = 0.0
         self._syncing, self._fetching = threading.Lock(), threading.Lock()
+        self._held = ExitStack()  # as long as this process has the copy open, nobody deletes it
+        self._held.enter_context(locked(root.parent, fcntl.LOCK_SH))
 
     @classmethod
     def at(cls, address: str) -> Mirror:
@@ -153,12 +169,15 @@ class Mirror:
             root.mkdir(exist_ok=True)
             if not is_mirror(root):
                 write_atomic(root / ADDRESS, address.encode())  # others may be reading it
+            os.utime(root.parent)
+            mirror = _of(root)
+            _drop_unused(root.parent)
+            return mirror
         except OSError as error:
             raise RunError(
                 f"the cache of {address} cannot be written: {describe(error)}; choose another folder with "
                 "BINADE_CACHE_DIR"
             ) from error
-        return _of(root)
 
     def refresh(self) -> None:
         """`sync`, unless the last one was too recent. Raises RunError."""

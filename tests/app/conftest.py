@@ -13,14 +13,8 @@ from streamlit.testing.v1 import AppTest
 from binade.app import state
 from tests.app import roots
 
-
-@pytest.fixture(scope="session", autouse=True)
-def installed_packages_read_once() -> Iterator[None]:
-    """Every AppTest looks for components in all installed packages, which takes longer than many a page."""
-    with pytest.MonkeyPatch.context() as patch:
-        scan = functools.cache(manifest_scanner.scan_component_manifests)
-        patch.setattr(manifest_scanner, "scan_component_manifests", scan)
-        yield
+# Every AppTest looks for components in all installed packages, which takes longer than many a page: once is enough.
+manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.scan_component_manifests)
 
 
 def open_page(page: str, query: Mapping[str, str | list[str]]) -> AppTest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,14 @@ def test_saved_filters_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(SETTING, "1")
     with pytest.raises(ReadOnlyError, match="Saving a filter"):
         saved_filters.save(tmp_path, "c", WHERE)
+
+
+def test_filters_that_are_saved_at_once_are_all_kept(tmp_path: Path):
+    names = [f"filter {number}" for number in range(8)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        for done in [pool.submit(saved_filters.save, tmp_path, name, WHERE) for name in names for _ in range(3)]:
+            done.result()
+    assert saved_filters.load(tmp_path) == dict.fromkeys(names, WHERE)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from binade.app import state
 from binade.data import cache
 from binade.data.catalog import Catalog
 from tests.conftest import until
+from tests.data.builder import assorted, make_run
 
 
 def test_nothing_is_kept_for_nobody(tmp_path, monkeypatch):
@@ -24,3 +25,20 @@ def test_nothing_is_kept_for_nobody(tmp_path, monkeypatch):
         assert opened.cache.nbytes >= 1 << 20
         monkeypatch.setattr(cache, "IDLE", 0.0)
         until(lambda: not opened.cache.nbytes, "it to be dropped")
+
+
+def test_an_index_that_gives_memory_back_answers_as_before(tmp_path):
+    make_run(tmp_path, assorted(1))
+
+    with Catalog.open(tmp_path) as opened:
+        before = opened.tensors()
+        with opened._index.cursor() as cursor:
+            limit = cursor.execute("SELECT current_setting('memory_limit')").fetchone()
+            running = cursor.execute("SELECT sum(range) FROM range(1000)")
+            opened.give_memory_back()
+            assert running.fetchone() == (499500,)
+        opened.give_memory_back()
+        assert opened.tensors().equals(before)
+        with opened._index.cursor() as cursor:
+            assert cursor.execute("SELECT current_setting('memory_limit')").fetchone() == limit
+    opened.give_memory_back()  # after it was closed

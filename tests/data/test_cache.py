@@ -134,8 +134,10 @@ class TestBound:
         (torch.zeros(1000, dtype=torch.float64), 8000),
         ({"a": [array(1000), array(500)]}, 1500),
         (pd.DataFrame({"x": np.arange(1000.0)}), 8000),
+        (pd.DataFrame({"x": [bytes([n]) * 1000 for n in range(9)]}), 9000),
+        (pd.Series(["x" * 5000, "y"]), 5000),
     ],
-    ids=["array", "tensor", "nested", "frame"],
+    ids=["array", "tensor", "nested", "frame", "objects", "texts"],
 )
 def test_sizes_count_values(value, nbytes):
     assert nbytes <= size_of(value) < nbytes + 1500

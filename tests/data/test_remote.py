@@ -140,6 +140,27 @@ def test_the_values_that_were_used_least_recently_make_room(store, tmp_path, mon
         assert float(catalog.load(second)[0]) == 1
 
 
+def test_the_copies_that_nobody_has_open_make_room(store, tmp_path, monkeypatch):
+    run = make_run(tmp_path, assorted(1))
+    addresses = [f"s3://bucket/root{number}" for number in range(4)]
+    for number in range(len(addresses)):
+        store.upload(run.directory, f"root{number}/{run.run_id}")
+    copies = [readable_root(address).parent for address in addresses[:3]]
+    size = sum(path.lstat().st_size for path in copies[0].rglob("*"))
+    for used, copy in enumerate(copies):
+        os.utime(copy, (used, used))
+    remote._mirrors.pop(copies[0] / "root0")  # as if its process had ended
+    remote._mirrors.pop(copies[2] / "root2")
+    monkeypatch.setattr(remote, "COPIES", 2 * size + size // 2)
+    last = readable_root(addresses[3])
+    assert {copy for copy in copies if copy.exists()} == set(copies[1:]), "there was room for two and the new one"
+    monkeypatch.setattr(remote, "COPIES", 0)
+    assert readable_root(addresses[3]) == last
+    assert set(last.parents[1].iterdir()) == {copies[1], last.parent}, "both are open"
+    with Catalog.open(addresses[0]) as catalog:
+        assert catalog.totals().tensors == 7
+
+
 def test_keys_that_lead_out_of_the_copy_are_not_followed(store, tmp_path):
     run = uploaded(store, make_run(tmp_path, assorted(1)))
     for key in ("../outside/run.json", ".hidden/run.json", f"{run.run_id}/segments/../../x/tensor.parquet"):
@@ -220,6 +241,7 @@ def test_an_endpoint_that_is_not_a_server_is_not_replaced_by_another(endpoint, t
         ("s3://nobucket/runs", "s3://nobucket/runs cannot be read: there is no such bucket"),
         ("s3://bucket/none", "s3://bucket/none does not exist: expected s3://BUCKET/FOLDER"),
         ("s3://key:secret@bucket/runs", "expected s3://BUCKET/FOLDER as the address"),
+        ("s3://bucket/runs?secret_key=secret", "expected s3://BUCKET/FOLDER as the address"),
         ("s3://", "expected s3://BUCKET/FOLDER as the address"),
         ("s3://bucket/..", "expected s3://BUCKET/FOLDER as the address"),
         ("s3://bucket/runs/./x", "expected s3://BUCKET/FOLDER as the address"),
@@ -243,11 +265,12 @@ def test_no_access_and_no_server_are_one_line(store, tmp_path, monkeypatch, caps
 
 
 def test_what_would_write_refuses_an_address(tmp_path, monkeypatch, capsys):
-    with pytest.raises(RunError, match="can only be read"):
-        resolve_root(ADDRESS)
-    assert main(["run", "--tensor-save-dir", ADDRESS, "--size", "tiny"]) != 0
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{ADDRESS} can only be read" in line
+    for address in (ADDRESS, "s3://key:hidden@bucket/runs", "s3://bucket/runs?secret_key=hidden"):
+        with pytest.raises(RunError, match="can only be read"):
+            resolve_root(address)
+        assert main(["run", "--tensor-save-dir", address, "--size", "tiny"]) != 0
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "a root in an object store can only be read" in line and "hidden" not in line
 
 
 def test_commands_that_read(store, tmp_path, capsys):

@@ -1,16 +1,29 @@
-"""A server that is clicked for minutes, or for four hours: python -m tests.siege --only soak --minutes 2400"""
+"""A server that is clicked for minutes, or for hours:
+
+    python -m tests.siege.soak --minutes 240 [--seed N] [--svg FILE]
+
+Prints the memory of the server and its children, and draws it.
+"""
 
 from __future__ import annotations
 
+import argparse
+import random
 import sys
+import tempfile
 import time
+from pathlib import Path
 from statistics import median
 
+import altair as alt
+import pandas as pd
 import psutil
+import vl_convert
 from playwright.sync_api import sync_playwright
 
 from tests.app import roots
 from tests.browser import driver
+from tests.conftest import collect_recipes
 from tests.siege.attack import Attempt, attack
 
 PAGES = (
@@ -39,6 +52,29 @@ def _resident(port: int) -> float:
     raise AssertionError("no server listens")
 
 
+def clicked(root: Path, minutes: float, chance: random.Random) -> pd.DataFrame:
+    """Click through a root's app in one session after another; after each click the minutes since the start and the
+    server's megabytes."""
+    start, found = time.monotonic(), list[tuple[float, float]]()
+    with driver.serving(root) as address, sync_playwright() as playwright:
+        browser = driver.launch(playwright)
+        port = int(address.rpartition(":")[2])
+        while time.monotonic() < start + 60 * minutes or len(found) < 4 * len(PAGES):
+            page = driver.new_page(browser.new_context())
+            for _ in PAGES:  # a session
+                page.goto(f"{address}/{chance.choice(PAGES)}")
+                driver.settle(page)
+                found.append(((time.monotonic() - start) / 60, _resident(port)))
+            page.context.close()
+        browser.close()
+    return pd.DataFrame(found, columns=["minutes", "megabytes"])
+
+
+def ends(memory: list[float]) -> tuple[float, float]:
+    """Megabytes after the first sessions, and at the end."""
+    return median(memory[len(PAGES) : 2 * len(PAGES)]), median(memory[-len(PAGES) :])
+
+
 @attack(
     f"Memory use at the end is at most {GROWTH:.0%} above that after the first rounds",
     tries=1,
@@ -47,21 +83,34 @@ def _resident(port: int) -> float:
 )
 def soak(attempt: Attempt) -> None:
     root = roots.copy(attempt.root, attempt.place / "runs")
-    until, found = time.monotonic() + 60 * attempt.minutes / SHARE, list[float]()
-    with driver.serving(root) as address, sync_playwright() as playwright:
-        browser = driver.launch(playwright)
-        port, clicks = int(address.rpartition(":")[2]), 0
-        while time.monotonic() < until or clicks < 4 * len(PAGES):
-            page = driver.new_page(browser.new_context())
-            for _ in PAGES:  # a session
-                page.goto(f"{address}/{attempt.random.choice(PAGES)}")
-                driver.settle(page)
-                clicks += 1
-                found.append(_resident(port))
-            page.context.close()
-        browser.close()
-    start, end = median(found[len(PAGES) : 2 * len(PAGES)]), median(found[-len(PAGES) :])
-    attempt.case = f"{clicks} clicks, {start:.0f} to {end:.0f} MB: {sparkline(found)}"
-    attempt.times = clicks
+    memory = clicked(root, attempt.minutes / SHARE, attempt.random)["megabytes"].tolist()
+    start, end = ends(memory)
+    attempt.case = f"{len(memory)} clicks, {start:.0f} to {end:.0f} MB: {sparkline(memory)}"
+    attempt.times = len(memory)
     print(f"soak: {attempt.case}", file=sys.stderr)
     assert end <= (1 + GROWTH) * start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tests.siege.soak", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=240)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--svg", type=Path, help="draw the memory there")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "runs"
+        collect_recipes(root)
+        found = clicked(root, args.minutes, random.Random(args.seed))
+    memory = found["megabytes"].tolist()
+    start, end = ends(memory)
+    said = f"{len(memory):,} clicks in {found['minutes'].iloc[-1]:.0f} minutes: {start:.0f} to {end:.0f} MB"
+    print(f"{said}, at most {max(memory):.0f} MB ({end / start - 1:+.0%})\n{sparkline(memory)}")
+    if args.svg:
+        x, y = alt.X("minutes:Q", title="Minutes"), alt.Y("megabytes:Q", title="Resident memory (MB)")
+        with alt.data_transformers.enable("default", max_rows=None):
+            drawn = alt.Chart(found, title=said, width=640, height=240).mark_line().encode(x, y).to_dict()
+        args.svg.write_text(vl_convert.vegalite_to_svg(drawn) + "\n")
+
+
+if __name__ == "__main__":
+    main()

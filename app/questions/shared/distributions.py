@@ -218,30 +218,29 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
     Bins are eighths of a binade as in the sketch; zeros have no logarithm and are left out. Where that would be too
     many marks, whole binades.
     """
-    tables = []
+    counted = []  # distributions, where they begin in eighths of a binade, the counts from there on
     for d in found:
         inner = np.minimum(np.abs(d.low), np.abs(d.high))
         nonzero = _nonzero(d, inner)
-        if not nonzero.any():
-            continue
-        mantissa, exponent = np.frexp(inner[nonzero])  # 0.5 <= mantissa < 1
-        table = pd.DataFrame({"exponent": exponent - 1, "eighth": np.floor((2 * mantissa - 1) * 8)})
-        table["count"], table["group"], table["total"] = d.count[nonzero], d.group, d.total
-        tables.append(table)
-    if not tables:
+        if nonzero.any():
+            mantissa, exponent = np.frexp(inner[nonzero])  # 0.5 <= mantissa < 1
+            eighth = 8 * (exponent - 1) + np.floor((2 * mantissa - 1) * 8).astype(np.int64)
+            counted.append((d, eighth.min(), np.bincount(eighth - eighth.min(), d.count[nonzero])))
+    if not counted:
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
-    table = pd.concat(tables)
-    span = table["exponent"].max() - table["exponent"].min() + 1
-    parts = 8 if span * 8 * len(tables) <= 4000 else 1
-    table["eighth"] = np.floor(table["eighth"] * parts / 8)
-    table["order"] = table["group"].map({d.group: index for index, d in enumerate(found)})
-    table = table.groupby(["order", "group", "total", "exponent", "eighth"])["count"].sum().reset_index()
-    low = table["exponent"] + np.log2(1 + table["eighth"] / parts)
-    high = table["exponent"] + np.log2(1 + (table["eighth"] + 1) / parts)
-    share = table["count"] / table["total"] / (high - low)
-    return pd.DataFrame(
-        {"group": table["group"], "low": low, "high": high, "share": share, "count": table["count"].astype(float)}
-    )
+    binades = [(first // 8, (first + len(counts) - 1) // 8) for _, first, counts in counted]
+    span = max(last for _, last in binades) - min(first for first, _ in binades) + 1
+    parts = 8 if span * 8 * len(counted) <= 4000 else 1
+    tables = []
+    for d, first, counts in counted:
+        place = (first + np.arange(len(counts))) * parts // 8
+        counts = np.bincount(place - place[0], counts)
+        kept = np.flatnonzero(counts)
+        exponent, part = np.divmod(place[0] + kept, parts)
+        low, high = exponent + np.log2(1 + part / parts), exponent + np.log2(1 + (part + 1) / parts)
+        share = counts[kept] / d.total / (high - low)
+        tables.append(pd.DataFrame({"group": d.group, "low": low, "high": high, "share": share, "count": counts[kept]}))
+    return pd.concat(tables, ignore_index=True)
 
 
 BOX_SHARES = np.array([0.0, 0.001, 0.25, 0.5, 0.75, 0.999, 1.0])

@@ -1,0 +1,40 @@
+"""Sessions from someone else, over runs from someone else, whose texts are made to be run or fetched by Vega-Lite."""
+
+from __future__ import annotations
+
+from binade.app.pages.registry import PAGES
+from binade.app.sessions import pins, storage
+from binade.app.sessions.session import Pin, SessionError, View, new
+from binade.data.catalog import Catalog
+from binade.data.filter import FIELDS
+from tests.app.test_injection import PAYLOADS, check, check_pictures, make_hostile
+from tests.app.test_pins import CASES
+from tests.siege.addresses import WORDS
+from tests.siege.attack import Attempt, attack, check_sentence
+from tests.siege.files import show
+
+
+@attack("Its texts are text in every chart and its page is drawn, or it is refused in a sentence", tries=200, share=2.0)
+def hostile_sessions(attempt: Attempt) -> None:
+    chance, root = attempt.random, attempt.once("runs", make_hostile)
+    page, view = attempt.choose(CASES)
+    texts = [*PAYLOADS, *PAYLOADS, *WORDS]
+    with Catalog.open(root) as opened:
+        declared = PAGES[page].params
+        assert declared
+        names = chance.sample([*FIELDS, "tensor", *declared(opened)], chance.randrange(4))
+        params = {name: [text] for name, text in view.items()} | {name: [chance.choice(texts)] for name in names}
+        attempt.case = f"{page}?{ascii(params)[:200]}"
+        pin = Pin(page, params, caption=chance.choice(texts))
+        drawn = pins.draw(opened, pin)
+        check(drawn)
+        check_pictures(drawn)
+    try:
+        one = new(chance.choice(texts), View(page, params), notes=chance.choice(texts), pins=(pin,))
+        saved = storage.save(root, one).session
+    except SessionError as error:
+        check_sentence(error)
+        return
+    show(root, "sessions", part="saved")
+    show(root, "sessions", session=saved.id)
+    storage.delete(root, saved.id)
