@@ -438,13 +438,20 @@ def tensor_record(row: TensorRow) -> dict[str, Any]:
     return record | {name: getattr(row.summary, name) for name in (*MOMENTS, *COUNTS)}
 
 
+def _place(row: TensorRow) -> tuple[int, str, str]:
+    """The order of sketches: those of a layer, and of one tensor in several iterations, are in few row groups."""
+    where = row.identity
+    return where.layer_index or 0, where.module or "", where.tensor_name or ""
+
+
 def write_segment(directory: Path, name: str, rows: list[TensorRow], files: bytes | None = None) -> None:
     """Write rows as the segment directory/name; see `write_tables`."""
+    together = sorted(rows, key=_place)
     sketch = pa.table(
         {
-            "tensor_id": np.repeat([row.tensor_id for row in rows], [len(row.summary.bins) for row in rows]),
-            "bin": np.concatenate([row.summary.bins for row in rows]),
-            "count": np.concatenate([row.summary.counts for row in rows]),
+            "tensor_id": np.repeat([row.tensor_id for row in together], [len(row.summary.bins) for row in together]),
+            "bin": np.concatenate([row.summary.bins for row in together]),
+            "count": np.concatenate([row.summary.counts for row in together]),
         },
         schema=SKETCH_SCHEMA,
     )

@@ -26,7 +26,7 @@ BINS = 1 << 12
 AT_ONCE = 1 << 11  # keys whose sketches are added up at once: each takes the room of BINS numbers
 MOST = 2.0**62
 GROUPS = 32  # row groups that are read at once
-FOOTERS = 1 << 8  # files whose description is kept in memory
+FOOTERS = 1 << 9  # files whose description is kept in memory
 
 
 def places(table: pa.Table) -> pa.Table:
@@ -61,7 +61,8 @@ def sketches(
     segments = {
         number: (root / run_id / "segments" / segment, mtime_ns, shift)
         for number, run_id, segment, mtime_ns, shift in cursor.execute(
-            "SELECT number, run_id, name, mtime_ns, shift FROM segment WHERE sketch_rows > 0"
+            "SELECT number, run_id, name, mtime_ns, shift FROM segment WHERE number IN (SELECT unnest(?))",
+            [np.unique(found["segment"]).tolist()],
         ).fetchall()
     }
     failed: list[Exception] = []

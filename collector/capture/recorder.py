@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from binade.collector.capture.writing import Pending, Writing
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
-from binade.collector.training.config import DEFAULT_SCORES, ConfigError
+from binade.collector.training.config import DEFAULT_SCORES, ConfigError, MergeRanks
 from binade.collector.training.ranks import Ranks, current_ranks
 from binade.data.events import EventKind
 from binade.data.export import Sink
@@ -84,9 +84,17 @@ def saving_enabled() -> bool:
 
 FORWARD = frozenset(("a", "b", "y", "scores"))  # what a product shows in its forward pass
 Pass = tuple[Site, Moment]  # a layer's forward pass
-# A row to be published: the pass and the file of its tensor, and the function that makes the row, given whether that
-# pass was recomputed.
-Captured = tuple[Pass, Path | None, Callable[[bool], TensorRow]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A row to be published: the pass and the file of its tensor; whether it becomes part of a row of all ranks; and
+    the function that makes the row, given whether that pass was recomputed."""
+
+    during: Pass
+    path: Path | None
+    merged: bool
+    row: Callable[[bool], TensorRow]
 
 
 class RecorderError(RuntimeError):
@@ -125,6 +133,10 @@ class Recorder:
         find_nan: Whether to find the operation that makes the first NaN or Inf, in every step.
         cooldown: The number of steps after a trigger fired in which it does not fire again.
         capture_bytes: The limit of the disk space that captures take.
+        merge_ranks: Whether to write one row for the parts of a tensor on all ranks: "on", "off", or "auto" for more
+            than 8 ranks. Such a row has no values; those of unmerged ranks and of what a trigger captures are kept. The
+            ranks exchange their rows at the end of each iteration, or of each `at`.
+        unmerged_ranks: Ranks whose replicas keep rows and values of their own.
         alert: Functions to call with each data.events.Event, on the writer's thread, see capture.alerts.
         enabled: False writes nothing while everything else works. The default is TENSOR_SAVE_ENABLED.
 
@@ -167,6 +179,8 @@ class Recorder:
         find_nan: bool = False,
         cooldown: int = WatchOptions.cooldown,
         capture_bytes: int = WatchOptions.capture_bytes,
+        merge_ranks: str = MergeRanks.AUTO,
+        unmerged_ranks: Sequence[int] = (),
         alert: Alert | Sequence[Alert] = (),
     ) -> None:
         self.root = resolve_root(root)
@@ -204,6 +218,9 @@ class Recorder:
             cooldown,
             capture_bytes,
         ).check()
+        if merge_ranks not in tuple(MergeRanks):
+            raise ConfigError(f"merge_ranks is {merge_ranks!r}: {', '.join(MergeRanks)}")
+        self.merges, self.unmerged_ranks = MergeRanks(merge_ranks).applies(self.ranks.size), frozenset(unmerged_ranks)
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
         # With watching, no iterations are recorded in full unless `iterations` is given.
         self.iterations = 0 if iterations is None and self.watching.follows else iterations
@@ -279,7 +296,8 @@ class Recorder:
             self._writer.continue_after(before.segments)
             self._writer.update(**counts)
         self._monitor = Monitor(self.watching, self.writer, self.alerts)
-        self._reduction = Reduction.of(ranks, bool(self.watching.every) and self.watching.stats == Stats.BASIC)
+        watches = bool(self.watching.every) and self.watching.stats == Stats.BASIC
+        self._reduction = Reduction.of(ranks, watches, self.merges, self.rank in self.unmerged_ranks)
         self._writing = Writing(self.writer, self.max_bytes, self.sink, self._monitor, self._reduction, counts)
         self.entered = True
         self._tell_followers()
@@ -292,7 +310,7 @@ class Recorder:
             return
         failure: Exception | None = None
         try:
-            if error is None and not self.positioned:
+            if error is None and (self._merges or not self.positioned):
                 self._publish_reduced()
             self._publish()
         except Exception as refused:  # of an earlier write; the rest is still written
@@ -440,7 +458,7 @@ class Recorder:
         moment = Moment(self.iteration, self.micro_batch, True) if iteration is None else Moment(iteration, 0, True)
         words = {"layer_type": None, "component": None, "tensor_name": name, "quant_type": BF16}
         identity = partial(self._identity, site, moment, operation=operation, phase=Phase.PRE.value, **words)
-        self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard())
+        self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
 
     def _begin_capture(self) -> None:
         """Record whole steps if a trigger has fired: from this step on, or the next if this one has begun."""
@@ -578,6 +596,8 @@ class Recorder:
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless `at` publishes it."""
         if self.positioned:
+            if self._merges:
+                self._publish_reduced()
             self._publish()
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
@@ -615,10 +635,14 @@ class Recorder:
         contracted_axis: int | None,
         shard: Shard,
         result_sqnr: Callable[[], float] | None = None,
+        merged: bool = True,
     ) -> list[Tried]:
         """Measure and copy a tensor; on a GPU, asynchronously until the rows are published. Returns its scores: those
         of later GEMMs may be added to them until then. In a watched step, whatever needs no values is left to the
-        writer's thread: here, between the GEMMs of a step, Python takes several times as long."""
+        writer's thread: here, between the GEMMs of a step, Python takes several times as long.
+
+        merged: whether ranks may merge it.
+        """
         if not self.entered:
             raise RecorderError("the Recorder has no run to write to: call the model within `with Recorder(...)`")
         x, whole = seen.tensor, not moment.basic
@@ -634,7 +658,9 @@ class Recorder:
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
         captured = datetime.now(UTC)
-        path = self._save(x.reshape(shape), identity(), summary, fmt, captured) if whole else None
+        merged = merged and self._is_merged(moment)
+        keeps = whole and self.raw and not merged
+        path = self._save(x.reshape(shape), identity(), summary, fmt, captured) if keeps else None
         self._count += 1
         number = self._count
 
@@ -661,15 +687,13 @@ class Recorder:
                 trace=trace() if trace else None,
             )
 
-        self._captured.append(((site, moment), path, row))
+        self._captured.append(Captured((site, moment), path, merged, row))
         return tried
 
     def _save(
         self, x: Tensor, identity: Identity, summary: Callable[[], Summary], fmt: str | None, captured: datetime
     ) -> Path | None:
-        """Queue the values if they are kept and fit the budget; the file's path relative to the run."""
-        if not self.raw:
-            return None
+        """Queue the values if they fit the budget; the file's path relative to the run."""
         i = identity
         stamp, quant_type = captured.astimezone(), plain_name(str(i.quant_type))
         name = (
@@ -705,28 +729,40 @@ class Recorder:
     def _in_ring(self, moment: Moment) -> bool:
         return moment.basic and not self.watching.watches(moment.iteration)
 
+    @property
+    def _merges(self) -> bool:
+        """Whether the ranks merge what they record whole."""
+        return self.entered and self._reduction is not None and self._reduction.merges
+
+    def _is_merged(self, moment: Moment) -> bool:
+        """Whether what is measured now becomes part of rows of all ranks. What a trigger captures does not."""
+        if self._reduction is None:
+            return False
+        if moment.basic:
+            return self.watching.watches(moment.iteration)
+        return self._merges and not self._reduction.keeps_own and moment.iteration not in self._capture
+
     def _publish_reduced(self) -> None:
-        """At the end of a watched step, or with `at` of its first micro-batch: queue what was measured of it to be
-        reduced over ranks. All ranks call this, even if they have measured nothing."""
-        if not self.entered or self._reduction is None or not self.watching.watches(self.iteration):
+        """At the end of a step, or with `at` of a micro-batch: queue what was measured of it to be reduced over ranks.
+        All ranks call this at the same time, even if they have measured nothing."""
+        if not self.entered or self._reduction is None:
             return
-        if self.positioned and self.micro_batch:
+        watched = self.watching.watches(self.iteration) and not (self.positioned and self.micro_batch)
+        if not watched and not (self._merges and (self.positioned or not self._is_over())):
             return
-        measured = [each for each in self._captured if each[0][1].basic]
-        self._captured = [each for each in self._captured if not each[0][1].basic]
-        rows = [Pending(None, partial(row, each in self._recomputed)) for each, _, row in measured]
+        rows = [self._pending(each) for each in self._captured if each.merged]
+        self._captured = [each for each in self._captured if not each.merged]
         self._writing.publish_reduced(self.iteration, rows)
+
+    def _pending(self, each: Captured) -> Pending:
+        return Pending(each.path, partial(each.row, each.during in self._recomputed), self._in_ring(each.during[1]))
 
     def _publish(self) -> None:
         """Queue the captured rows as a segment, and the run's progress. Raises the error of an earlier write."""
         if not self.entered:
             return
-        captured, self._captured = self._captured, []
+        rows, self._captured = [self._pending(each) for each in self._captured], []
         self._measured.clear()
-        rows = [
-            Pending(path, partial(row, each in self._recomputed), self._in_ring(each[1]))
-            for each, path, row in captured
-        ]
         self._recomputed = {(site, moment) for site, moment in self._recomputed if moment.iteration >= self.iteration}
         self._published_at = time.monotonic()
         done = {} if self._done is None else {"iteration": self._done}

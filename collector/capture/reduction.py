@@ -1,15 +1,18 @@
-"""Reduces the watched statistics of several ranks to one row per logical tensor before they are written.
+"""Reduces the rows of several ranks to one row per logical tensor before they are written.
 
-The writers' threads exchange rows in a group of their own, once per watched step, so that neither training nor its
-collective operations wait. If a rank does not answer, each writes its own rows from then on.
+The statistics of watched steps are always reduced, the rows of recorded steps only if ranks are merged. The writers'
+threads exchange rows in a separate group, once per step or micro-batch, so that neither training nor its collective
+operations wait. If a rank does not
+answer, each writes its own rows from then on.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -21,36 +24,57 @@ import torch.distributed as dist
 from binade.collector.models.parallel import Group
 from binade.collector.training.ranks import Ranks
 from binade.data.segment import Score, Shard, TensorRow
+from binade.data.tensor_kinds import Operation
 from binade.data.text import describe
+from binade.quant.block_histograms import Histogram
 from binade.quant.metrics import Errors, sqnr_db
+from binade.quant.sketch import BINS
 from binade.quant.summary import Summary
 
 TIMEOUT = timedelta(seconds=60)  # for a rank to answer
+# A replica stands out by a tensor whose absmax is so many times the median of the replicas', whose SQNR is so many dB
+# below, or that has values which are not finite while most replicas have none.
+FAR = 10.0
+FEW = 8  # one replica in so many may keep its rows for that
+
+Replica = tuple[int, int]  # its number, and which of the ranks that share it and its place (by context parallelism)
+Parts = dict[Replica, dict[int, TensorRow]]  # of one logical tensor: the slices by their index
 
 
 class Reduction:
-    """Reduces the rows of these ranks, in a separate process group."""
+    """Reduces the rows of these ranks, in a separate process group.
 
-    def __init__(self, members: Sequence[int], group: dist.ProcessGroup) -> None:
+    merges     whether whole rows are reduced, not only statistics of watched steps
+    keeps_own  whether whole rows of this rank are left out, as all of its replica
+    """
+
+    def __init__(self, members: Sequence[int], group: dist.ProcessGroup, merges: bool, keeps_own: bool) -> None:
+        self.merges, self.keeps_own = merges, keeps_own
         self._group, self._size = group, len(members)
         self._first, self._is_first = members[0], members[0] == dist.get_rank()
         self._works = True
 
     @classmethod
-    def of(cls, ranks: Ranks, watches: bool) -> Reduction | None:
-        """The reduction among the ranks that watch; None on other ranks, and if only one watches. Every rank of the run
-        calls this at the same time. Raises PeerLostError."""
+    def of(cls, ranks: Ranks, watches: bool, merges: bool = False, unmerged: bool = False) -> Reduction | None:
+        """The reduction among the ranks that merge or, if none do, that watch; None on other ranks, and if there is only
+        one. Every rank of the run calls this at the same time. unmerged: this rank's replica keeps its rows. Raises
+        PeerLostError."""
         if ranks.size == 1:
             return None
-        found = Group(dist.group.WORLD).gather(torch.tensor([int(watches)], device=ranks.device))
-        members = found.nonzero().flatten().tolist()
+        given = [[watches, merges, merges and unmerged, ranks.replica]]
+        found = Group(dist.group.WORLD).gather(torch.tensor(given, dtype=torch.int64, device=ranks.device)).tolist()
+        members = [rank for rank, (_, merging, *_) in enumerate(found) if merging]
+        merging = len(members) > 1
+        if not merging:
+            members = [rank for rank, (watching, *_) in enumerate(found) if watching]
         if len(members) < 2:
             return None
         group = dist.new_group(members, backend="gloo", timeout=TIMEOUT)
-        return cls(members, group) if watches else None
+        own = {replica for *_, keeps, replica in found if keeps}
+        return cls(members, group, merging, ranks.replica in own) if ranks.rank in members else None
 
     def __call__(self, iteration: int, rows: list[TensorRow]) -> list[TensorRow]:
-        """The rows of a watched step that this rank writes: the first rank writes those of all, the others none."""
+        """The rows of a step that this rank writes: the first rank writes those of all, the others none."""
         if not self._works:
             return rows
         gathered: list[tuple[int, list[TensorRow]]] | None = [(0, [])] * self._size if self._is_first else None
@@ -58,55 +82,154 @@ class Reduction:
             dist.gather_object((iteration, rows), gathered, dst=self._first, group=self._group)
         except (RuntimeError, ValueError) as error:  # a ValueError if the process groups were destroyed
             self._works = False
-            warnings.warn(f"watched steps are no longer reduced over ranks: {describe(error)}", stacklevel=2)
+            warnings.warn(f"rows are no longer reduced over ranks: {describe(error)}", stacklevel=2)
             return rows
         together = [row for _, each in gathered or () for row in each]
-        return reduced(together) if len({number for number, _ in gathered or ()}) == 1 else together
+        if len({number for number, _ in gathered or ()}) != 1:
+            return together
+        return reduced(together, keep_outlying=self.merges)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group(self._group)
 
 
-def reduced(rows: Iterable[TensorRow]) -> list[TensorRow]:
-    """One row per logical tensor: statistics as of the concatenated parts; the absmax and other extremes are the
-    largest. Its id and rank are those of the worst part: the lowest SQNR, without a format the largest absmax."""
-    groups: dict[object, dict[object, TensorRow]] = {}
+def reduced(rows: Iterable[TensorRow], keep_outlying: bool = False) -> list[TensorRow]:
+    """One row per logical tensor: statistics, sketches, scores and blocks as of the concatenated parts; the absmax and
+    other extremes are the largest. Its id and rank are those of the worst part: the lowest SQNR, without one the
+    largest absmax. keep_outlying: replicas that stand out keep their rows, which are then no part of the others. So do
+    replicas that do not have all slices of a tensor."""
+    tensors = _tensors(rows)
+    kept = _outlying(tensors) if keep_outlying else set()
+    found: list[TensorRow] = []
+    for parts in tensors:
+        merged: list[list[TensorRow]] = []
+        for replica, slices in parts.items():
+            shard = next(iter(slices.values())).shard or Shard()
+            if replica in kept or len(slices) < (1 if shard.kind == "whole" else shard.count):
+                found += slices.values()
+            else:
+                merged.append([slices[index] for index in sorted(slices)])
+        if merged:
+            found.append(_merged(merged))
+    return found
+
+
+def _tensors(rows: Iterable[TensorRow]) -> list[Parts]:
+    tensors: dict[object, Parts] = {}
     calls: Counter[object] = Counter()  # of a module that runs several times in a step
+    places: Counter[object] = Counter()
     for row in rows:
         shard = row.shard or Shard()
-        # Ranks of one replica have the same whole tensors, all replicas the same weights.
-        part = (
-            0 if shard.kind == "whole" else shard.index,
-            0 if row.identity.tensor_name == "weight" else shard.replica,
-        )
         calls[row.identity, row.gemm] += 1
-        whole = replace(row.identity, rank=None), row.gemm, calls[row.identity, row.gemm]
-        groups.setdefault(whole, {}).setdefault(part, row)
-    return [_merged([*parts.values()]) for parts in groups.values()]
+        tensor = replace(row.identity, rank=None), row.gemm, calls[row.identity, row.gemm]
+        place = tensor, shard.index, shard.replica
+        replica = shard.replica, places[place]
+        places[place] += 1
+        # Ranks of one replica have the same whole tensors.
+        index = 0 if shard.kind == "whole" else shard.index
+        tensors.setdefault(tensor, {}).setdefault(replica, {}).setdefault(index, row)
+    return [*tensors.values()]
 
 
-def _merged(parts: Sequence[TensorRow]) -> TensorRow:
-    if len(parts) == 1:
-        return parts[0]
+def _outlying(tensors: Iterable[Parts]) -> Set[Replica]:
+    """The replicas that stand out by most tensors: at most one in FEW."""
+    found: Counter[Replica] = Counter()
+    replicas: set[Replica] = set()
+    for parts in tensors:
+        replicas |= parts.keys()
+        measured = {replica: _extremes(slices.values()) for replica, slices in parts.items()}
+        usual = [_median(column) for column in zip(*measured.values(), strict=True)]
+        for replica, each in measured.items():
+            not_finite, absmax, low = (value > limit for value, limit in zip(each, _limits(usual), strict=True))
+            found[replica] += not_finite or absmax or low
+    most = found.most_common(max(1, len(replicas) // FEW)) if len(replicas) > 2 else []
+    return {replica for replica, times in most if times}
+
+
+def _extremes(rows: Iterable[TensorRow]) -> tuple[float, float, float]:
+    """How many values are not finite, the largest absmax, and the SQNR's worst as how bad it is."""
+    each = [*rows]
+    low = [row.error.sqnr_db for row in each if row.error and not math.isnan(row.error.sqnr_db)]
+    absmax = [row.summary.absmax for row in each if not math.isnan(row.summary.absmax)]
+    bad = sum(row.summary.nans + row.summary.infs for row in each)
+    return bad, max(absmax, default=math.nan), -min(low, default=math.nan)
+
+
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.median(known) if known else math.nan
+
+
+def _limits(usual: Sequence[float]) -> tuple[float, float, float]:
+    not_finite, absmax, low = usual
+    return math.inf if not_finite else 0.0, FAR * absmax, low + FAR
+
+
+def _is_same_in_replicas(row: TensorRow) -> bool:
+    return row.identity.tensor_name in ("weight", "norm_gain") or row.identity.operation == Operation.OPTIMIZER
+
+
+def _merged(replicas: Sequence[Sequence[TensorRow]]) -> TensorRow:
+    """Of the slices of each replica."""
+    every = [row for slices in replicas for row in slices]
+    if len(every) == 1:
+        return every[0]
+    parts = replicas[0] if _is_same_in_replicas(every[0]) else every
     worst = min(parts, key=_quality)
-    errors = [part.error for part in parts if part.error]
-    error = _errors(parts) if len(errors) == len(parts) else None
-    scores = [Score(score.format, error, score.gemm, score.used) for score in worst.scores if score.used and error]
+    scores = [score for each in worst.scores if (score := _score(each, parts, every, len(replicas)))]
+    if len(parts) == 1:
+        return replace(worst, scores=scores)
     return replace(
         worst,
         shape=_shape(parts),
         nbytes=sum(part.nbytes for part in parts),
         summary=_summary([part.summary for part in parts]),
-        error=error,
+        error=_errors(parts, [part.error for part in parts]),
         scores=scores,
-        shard=Shard(),
+        shard=Shard(replica=min((part.shard or Shard()).replica for part in parts)),
         recomputed=any(part.recomputed for part in parts),
+        trace=every[0].trace if len(replicas[0]) == 1 else None,  # channels of slices are not those of the whole
     )
 
 
+def _score(score: Score, parts: Sequence[TensorRow], every: Sequence[TensorRow], replicas: int) -> Score | None:
+    """Of all parts, None if one does not have it. The loss of the run is the mean of its replicas': a gradient there is
+    that many times the one of the run's loss."""
+    found = {id(row): next((each for each in row.scores if _is_alike(each, score)), None) for row in every}
+    error = _errors(parts, [each.error if (each := found[id(part)]) else None for part in parts])
+    if error is None:
+        return None
+    first, fisher = (
+        None if None in given else sum(value for value in given if value is not None) / replicas**power
+        for power, given in (
+            (1, [each.loss_first if each else None for each in found.values()]),
+            (2, [each.loss_fisher if each else None for each in found.values()]),
+        )
+    )
+    blocks = _added([each.blocks for part in parts if (each := found[id(part)])])
+    return Score(score.format, error, score.gemm, score.used, first, fisher, blocks)
+
+
+def _is_alike(a: Score, b: Score) -> bool:
+    return (a.format, a.gemm, a.used) == (b.format, b.gemm, b.used)
+
+
+def _added(given: Sequence[Mapping[str, Histogram]]) -> dict[str, Histogram]:
+    """The sums of histograms; of a measure that one part does not have, none."""
+    total = {}
+    for name in given[0] if given else ():
+        if all(name in each for each in given):
+            bins, place = np.unique(np.concatenate([each[name][0] for each in given]), return_inverse=True)
+            counts = np.zeros(len(bins), np.int64)
+            np.add.at(counts, place, np.concatenate([each[name][1] for each in given]))
+            total[name] = bins, counts
+    return total
+
+
 def _quality(row: TensorRow) -> float:
-    value = row.error.sqnr_db if row.error else -row.summary.absmax
+    measured = row.error.sqnr_db if row.error else row.result_sqnr_db
+    value = -row.summary.absmax if measured is None else measured
     return math.inf if math.isnan(value) else value
 
 
@@ -129,6 +252,10 @@ def _summary(parts: Sequence[Summary]) -> Summary:
     finite = [part for part in parts if part.numel > part.nans + part.infs]
     if not finite:
         return replace(parts[0], **counts)
+    sketch = np.zeros(BINS, np.int64)
+    for part in finite:
+        sketch[part.bins] += part.counts
+    bins = np.flatnonzero(sketch)
     of = {name: _column(finite, name) for name in ("min", "max", "mean", "std", "rms", "absmax", "absmin")}
     n = _column(finite, "numel") - _column(finite, "nans") - _column(finite, "infs")
     weights = n / n.sum()
@@ -143,6 +270,8 @@ def _summary(parts: Sequence[Summary]) -> Summary:
     return replace(
         finite[0],
         **counts,
+        bins=bins.astype(np.int16),
+        counts=sketch[bins],
         min=float(of["min"].min()),
         max=float(of["max"].max()),
         absmax=float(of["absmax"].max()),
@@ -155,8 +284,12 @@ def _summary(parts: Sequence[Summary]) -> Summary:
     )
 
 
-def _errors(parts: Sequence[TensorRow]) -> Errors:
-    summaries, errors = [part.summary for part in parts], [part.error for part in parts]
+def _errors(parts: Sequence[TensorRow], errors: Sequence[Errors | None]) -> Errors | None:
+    if None in errors:
+        return None
+    if len(parts) == 1:
+        return errors[0]
+    summaries = [part.summary for part in parts]
     of = {field.name: _column(errors, field.name) for field in fields(Errors)}
     numel, zeros = _column(summaries, "numel"), _column(summaries, "zeros")
     finite = numel - _column(summaries, "nans") - _column(summaries, "infs")

@@ -144,18 +144,23 @@ def planned(config: RunConfig) -> Plan:
     watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
     full = watched if config.stats == Stats.FULL else 0
     ring = min(config.ring, config.iterations) if config.trigger else 0
-    total = basic = values = nbytes = 0.0
+    kept = len(config.ranks_with_values)  # of these the rows are their own; of the others one for each tensor
+    rows_of_each = kept + 1 if config.merges_ranks else kept
+    total = basic = values = nbytes = files = 0.0
     for spec in (each for each in specs if each.site in chosen):
         elements = elements_of(config, spec, config.tensors)
         a_step = spec.layer_type == Other.PARAMETER  # recorded once for all micro-batches
-        times = (len(recorded) * (1 if a_step else config.recorded_micro_batches) + full) * replicas
+        times = len(recorded) * (1 if a_step else config.recorded_micro_batches) + full
         basic += 0 if a_step else len(elements) * (watched - full + ring) * replicas * config.tp
-        total, values = total + len(elements) * times * config.tp, values + sum(elements) * times
-        nbytes += (4 if isinstance(spec, OtherSpec) else 2) * sum(elements) * times
+        total, values = total + len(elements) * times * rows_of_each, values + sum(elements) * times * replicas
+        files += len(elements) * times * kept
+        nbytes += (4 if isinstance(spec, OtherSpec) else 2) * sum(elements) * times * kept / config.tp
     tensors, values, rows = round(total), round(values), round(basic)
-    wanted = (round(nbytes) + FILE * tensors) if config.raw else 0
-    files = min(wanted, config.max_bytes)
-    return Plan(tensors + rows, values, files, files + ROW * tensors + BASIC_ROW * rows, wanted <= config.max_bytes)
+    wanted = (round(nbytes) + FILE * round(files)) if config.raw else 0
+    kept_bytes = min(wanted, config.max_bytes)
+    return Plan(
+        tensors + rows, values, kept_bytes, kept_bytes + ROW * tensors + BASIC_ROW * rows, wanted <= config.max_bytes
+    )
 
 
 def elements_of(config: RunConfig, spec: Spec | OtherSpec, names: Sequence[str] = ()) -> list[int]:
@@ -271,9 +276,10 @@ def config_of(found: Mapping[str, Any]) -> RunConfig:
     names = (
         *("model", "size", "layers", "vocab_size", "micro_batches", "micro_batch_size", "sequence_length", "raw"),
         *("control_iter", "capture_every", "collect_micro_batches", "train_iters", "save_tensors", "capture_layers"),
-        *("tp", "dp", "max_bytes", "warmup_iterations"),
+        *("tp", "dp", "max_bytes", "warmup_iterations", "merge_ranks"),
     )
-    lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in ("tensors", "modules", "ranks", "scores")}
+    several = ("tensors", "modules", "ranks", "unmerged_ranks", "scores")
+    lists: dict[str, Any] = {name: tuple(found.get(name) or ()) for name in several}
     known = {name: found[name] for name in names if found.get(name) is not None}
     if path := (found.get("weights") or {}).get("path"):
         known["model"] = path

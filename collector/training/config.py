@@ -31,6 +31,7 @@ __all__ = [
     "Backend",
     "ConfigError",
     "Device",
+    "MergeRanks",
     "RunConfig",
     "Size",
     "check",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
+FEW_RANKS = 8
 LAYERS = (
     "LAYERS is first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
     "layer2.expert3.fc1; after ! all others. Separate several with commas; a comma inside braces does not separate."
@@ -70,6 +72,17 @@ class Device(StrEnum):
 
     CPU = "cpu"
     CUDA = "cuda"  # one GPU for each rank
+
+
+class MergeRanks(StrEnum):
+    """Whether the rows of a tensor on several ranks become one."""
+
+    AUTO = "auto"  # for more ranks than FEW_RANKS
+    ON = "on"
+    OFF = "off"
+
+    def applies(self, ranks: int) -> bool:
+        return ranks > (FEW_RANKS if self is MergeRanks.AUTO else 1) and self is not MergeRanks.OFF
 
 
 class Backend(StrEnum):
@@ -149,6 +162,12 @@ class RunConfig(WatchOptions):
         default_help="all", label="Of layers", form_help=FORM_LAYERS, placeholder="all")
     ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
         help="Record only what these ranks hold")
+    merge_ranks: MergeRanks = option(MergeRanks.AUTO, group=RECORD, metavar="WHEN", label="Merge ranks",
+        help="Write one row for the parts of a tensor on all recorded ranks, without values: on, off, or auto for more "
+        f"than {FEW_RANKS} ranks. Replicas that stand out keep rows of their own",
+        form_help=f"One row for the parts of a tensor on all ranks, without values; auto: for more than {FEW_RANKS}")
+    unmerged_ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="none",
+        help="With merged ranks, the replicas of these keep rows and values of their own")
     scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
         help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
@@ -239,6 +258,18 @@ class RunConfig(WatchOptions):
     def recording_ranks(self) -> tuple[int, ...]:
         return self.ranks or tuple(range(self.world_size))
 
+    @property
+    def merges_ranks(self) -> bool:
+        return MergeRanks(self.merge_ranks).applies(len(self.recording_ranks))
+
+    @property
+    def ranks_with_values(self) -> tuple[int, ...]:
+        """The recording ranks that keep rows and values of their own."""
+        if not self.merges_ranks:
+            return self.recording_ranks
+        replicas = {rank // self.tp for rank in self.unmerged_ranks}
+        return tuple(rank for rank in self.recording_ranks if rank // self.tp in replicas)
+
     def to_dict(self) -> dict[str, Any]:
         """The configuration for run.json: plain values, train_iters as a number."""
         return asdict(self) | {"train_iters": self.iterations}
@@ -327,9 +358,12 @@ def _check_ranks(config: RunConfig) -> None:
         raise ConfigError(
             f"--sequence-length is {config.sequence_length}: with --sequence-parallel --tp {config.tp} must divide it"
         )
-    for rank in config.ranks:
-        if not 0 <= rank < config.world_size:
-            raise ConfigError(f"--ranks has {rank}: the ranks of the run are 0 to {config.world_size - 1}")
+    for flag, ranks in (("--ranks", config.ranks), ("--unmerged-ranks", config.unmerged_ranks)):
+        for rank in ranks:
+            if not 0 <= rank < config.world_size:
+                raise ConfigError(f"{flag} has {rank}: the ranks of the run are 0 to {config.world_size - 1}")
+    if config.unmerged_ranks and not config.merges_ranks:
+        raise ConfigError("--unmerged-ranks is for merged ranks: add --merge-ranks on")
 
 
 def _check_iterations(config: RunConfig) -> None:

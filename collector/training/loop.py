@@ -32,7 +32,7 @@ from binade.collector.models.directory import describe_weights
 from binade.collector.models.model import GPTModel, initialized
 from binade.collector.recipes.files import to_toml
 from binade.collector.recipes.recipe import Recipe
-from binade.collector.training.config import Backend, ConfigError, Device, RunConfig, check
+from binade.collector.training.config import Backend, ConfigError, Device, MergeRanks, RunConfig, check
 from binade.collector.training.memory import available_host_memory, check_memory
 from binade.collector.training.ranks import (
     Ranks,
@@ -173,8 +173,10 @@ def _run(
         measures=config.measures,
         loss_scale=1 / config.micro_batches,
         raw=config.raw,
-        max_bytes=config.max_bytes // len(config.recording_ranks),
+        max_bytes=config.max_bytes // max(len(config.ranks_with_values), 1),
         ranks=ranks,
+        merge_ranks=MergeRanks.ON if watches and config.save_tensors and config.merges_ranks else MergeRanks.OFF,
+        unmerged_ranks=config.unmerged_ranks,
         enabled=True,
         **watching,
     )

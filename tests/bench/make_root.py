@@ -113,15 +113,17 @@ def rows(
     operand = np.array([kind.contracted_axis is not None for kind, _ in PLACES])[place]
     tensor_id = np.char.add(f"r{rank:02d}-", np.char.zfill(numbers.astype(str), 8))
 
-    length = known.length[prototype]
+    names = sorted(range(len(PLACES)), key=lambda at: (PLACES[at][1], PLACES[at][0].name))
+    together = np.lexsort((np.argsort(names)[place], layer))  # as segment.write_segment has sketches
+    length = known.length[prototype[together]]
     end = np.cumsum(length)
-    at = np.arange(end[-1]) + np.repeat(known.start[prototype] - (end - length), length)
+    at = np.arange(end[-1]) + np.repeat(known.start[prototype[together]] - (end - length), length)
     count = known.counts[at] * np.int64(256)
     count += (random.standard_normal(len(at), np.float32) * np.sqrt(count)).astype(np.int64)
     count = np.maximum(count, 1)
     sketch = {
-        "tensor_id": pa.DictionaryArray.from_arrays(np.repeat(np.arange(len(numbers)), length), tensor_id),
-        "bin": known.bins[at] + np.repeat(8 * shift, length),
+        "tensor_id": pa.DictionaryArray.from_arrays(np.repeat(together, length), tensor_id),
+        "bin": known.bins[at] + np.repeat(8 * shift[together], length),
         "count": count,
     }
 
@@ -138,7 +140,8 @@ def rows(
     }
     own = SCORED.index(recipe) if recipe in SCORED else None
     rounded = operand if own is not None else np.zeros_like(operand)
-    numel = np.add.reduceat(count, end - length)
+    numel = np.empty(len(numbers), np.int64)
+    numel[together] = np.add.reduceat(count, end - length)
     columns: dict[str, Any] = {
         "tensor_id": tensor_id,
         "run_id": run_id,

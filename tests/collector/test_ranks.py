@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import kurtosis
 
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.filter import Filter
@@ -112,6 +113,27 @@ def test_each_rank_writes_its_own_segments(runs: Path):
             run.status.tensors == 2 * one.status.tensors == sum(rank.tensors for rank in rank_statuses(run.directory))
         )
         assert run.status.bytes == sum(path.stat().st_size for path in run.directory.glob("tensors/*/*.pt"))
+
+
+def test_merged_ranks_are_the_ranks_together(runs: Path, catalog: Catalog, tmp_path: Path):
+    options = (*OPTIONS, "--tensors", "input,weight,grad_input,master_weight")
+    assert run_forked(tmp_path, *options, "--dp", "2", "--merge-ranks", "on", ranks=2) == 0
+    (run,), data = list_runs(tmp_path)[0], list_runs(runs)[0][2].run_id
+    assert {name[:6] for name in run.segments} == {"rank00"} and run.status.bytes == 0
+    with Catalog.open(tmp_path) as merged:
+        rows = merged.tensors()
+        keys = ["iteration", "module", "tensor_name"]
+        assert not rows.duplicated(keys).any() and set(rows["tensor_name"]) == set(options[-1].split(","))
+        for row in rows.itertuples():
+            same = Filter(run_id=[data], iteration=[row.iteration], module=[row.module], tensor_name=[row.tensor_name])
+            parts = [catalog.load(each).flatten().double() for each in catalog.tensors(same)["tensor_id"]]
+            if "weight" in row.tensor_name:
+                assert torch.equal(*parts)
+                parts = parts[:1]
+            x = torch.cat(parts).numpy()
+            assert row.numel == x.size and row.absmax == abs(x).max()
+            assert row.kurtosis == pytest.approx(kurtosis(x, fisher=False), rel=1e-5)
+            assert merged.distribution(tensor_ids=[row.tensor_id])["count"].sum() == x.size
 
 
 def test_rows_tell_rank_and_shard(runs: Path, catalog: Catalog):

@@ -1,4 +1,4 @@
-"""Watched statistics of several ranks are those of the concatenated tensors."""
+"""Rows of several ranks as one: what it says is what the concatenated tensors say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -15,7 +17,9 @@ from torch import nn
 from binade.collector import Recorder, instrument
 from binade.collector.capture.reduction import reduced
 from binade.data.catalog import Catalog
+from binade.data.filter import Filter
 from binade.data.segment import Shard
+from binade.quant import fake_quantize
 from tests.data.builder import row
 
 COLUMNS = ("numel", "zeros", "absmax", "min", "max", "rms", "std", "mean", "sqnr_db", "flush_to_zero", "saturated")
@@ -46,6 +50,13 @@ def test_parts_have_the_statistics_of_the_whole(name: str, fmt: str | None):
     given = asdict(found.summary) | (asdict(found.error) if found.error else {})
     for key in set(expected) - {"bins", "counts"}:
         assert given[key] == pytest.approx(expected[key], rel=1e-6, abs=1e-12, nan_ok=True), key
+    bins, counts = np.unique(x[x.isfinite()].numpy().view(np.uint32) >> 20, return_counts=True)
+    assert found.summary.bins.tolist() == bins.tolist() and found.summary.counts.tolist() == counts.tolist()
+    for name in ("mxfp4", "hifp8") if fmt else ():
+        (score,) = (each for each in found.scores if each.format == name)
+        q, kept = fake_quantize(x, name), x.isfinite()
+        noise = float((q - x)[kept].double().square().sum())
+        assert score.error.mse * kept.sum().item() == pytest.approx(noise, rel=1e-6, nan_ok=True)
     worst = parts[found.identity.rank]
     if fmt and not math.isnan(worst.error.sqnr_db):
         assert worst.error.sqnr_db == min(p.error.sqnr_db for p in parts if not math.isnan(p.error.sqnr_db))
@@ -68,11 +79,70 @@ def test_each_call_of_a_module_has_its_row():
     assert second.summary.absmax == float(torch.cat((parts[1], parts[3])).abs().max())
 
 
+def test_losses_are_the_mean_of_replicas_and_blocks_add():
+    x = tensors()["normal"]
+    parts = []
+    for rank, part in enumerate(x.chunk(2)):
+        made = row("run", rank, part, None, format="mxfp4", rank=rank)
+        blocks = {"sqnr_db": (np.array([3, 5 + rank], np.int16), np.array([2, 10]))}
+        scores = [replace(each, loss_first=0.5 + rank, loss_fisher=4.0, blocks=blocks) for each in made.scores]
+        parts.append(replace(made, scores=scores, shard=Shard(replica=rank)))
+    (found,) = reduced(parts)
+    for each in found.scores:
+        assert (each.loss_first, each.loss_fisher) == ((0.5 + 1.5) / 2, (4.0 + 4.0) / 4)
+        bins, counts = each.blocks["sqnr_db"]
+        assert (bins.tolist(), counts.tolist()) == ([3, 5, 6], [4, 10, 10])
+    same = [replace(part, identity=replace(part.identity, tensor_name="weight")) for part in parts]
+    (found,) = reduced(same)
+    assert found.summary == same[0].summary and found.scores[0].loss_first == 1.0
+    (found,) = reduced([parts[0], replace(parts[1], scores=parts[1].scores[:1])])
+    assert [each.format for each in found.scores] == [parts[0].scores[0].format]
+
+
+@pytest.mark.parametrize("broken", ["absmax", "error", "nan", None])
+def test_a_replica_that_stands_out_keeps_its_row(broken: str | None):
+    random = torch.Generator().manual_seed(0)
+    parts = [torch.randn(32, 64, generator=random) for _ in range(5)]
+    if broken == "absmax":
+        parts[3] *= 30
+    elif broken == "nan":
+        parts[3][5, 5] = torch.nan
+    rows = [
+        replace(row("run", rank, x, None, format="mxfp4", rank=rank), shard=Shard(replica=rank))
+        for rank, x in enumerate(parts)
+    ]
+    if broken == "error":
+        rows[3] = replace(rows[3], error=replace(rows[3].error, sqnr_db=1.0))
+    found = reduced(rows, keep_outlying=True)
+    assert [each.identity.rank for each in found[:-1]] == ([3] if broken else [])
+    assert sum(each.summary.numel for each in found) == 5 * 2048
+
+
+def test_slices_are_merged_where_a_replica_has_all_of_them():
+    slices = tensors()["normal"].chunk(4)
+    shards = [Shard(index, 2, "slice", 0, replica=replica) for replica in range(2) for index in range(2)]
+    rows = [replace(row("run", n, slices[n], None, rank=n), shard=shards[n]) for n in range(4)]
+    (found,) = reduced(rows)
+    assert found.shape == (64, 64) and found.shard == Shard()
+    *rest, one = reduced(rows[:3])
+    assert one.shape == (32, 64) and rest == [rows[2]]
+
+
 def train(root: Path, x: torch.Tensor, watch: str | None = "every 2 steps") -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     with Recorder(root, watch=watch, iterations=0, ring=1) as recorder, instrument(model, "mxfp8", recorder):
         for _ in range(4):
+            model(x).square().sum().backward()
+            recorder.step()
+
+
+def record(root: Path, x: torch.Tensor, **options: object) -> None:
+    """Two iterations, recorded whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    with Recorder(root, iterations=2, scores=("mxfp4",), **options) as recorder, instrument(model, "bf16", recorder):
+        for _ in range(3):
             model(x).square().sum().backward()
             recorder.step()
 
@@ -86,12 +156,22 @@ def _rank(rank: int, directory: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     train(directory / "ranks", batch().chunk(2)[rank])
     train(directory / "first", batch(), None if rank else "every 2 steps")
+    record(directory / "merged", batch().chunk(2)[rank], merge_ranks="on")
+    record(directory / "kept", batch().chunk(2)[rank], merge_ranks="on", unmerged_ranks=(1,))
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks have recorded."""
+    where = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.start_processes(_rank, (where,), nprocs=2, start_method="fork")
+    return where
+
+
 @pytest.mark.slow
-def test_two_processes_write_what_one_would(tmp_path: Path):
-    torch.multiprocessing.start_processes(_rank, (tmp_path,), nprocs=2, start_method="fork")
+def test_two_processes_write_what_one_would(ranks: Path):
+    tmp_path = ranks
     train(tmp_path / "one", batch())
     keys = ["iteration", "layer_index", "module", "tensor_name"]
     tables = []
@@ -106,3 +186,40 @@ def test_two_processes_write_what_one_would(tmp_path: Path):
     for name in COLUMNS:
         assert found[name].tolist() == pytest.approx(expected[name].tolist(), rel=1e-5, abs=1e-7, nan_ok=True), name
     assert found["shape"].map(list).tolist() == expected["shape"].map(list).tolist()
+
+
+@pytest.mark.slow
+def test_merged_ranks_have_one_row_of_all_values(ranks: Path, tmp_path: Path):
+    record(tmp_path, batch())
+    keys = ["iteration", "layer_index", "module", "tensor_name"]
+    with Catalog.open(ranks / "merged") as merged, Catalog.open(tmp_path) as one:
+        found, expected = (each.tensors().set_index(keys).sort_index() for each in (merged, one))
+        assert found.index.is_unique and found.index.equals(expected.index)
+        assert found["path"].isna().all() and expected["path"].notna().all()
+        for key, given in expected.drop("grad_weight", level="tensor_name").iterrows():  # that of each rank is a part
+            x = one.load(given["tensor_id"]).double().numpy().ravel()
+            statistics = {"mean": x.mean(), "std": x.std(), "absmax": np.abs(x).max(), "zeros": (x == 0).sum()}
+            statistics |= {"kurtosis": scipy.stats.kurtosis(x, fisher=False), "skewness": scipy.stats.skew(x)}
+            for name, value in statistics.items():
+                assert found.loc[key, name] == pytest.approx(value, rel=1e-5, abs=1e-7), (key, name)
+            bins, counts = np.unique(x.astype(np.float32).view(np.uint32) >> 20, return_counts=True)
+            sketch = merged.distribution(tensor_ids=[found.loc[key, "tensor_id"]]).sort_values("bin")
+            assert sketch["bin"].tolist() == bins.tolist() and sketch["count"].tolist() == counts.tolist()
+        where = Filter(operation=["forward"])
+        scores, wanted = (each.errors("mxfp4", keys, where).set_index(keys) for each in (merged, one))
+        for name in ("sqnr_db", "flush_to_zero"):
+            assert scores[name].tolist() == pytest.approx(wanted[name].tolist(), rel=1e-5)
+        # The loss of the run is the mean of the ranks' losses, which are sums over their rows.
+        losses, whole = (each.loss_changes("mxfp4", keys, where).set_index(keys) for each in (merged, one))
+        assert losses.index.equals(whole.index) and len(losses) == 6
+        assert (2 * losses["first"]).tolist() == pytest.approx(whole["first"].tolist(), rel=1e-4)
+        assert (4 * losses["second"]).tolist() == pytest.approx(whole["second"].tolist(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_unmerged_ranks_keep_rows_and_values(ranks: Path):
+    with Catalog.open(ranks / "kept") as catalog:
+        rows = catalog.tensors(Filter(tensor_name=["input"], layer_index=[1], iteration=[1])).set_index("rank")
+        assert rows.index.tolist() == [0, 1] and rows["path"].isna().tolist() == [True, False]
+        assert torch.equal(catalog.load(rows.loc[1, "tensor_id"]), batch().chunk(2)[1])
+        assert rows.loc[0, "absmax"] == float(batch().chunk(2)[0].abs().max())

@@ -31,6 +31,7 @@ OTHER = {
     "capture_layers": "last",
     "modules": ("qkv", "core"),
     "ranks": (0,),
+    "unmerged_ranks": (1,),
     "scores": (),
     "router_quant": "bf16",
     "watch": "every 3 steps",
@@ -40,6 +41,7 @@ TOGETHER = {
     "router_quant": {"model": "deepseek2_lite"},
     "collect_micro_batches": {"micro_batches": 2},
     "sequence_parallel": {"tp": 2},
+    "unmerged_ranks": {"dp": 2, "merge_ranks": "on"},
 }
 
 
