@@ -275,7 +275,7 @@ class TestCollect:
         jobs.cancel(root, job.id)
         at = visit(root, "collect", **{"from": str(job.id)})
         assert "cannot set these values of the job" in at.warning[0].value.replace("\\", "")
-        for word in ("micro batches 5000: 4096 here", f"seed {2**60}: {2**53 - 1} here"):
+        for word in ("micro batches 5000 (at most 4096 here)", f"seed {2**60} (at most {2**53 - 1} here)"):
             assert word in at.warning[0].value.replace("\\", "")
         (run,) = chosen(at)
         assert (run.micro_batches, run.seed) == (4096, 2**53 - 1)
