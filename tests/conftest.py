@@ -92,7 +92,7 @@ def start_python(*arguments: str | Path, env: Mapping[str, str] | None = None, *
     return subprocess.Popen(command, env={**os.environ, **(env or {})}, **usual | options)
 
 
-def run_python(*arguments: str | Path, timeout: float = 300, **options) -> Done:
+def run_python(*arguments: str | Path, timeout: float = 1200, **options) -> Done:
     """What start_python starts, after its end."""
     with start_python(*arguments, **options) as process:
         try:

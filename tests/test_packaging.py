@@ -166,7 +166,7 @@ def test_serves_with_the_app_extra(wheel, user, tmp_path):
             stderr=subprocess.STDOUT,
         )
         try:
-            until(lambda: answers(app, f"http://127.0.0.1:{port}"), "the app to answer")
+            until(lambda: answers(app.pid, f"http://127.0.0.1:{port}"), "the app to answer")
         finally:
             app.terminate()
             app.wait(timeout=30)

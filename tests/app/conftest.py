@@ -20,7 +20,7 @@ manifest_scanner.scan_component_manifests = functools.cache(manifest_scanner.sca
 def open_page(page: str, query: Mapping[str, str | list[str]]) -> AppTest:
     """The page of the root TENSOR_SAVE_DIR as it is after its first run. It must not have failed."""
     at = AppTest.from_string(f"from binade.app.main import navigate\nnavigate({page!r})")
-    at.default_timeout = 120
+    at.default_timeout = 600  # on busy cores a page may take long
     for name, value in query.items():
         at.query_params[name] = value
     at.run()
@@ -33,22 +33,37 @@ def close_pages(roots: Iterable[str]) -> None:
     for root in roots:
         if Path(root).is_dir():
             state._open(root).opened.close()
-    state._open.clear()
+        state._open.clear(root)
     state._sandbox.clear()
 
 
+@pytest.fixture(scope="module")
+def visited() -> Iterator[set[str]]:
+    """The roots that pages of a module have opened. Those of several tests stay open and keep their answers, as in the
+    app, where a new session does not open them again."""
+    roots: set[str] = set()
+    yield roots
+    close_pages(roots)
+
+
 @pytest.fixture
-def visit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AppTest]]:
+def visit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visited: set[str]) -> Iterator[Callable[..., AppTest]]:
     """visit(root, page="explore", **query): `open_page` of the root."""
-    roots = set()
+
+    earlier = set(visited)
 
     def open_page_of(root: Path, page: str = "explore", **query: str | list[str]) -> AppTest:
         monkeypatch.setenv("TENSOR_SAVE_DIR", str(root))
-        roots.add(str(root))
+        if str(root) in earlier:  # what this test has changed counts from the first page on
+            earlier.remove(str(root))
+            state._open(str(root)).opened.sync()
+        visited.add(str(root))
         return open_page(page, query)
 
     yield open_page_of
-    close_pages(roots)
+    own = {root for root in visited if Path(root).is_relative_to(tmp_path)}
+    close_pages(own)
+    visited -= own
 
 
 @pytest.fixture(scope="module")

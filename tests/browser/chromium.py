@@ -16,6 +16,7 @@ ARGUMENTS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
+    "--in-process-gpu",  # frames are drawn without a process to hand them to
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import psutil
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, WebSocket
 from streamlit.proto.BackMsg_pb2 import BackMsg
 from streamlit.proto.ForwardMsg_pb2 import ForwardMsg
 
+from tests.browser import template
 from tests.browser.chromium import ARGUMENTS, install
 from tests.conftest import start_python, until
 
@@ -43,15 +45,19 @@ PORTS: list[int] = []  # of apps that have ended: a browser has the scripts of a
 @contextmanager
 def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str, str] | None = None) -> Iterator[str]:
     """The real app on a root, in a process of its own; yields its address. Where a test fails meanwhile, what the app
-    said is printed. options: of `binade serve`."""
+    said is printed. options: of `binade serve`. With env, which a module may read when it is imported, it is the true
+    command, else a fork of `template`."""
     port = port or (PORTS.pop() if PORTS else free_port())
     address = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
-        environment = {"TENSOR_SAVE_DIR": str(root), **(env or {})}
-        command = ("-m", "binade", "serve", "--port", str(port), *options)
-        app = start_python(*command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+    with tempfile.NamedTemporaryFile("w+") as output:  # a pipe that nobody reads would fill up and stop it
+        environment, command = {"TENSOR_SAVE_DIR": str(root)}, ("serve", "--port", str(port), *options)
+        if env is None:
+            app = template.serve(command, environment, output.name)
+        else:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            app = psutil.Process(start_python("-m", "binade", *command, env=environment | env, **streams).pid)
         try:
-            until(lambda: answers(app, address), f"the app to answer at {address}")
+            until(lambda: answers(app.pid, address), f"the app to answer at {address}")
             yield address
         except BaseException:
             output.seek(0)
@@ -59,16 +65,15 @@ def serving(root: Path, *options: str, port: int | None = None, env: Mapping[str
             raise
         finally:
             app.terminate()
-            try:
-                app.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                app.kill()
-                app.wait()
+            _, living = psutil.wait_procs([app], timeout=20)
+            for process in living:
+                process.kill()
+                process.wait()
             PORTS.append(port)
 
 
-def answers(app: subprocess.Popen, address: str) -> bool:
-    assert app.poll() is None, f"the app ended with exit status {app.returncode}"
+def answers(pid: int, address: str) -> bool:
+    assert psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE, "the app has ended"
     try:
         with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
             return bool(answer.status == 200)

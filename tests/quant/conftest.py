@@ -1,8 +1,11 @@
 """Kernels for the CPU are built once a session, in a directory of the session's own, for all its workers, with flags
-that compile them in a third of the time. Small tensors need one thread."""
+that compile them in a third of the time. Triton's interpreter prepares its language once per launch. Small tensors need
+one thread."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 
 import pytest
@@ -43,6 +46,42 @@ def _forget() -> None:
     """Where builds are, and their names: both depend on what `builds` sets."""
     native.directory.cache_clear()
     native._stamp.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once():
+    """Triton's interpreter searches triton.language for what to replace at each launch and at each call of a function
+    within it, which takes half of its time. Here it searches once, and replaces each module once in a launch."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch_lang, language = interpreter._patch_lang, interpreter.tl
+    launch = []  # while a kernel runs: its scope, and the modules that are replaced
+
+    @functools.cache
+    def builtins(package):
+        return [(name, member) for name, member in inspect.getmembers(package) if language.core.is_builtin(member)]
+
+    def patch_builtins(package, builder, scope):
+        for name, member in builtins(package):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    def patch_once(fn):
+        modules = {id(value) for value in fn.__globals__.values() if value is language or value is language.core}
+        if launch:
+            scope, replaced = launch
+            if not modules <= replaced:
+                replaced |= modules
+                patch_lang(fn)
+            return scope
+        scope = patch_lang(fn)
+        restore = scope.restore
+        scope.restore = lambda: (launch.clear(), restore())
+        launch[:] = scope, modules
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_patch_builtin", patch_builtins)
+        yield
 
 
 @pytest.fixture(autouse=True)

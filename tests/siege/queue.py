@@ -116,7 +116,7 @@ def restarted_apps(attempt: Attempt) -> None:
             port = free_port()
             app = start_python("-m", "binade", "serve", "--port", port, env={"TENSOR_SAVE_DIR": str(root)})
             try:
-                until(lambda app=app, port=port: answers(app, f"http://127.0.0.1:{port}"), "the app to answer")
+                until(lambda app=app, port=port: answers(app.pid, f"http://127.0.0.1:{port}"), "the app to answer")
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/jobs", timeout=20).read()
             finally:
                 app.kill()
