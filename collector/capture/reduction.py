@@ -56,9 +56,9 @@ class Reduction:
 
     @classmethod
     def of(cls, ranks: Ranks, watches: bool, merges: bool = False, unmerged: bool = False) -> Reduction | None:
-        """The reduction among the ranks that merge or, if none do, that watch; None on other ranks, and if there is only
-        one. Every rank of the run calls this at the same time. unmerged: this rank's replica keeps its rows. Raises
-        PeerLostError."""
+        """The reduction among the ranks that merge or, if none do, that watch; None on other ranks, and if there is
+        only one. Every rank of the run calls this at the same time. unmerged: this rank's replica keeps its rows.
+        Raises PeerLostError."""
         if ranks.size == 1:
             return None
         given = [[watches, merges, merges and unmerged, ranks.replica]]
