@@ -1,4 +1,4 @@
-"""Overview: how the selection's magnitudes lie, and what a format would do worst to."""
+"""Overview: the distribution of the selection's magnitudes, and the tensors that a format rounds worst."""
 
 from __future__ import annotations
 

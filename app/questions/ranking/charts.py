@@ -11,7 +11,7 @@ from binade.app.style import Measure
 
 
 def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.LayerChart:
-    """Of analysis.boards.ranking: its first BARS rows, worst at the top, coloured by operation."""
+    """The first BARS rows of `ranking` in compute.py as bars, worst at the top, colored by operation."""
     shown = with_labels(table.head(BARS), measure)
     names = [name for name in style.OPERATIONS if name in set(shown["operation"])]
     scale = alt.Scale(domain=names, range=[style.OPERATIONS[name] for name in names])
@@ -22,5 +22,5 @@ def ranking(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | l
 
 
 def ranking_height(table: pd.DataFrame) -> int:
-    """Pixels that a ranking needs."""
+    """Height of a ranking in pixels."""
     return 150 + 24 * min(len(table), BARS)

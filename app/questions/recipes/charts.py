@@ -12,14 +12,14 @@ from binade.app.questions.shared.loss_chart import MOST_POINTS
 
 
 def _gap(base: str) -> str:
-    """Of axes and tooltips, without a name that users gave: Vega-Lite does not escape backslashes in their titles."""
+    """The title of axes and tooltips, without users' names for runs: Vega-Lite does not escape their backslashes."""
     return "gap to bf16" if base == "bf16" else "gap"
 
 
 def gaps(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """Of `loss_gaps`: each run’s loss above that of `base`, which is the rule. colors: that users chose, by run."""
+    """Each run’s loss minus that of `base`, from `loss_gaps`; the rule is `base`. colors: chosen by users, by run."""
     shown = table.rename(columns={"label": "group"})
     groups = style.groups_of(shown)
     lines = (
@@ -51,7 +51,7 @@ def gaps(
 def costs(
     table: pd.DataFrame, subtitle: str | list[str], colors: Mapping[str, str] | None = None, base: str = "bf16"
 ) -> alt.LayerChart:
-    """Of `costs`: the mean gap of each run, the largest at the top. colors: those that users chose, by run."""
+    """The mean gap of each run, from `costs`, the largest at the top. colors: chosen by users, by run."""
     order = table["label"].tolist()
     shown = table.assign(text=table["gap"].map(lambda v: f"{v:+.4f}"), color=style.colors(order, own=colors))
     shown["at"] = shown["gap"].clip(lower=0.0)
@@ -81,7 +81,7 @@ def costs(
 
 
 def costs_height(table: pd.DataFrame) -> int:
-    """Pixels that the costs need."""
+    """Height of the costs in pixels."""
     return 130 + 34 * len(table)
 
 
@@ -94,7 +94,7 @@ AGREEMENT = {
 def agreement(
     table: pd.DataFrame, column: str, subtitle: str | list[str], colors: Mapping[str, str] | None = None
 ) -> alt.Chart:
-    """Of `gradient_summary` by group (a run) and place: a dot each. colors: those that users chose, by run."""
+    """A dot for each group (a run) and place of `gradient_summary`. colors: chosen by users, by run."""
     name, axis = AGREEMENT[column]
     groups = style.groups_of(table)
     result: alt.Chart = (
@@ -123,13 +123,13 @@ def agreement(
 
 
 def agreement_height(table: pd.DataFrame) -> int:
-    """Pixels that the dots need."""
+    """Height of the dots in pixels."""
     return 130 + 24 * table["place"].nunique() + style.legend_height(style.groups_of(table))
 
 
 def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChart:
-    """Of analysis.recipes.rungs: a point a rung with the interval of its mean, and its seeds (columns rung, seed, gap)
-    as small dots; the rule is bf16 itself."""
+    """A point for each rung with the interval of its mean, and its seeds (columns rung, seed, gap) as small dots; the
+    rule is bf16 itself. The table is that of `rungs` in compute.py."""
     order = table["rung"].tolist()
     shown = table.dropna(subset="gap").assign(
         state=["separated" if separated else "not separated" for separated in table.dropna(subset="gap")["separated"]]
@@ -182,5 +182,5 @@ LADDER = {"bf16": style.GREY, "separated": style.PALETTE[3], "not separated": st
 
 
 def ladder_height(table: pd.DataFrame) -> int:
-    """Pixels that the rungs need."""
+    """Height of the rungs in pixels."""
     return 180 + 34 * len(table)

@@ -37,7 +37,7 @@ def loss_gaps(table: pd.DataFrame, losses: dict[str, list[dict[str, Any]]]) -> p
 
 
 def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
-    """A row a quantized run, dearest first.
+    """A row per quantized run, largest gap first.
 
     Columns run_id, label, parts (what is rounded, in words), gap (mean over the iterations that both have), last (at
     the last), iterations, only (the part, where only one is rounded).
@@ -58,7 +58,7 @@ def costs(gaps: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_alone(costs: pd.DataFrame) -> pd.DataFrame:
-    """Of `costs`, the runs in which one part alone is rounded, by part and format, dearest first.
+    """Of `costs`, the runs in which one part alone is rounded, by part and format, largest gap first.
 
     Columns only (the part), parts (it and the format, in words), gap (mean over the runs), runs.
     """
@@ -81,7 +81,7 @@ def ladder_runs(table: pd.DataFrame, gaps: pd.DataFrame, ladder: Ladder) -> tupl
 
 
 def rungs(runs: pd.DataFrame, ladder: Ladder) -> pd.DataFrame:
-    """Of `ladder_runs`, a row a rung that was run, in the ladder's order, bf16 first.
+    """The runs of `ladder_runs`, a row per rung that was run, in the ladder's order, bf16 first.
 
     Columns rung (its title), recipe, seeds (with a gap), gap (mean over seeds), deviation (of the seeds), low, high
     (the 95 % interval of the mean), change (from the rung that it is compared with), verdict (of the change, "" for

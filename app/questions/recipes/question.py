@@ -1,5 +1,5 @@
-"""Recipes: which part costs the most loss, what becomes of the gradients, and what an ablation shows, against bf16 on
-the same data."""
+"""Recipes: which part costs the most loss, how the gradients change, and what an ablation shows, compared with bf16
+on the same data."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def cost(opened: Catalog, where: Filter, table: pd.DataFrame, base: str = BASE) 
 
 
 def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """What the gradients of the run of hifp8_scaled are like, if there is one."""
+    """What the gradients of the hifp8_scaled run show, if there is one."""
     scaled = together[together["group"].isin(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])]
     if scaled.empty:
         return "collect recipe hifp8_scaled to see it with one"
@@ -244,7 +244,7 @@ def gradients(
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Drawn:
     """How far each run's gradients of this name are from bf16's. compared: `compare`, or what remembers its answers;
-    done is called with how many runs are through, of how many."""
+    done is called with the number of finished runs and of all."""
     runs = runs_compared(table)
     together, unread = _pairs(runs, "label", name, at, compared, done)
     if together.empty:
@@ -334,7 +334,7 @@ def _separated(rungs: pd.DataFrame, chosen: Ladder) -> str:
 
 
 def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
-    """A sentence for each thing that the ladder lacks."""
+    """A sentence for everything that the ladder lacks."""
     found = []
     if alone := sorted(set(runs.loc[runs["gap"].isna(), "seed"])):
         found.append(f"No bf16 run of seed {', '.join(alone)} saw the same data: its runs have no gap.")

@@ -72,7 +72,7 @@ def try_formats(
     limit: int = LIMIT,
     done: Callable[[int], None] = lambda count: None,
 ) -> tuple[pd.DataFrame, list[Distribution]]:
-    """Round every (tensor, contracted axis) by every trial: (a row a trial, what the values became).
+    """Round every (tensor, contracted axis) by every trial: (a row per trial, the distributions after rounding).
 
     Columns: label, format, sqnr_db (of the summed powers), flush_to_zero (of the nonzero values), saturated,
     codes_used, codes_total, code_entropy_bits, element_bits, scale_exponent_min and _max (of the block scales, NVFP4's
@@ -80,7 +80,7 @@ def try_formats(
     the rotated values, which are what is coded; their SQNR is that of the values themselves.
 
     The distributions are of the values as captured and after each trial's round trip: of several tensors together, in
-    bins of 1/128 binade, else of the one tensor's own values. done is told how many roundings are through.
+    bins of 1/128 binade; of one tensor, its own values. done is called with the number of finished roundings.
     """
     sums = [_Sum() for _ in trials]
     pools = [Pool(label) for label in ("as captured", *(one.label for one in trials))]

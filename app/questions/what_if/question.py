@@ -77,7 +77,7 @@ COLUMNS = {
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
     ),
-    "bits_per_value": Column("Bits a value", "%.3f", 94, "The block’s scale shared out"),
+    "bits_per_value": Column("Bits per value", "%.3f", 94, "Including its share of the block’s scale"),
     "nbytes": Column(
         "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
@@ -89,7 +89,7 @@ Tried = tuple[pd.DataFrame, list[Distribution]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tried on which tensors, and what is to be said of it."""
+    """What to try on which tensors, and what to say about it."""
 
     trials: list[compute.Trial]
     ids: list[str]
@@ -134,7 +134,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
 
 
 def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
-    """(the operands of the filter with values on disk, spread evenly over it where there are many, what to say)."""
+    """(the operands of the filter that have values on disk, evenly sampled if there are many; a note)."""
     rows = selected.opened.tensors(selected.where)
     rows = rows[rows["contracted_axis"].notna() & rows["path"].notna() & (rows["numel"] > 0)]
     note = ""
@@ -145,7 +145,7 @@ def _operands(selected: SelectedTensor) -> tuple[list[str], str]:
 
 
 def tried(opened: Catalog, made: Plan, done: Callable[[int, int], None]) -> Tried:
-    """(a row a trial, the distributions before and after), from memory where the same was tried lately."""
+    """(a table with a row per trial, the distributions before and after), cached."""
     steps = len(made.ids) * len(made.trials)
 
     def found(_: object = None) -> Tried:
@@ -171,7 +171,7 @@ def _tensors(opened: Catalog, made: Plan) -> Iterator[tuple[Tensor, int]]:
 
 
 def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
-    """Numbers and charts of what was tried."""
+    """The table and charts of the trials."""
     table, shown = tried
     best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
     sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))

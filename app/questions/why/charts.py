@@ -21,8 +21,8 @@ ZONES = {"flushed": style.BAD, "saturated": style.CLIPPED}
 def codebook(
     table: pd.DataFrame, zones: pd.DataFrame, spec: Spec, edges: tuple[float, float], subtitle: str | list[str]
 ) -> alt.LayerChart | alt.FacetChart:
-    """Of compute.codebook_histogram and zones: magnitudes over their scale, the format's codes as ticks beneath, what
-    flushes and what saturates shaded and told in percent."""
+    """A histogram of the magnitudes over their scale, with the format's codes as ticks below. The ranges that are
+    flushed and saturated are shaded and labelled in percent. The tables: compute.codebook_histogram and zones."""
     share = zones.set_index("zone")["share"]
     flush, clip = edges
     tail = table["low"][((table["high"] - table["low"]) * table["share"]).cumsum() >= TAIL]
@@ -83,7 +83,7 @@ def codebook(
 
 
 def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
-    """Of compute.channels: the largest magnitude of each channel."""
+    """The largest magnitude of each channel, from compute.channels."""
     runs = bool((table["last"] > table["channel"]).any())
     tooltip = [alt.Tooltip("channel:Q", title="channel" if not runs else "channels from", format=",")]
     tooltip += [alt.Tooltip("last:Q", title="to", format=",")] if runs else []
@@ -105,7 +105,7 @@ def channels(table: pd.DataFrame, subtitle: str | list[str]) -> alt.Chart:
 
 
 def tokens_by_channels(values: np.ndarray, shape: tuple[int, int], subtitle: str | list[str]) -> alt.LayerChart:
-    """Of compute.pooled: log2 of the largest magnitude of each cell; an all-zero cell is grey."""
+    """A heat map of log2 of the largest magnitude of each cell of compute.pooled; cells of zeros are grey."""
     with np.errstate(divide="ignore"):
         log2 = np.log2(values)
     log2 = np.where(np.isfinite(log2), log2, np.nan)

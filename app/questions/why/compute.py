@@ -43,8 +43,8 @@ def codebook_histogram(found: Subject) -> pd.DataFrame:
 
 
 def zones(found: Subject) -> pd.DataFrame:
-    """What becomes of the values: rows flushed, kept, saturated, zero, lost (NaN, Inf, or in a block that they took):
-    columns zone, share of all values. The shares sum to 1."""
+    """The shares of the values by outcome, which sum to 1: columns zone, share. The zones are flushed, kept, saturated,
+    zero and lost (NaN, Inf, or in a block with one)."""
     blocks = found.blocks
     n = int(blocks.valid.sum())
     lost = blocks.valid & ~(blocks.x.isfinite() & blocks.y.isfinite())

@@ -56,8 +56,8 @@ def draw(selected: SelectedTensor, values: dict[str, Any]) -> Drawn:
 
 
 def _totals(selected: SelectedTensor, found: Subject) -> tuple[float, float, float, str]:
-    """SQNR in dB, the share of the nonzero values that are flushed, and that of all values that saturate: of the whole
-    tensor, or of the sample, as the words say, where no kernel measures without a copy."""
+    """SQNR in dB, the share of nonzero values that are flushed and the share of all values that saturate: of the whole
+    tensor, or of the sample, as the text says, if no kernel measures without a copy."""
     if found.every > 1 and (whole := streamed_score(selected.x, found.blocks.spec, selected.dim)):
         return whole.sqnr_db, 0.0 if math.isnan(whole.flush_to_zero) else whole.flush_to_zero, whole.saturated, ""
     sums, zones = found.blocks.sums, compute.zones(found).set_index("zone")["share"]
