@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
-from pylatexenc.latexencode import UnicodeToLatexEncoder
+from pylatexenc.latexencode import RULE_DICT, UnicodeToLatexConversionRule, UnicodeToLatexEncoder
 
 from binade.app.figure import Figure
 from binade.app.report.rendering import Renderers
@@ -28,7 +30,15 @@ LETTERS = 12  # pixels of the letters of our charts
 POINTS = 8  # of the same letters on paper
 TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
-_ENCODER = UnicodeToLatexEncoder(unknown_char_policy="keep", unknown_char_warning=False)
+MOST_ROWS = 1000  # of a table in Markdown or LaTeX, which people read
+
+_SIGNS = {ord("|"): r"{\textbar}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
+_ENCODER = UnicodeToLatexEncoder(
+    conversion_rules=[UnicodeToLatexConversionRule(RULE_DICT, _SIGNS), "defaults"],
+    unknown_char_policy="keep",
+    unknown_char_warning=False,
+)
+_AS_IT_IS = re.compile(r"[\w ,.:;()/+-]*", re.ASCII)
 
 
 def of_figure(figure: Figure, end: str) -> bytes:
@@ -44,6 +54,9 @@ def of_figure(figure: Figure, end: str) -> bytes:
 
 def of_table(frame: pd.DataFrame, end: str, caption: str = "") -> bytes:
     """A table as CSV, Markdown or LaTeX."""
+    if end != ".csv" and len(frame) > MOST_ROWS:
+        caption = f"{caption}\nThe first {MOST_ROWS:,} of {len(frame):,} rows. The CSV file has all of them.".lstrip()
+        frame = frame.head(MOST_ROWS)
     texts: dict[str, Callable[[pd.DataFrame, str], str]] = {".csv": csv_table, ".md": _markdown, ".tex": _tex}
     return texts[end](frame, caption).encode()
 
@@ -76,9 +89,19 @@ def _markdown(frame: pd.DataFrame, caption: str) -> str:
 
 
 def _tex(frame: pd.DataFrame, caption: str) -> str:
-    header, *rows = [list(map(_ENCODER.unicode_to_latex, row)) for row in _texts(frame)]
+    header, *rows = [list(map(_latex, row)) for row in _texts(frame)]
     comment = "".join(f"% {line}\n" for line in (*caption.splitlines(), r"Needs \usepackage{booktabs}"))
     return comment + pd.DataFrame(rows, columns=header).to_latex(index=False, column_format=_align(frame))
+
+
+@lru_cache(maxsize=10_000)
+def _latex(text: str) -> str:
+    """A text in a table's cell. After a row's end, LaTeX would take [ or * for an option of that."""
+    text = " ".join(text.split())
+    if _AS_IT_IS.fullmatch(text) and "_" not in text:
+        return text
+    encoded: str = _ENCODER.unicode_to_latex(text)
+    return "{}" + encoded if encoded[0] in "[*" else encoded
 
 
 def _texts(frame: pd.DataFrame) -> list[list[str]]:

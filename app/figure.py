@@ -96,7 +96,8 @@ for _name in ("validate", "validate_property"):
 
 
 def _view_name(self: alt.Chart) -> str:
-    """Altair's, which prints a table to tell its chart from others that look the same: here its numbers do."""
+    """Altair's, which prints a table to tell its chart from others that look the same. Here only the table's numbers
+    count; Altair numbers the views that share a name."""
     if not isinstance(self.data, pd.DataFrame) or "_cached_hash" in self._kwds:
         return _altairs_view_name(self)
     numbers = self.data.select_dtypes("number").to_numpy(float, na_value=np.nan)

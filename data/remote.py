@@ -111,13 +111,14 @@ def _of(root: Path) -> Mirror:
 
 def _drop_unused(opened: Path) -> None:
     """Delete the copies that no process has open, the least recently used first, until all take COPIES bytes."""
-    copies = sorted(opened.parent.iterdir(), key=lambda copy: os.stat(copy).st_mtime_ns)
-    sizes = {copy: sum(file.lstat().st_size for file in copy.rglob("*")) for copy in copies}
-    for copy in copies[:-1]:
-        if sum(sizes.values()) > COPIES:
-            with suppress(OSError), locked(copy, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                shutil.rmtree(copy)
-                del sizes[copy]
+    with suppress(OSError):  # files come and go: others use their copies meanwhile
+        copies = sorted(opened.parent.iterdir(), key=lambda copy: os.stat(copy).st_mtime_ns)
+        sizes = {copy: sum(file.lstat().st_size for file in copy.rglob("*")) for copy in copies}
+        for copy in copies[:-1]:
+            if sum(sizes.values()) > COPIES:
+                with suppress(OSError), locked(copy, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    shutil.rmtree(copy)
+                    del sizes[copy]
 
 
 def _endpoint() -> str:

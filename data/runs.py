@@ -50,8 +50,8 @@ from binade.data.json_files import (
     write_json,
 )
 from binade.data.segment import MERGED, Manifest, last_number, read_manifest, segment_digest, segment_names
-from binade.data.store import locked, read_file, remove_directory, staged_directory, write_atomic
 from binade.data.store import process_start as process_start
+from binade.data.store import read_file, remove_directory, staged_directory, write_atomic
 from binade.data.text import describe
 
 IMPORT = "import"  # run.json's "kind" of a run whose tensors another tool logged
@@ -452,8 +452,7 @@ def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
         notes = parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
     except ValueError as error:
         raise RunError(f"{error}. A name has at most 80 characters, a note 10,000, a colour is like #1f77b4") from None
-    with locked(directory.parent):  # two users may save at once
-        write_json(directory / "notes.json", notes)
+    write_json(directory / "notes.json", notes)
 
 
 def total_counts(directory: Path) -> dict[str, int]:

@@ -36,8 +36,8 @@ def describe(error: BaseException) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """A text as it is in Markdown: no cell, link, tag or emphasis is made of it."""
-    return "".join(f"\\{c}" if c in "\\|*_`[]<>#" else c for c in text)
+    """A text as it is in Markdown, on one line: no cell, link, tag, character reference or emphasis is made of it."""
+    return "".join(f"\\{c}" if c in "\\|*_`[]<>#&" else c for c in " ".join(text.split()))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> str:

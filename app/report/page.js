@@ -62,10 +62,13 @@
     const printed = async () => { await drawForPrint(); print(); };
     document.getElementById('print').addEventListener('click', printed);
     addEventListener('keydown', event => {
-        if (event.key !== 'p' || !(event.ctrlKey || event.metaKey)) return;
+        if (event.key.toLowerCase() !== 'p' || event.shiftKey || event.altKey) return;
+        if (!event.ctrlKey && !event.metaKey) return;
         event.preventDefault();
         printed();
     });
+    // From the browser's menu nothing waits for that: what is drawn in time is printed, all of it as on paper.
+    addEventListener('beforeprint', drawForPrint);
     addEventListener('afterprint', () => { delete root.dataset.print; again(); });
     // For scripts and tests: a chart's view.
     window.binade = { view: name => draw(charts.find(c => c.dataset.name === name)) };

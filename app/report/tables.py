@@ -74,7 +74,7 @@ def cells(frame: pd.DataFrame) -> list[list[str]]:
 
 
 def _text(value: object) -> str:
-    if value is None or value is pd.NaT or (isinstance(value, float) and math.isnan(value)):
+    if value is None or value is pd.NaT or value is pd.NA or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -274,7 +274,7 @@ def _draw(opened: Catalog, request: Request, session: Session | None, files: Fil
                 picture = renderers.render(spec, figure.caption_svg, colors, not session, of_page(figure))
                 papers = {
                     width: renderers.paper(exports.paper_spec(figure, width), exports.COLUMNS[width])
-                    for width in request.papers
+                    for width in dict.fromkeys(request.papers)
                     if "/" in path  # the panels of quick_analysis have files of their own
                 }
                 waiting.append((path, figure, picture, papers))

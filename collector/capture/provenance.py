@@ -324,6 +324,8 @@ class Provenance:
                 call.results.append((at, note))
             if y.requires_grad and not is_dtensor(y):
                 y.register_hook(partial(self._arrived, call))  # type: ignore[no-untyped-call]
+        if not any(y.requires_grad for y in tensors_in(result)):
+            call.inputs.clear()  # no backward pass will come
         self.ended.append(call)
         if self.waiting and not self.kept and self.recorder.entered:
             device = self.waiting[0].extremes[0].device

@@ -207,6 +207,7 @@ class Recorder:
         self.ranks = ranks or current_ranks()
         self.rank = self.ranks.rank
         self.replica = self.ranks.replica
+        self.part = self.ranks.tensor.rank, self.ranks.tensor.size  # which of a replica's, of how many
         self.watching = WatchOptions(
             watch,
             Stats(stats) if stats in tuple(Stats) else stats,  # type: ignore[arg-type]  # which `check` refuses
@@ -220,6 +221,8 @@ class Recorder:
         ).check()
         if merge_ranks not in tuple(MergeRanks):
             raise ConfigError(f"merge_ranks is {merge_ranks!r}: {', '.join(MergeRanks)}")
+        if not {*unmerged_ranks} <= {*range(self.ranks.size)}:
+            raise ConfigError(f"unmerged_ranks is {unmerged_ranks}: the ranks are 0 to {self.ranks.size - 1}")
         self.merges, self.unmerged_ranks = MergeRanks(merge_ranks).applies(self.ranks.size), frozenset(unmerged_ranks)
         self.alerts: tuple[Alert, ...] = tuple(alert) if isinstance(alert, Sequence) else (alert,)
         # With watching, no iterations are recorded in full unless `iterations` is given.
@@ -596,9 +599,10 @@ class Recorder:
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless `at` publishes it."""
         if self.positioned:
-            if self._merges:
-                self._publish_reduced()
+            merged = [each for each in self._captured if each.merged]  # go with the next `at`, which all ranks call
+            self._captured = [each for each in self._captured if not each.merged]
             self._publish()
+            self._captured = merged
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
@@ -658,6 +662,8 @@ class Recorder:
         used = next((each for each in tried if each.used), None)
         fmt = used.format if used else None
         captured = datetime.now(UTC)
+        if shard.kind == "whole":  # the ranks of a replica have it in common
+            shard = replace(shard, index=self.part[0], count=self.part[1])
         merged = merged and self._is_merged(moment)
         keeps = whole and self.raw and not merged
         path = self._save(x.reshape(shape), identity(), summary, fmt, captured) if keeps else None
@@ -740,7 +746,8 @@ class Recorder:
             return False
         if moment.basic:
             return self.watching.watches(moment.iteration)
-        return self._merges and not self._reduction.keeps_own and moment.iteration not in self._capture
+        own = self._reduction.keeps_own or moment.iteration in self._capture
+        return self._merges and self._reduction.works and not own
 
     def _publish_reduced(self) -> None:
         """At the end of a step, or with `at` of a micro-batch: queue what was measured of it to be reduced over ranks.
@@ -842,7 +849,7 @@ class _Observer:
             sqnr, self.result_sqnr = self.result_sqnr, None
         shard = self.layer.shard(seen.name)
         if shard.count > 1 and recorder.ranks.tensor.size == 1:  # a DTensor's mesh knows ranks that Ranks does not
-            recorder.replica = shard.replica
+            recorder.replica, recorder.part = shard.replica, (shard.index, shard.count)
         return recorder._record(seen, site, identity, moment, scores, kind.gemm, axis, shard, sqnr)
 
     def _wait_for_gradient(self, seen: Observed) -> None:

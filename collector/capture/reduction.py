@@ -2,8 +2,7 @@
 
 The statistics of watched steps are always reduced, the rows of recorded steps only if ranks are merged. The writers'
 threads exchange rows in a separate group, once per step or micro-batch, so that neither training nor its collective
-operations wait. If a rank does not
-answer, each writes its own rows from then on.
+operations wait. If a rank does not answer, each writes its own rows from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from binade.quant.metrics import Errors, sqnr_db
 from binade.quant.sketch import BINS
 from binade.quant.summary import Summary
 
-TIMEOUT = timedelta(seconds=60)  # for a rank to answer
+TIMEOUT = timedelta(minutes=10)  # for a rank to answer, which may be evaluating or writing a checkpoint
 # A replica stands out by a tensor whose absmax is so many times the median of the replicas', whose SQNR is so many dB
 # below, or that has values which are not finite while most replicas have none.
 FAR = 10.0
@@ -52,7 +51,7 @@ class Reduction:
         self.merges, self.keeps_own = merges, keeps_own
         self._group, self._size = group, len(members)
         self._first, self._is_first = members[0], members[0] == dist.get_rank()
-        self._works = True
+        self.works = True
 
     @classmethod
     def of(cls, ranks: Ranks, watches: bool, merges: bool = False, unmerged: bool = False) -> Reduction | None:
@@ -75,13 +74,13 @@ class Reduction:
 
     def __call__(self, iteration: int, rows: list[TensorRow]) -> list[TensorRow]:
         """The rows of a step that this rank writes: the first rank writes those of all, the others none."""
-        if not self._works:
+        if not self.works:
             return rows
         gathered: list[tuple[int, list[TensorRow]]] | None = [(0, [])] * self._size if self._is_first else None
         try:
             dist.gather_object((iteration, rows), gathered, dst=self._first, group=self._group)
         except (RuntimeError, ValueError) as error:  # a ValueError if the process groups were destroyed
-            self._works = False
+            self.works = False
             warnings.warn(f"rows are no longer reduced over ranks: {describe(error)}", stacklevel=2)
             return rows
         together = [row for _, each in gathered or () for row in each]
@@ -163,7 +162,8 @@ def _median(values: Iterable[float]) -> float:
 
 def _limits(usual: Sequence[float]) -> tuple[float, float, float]:
     not_finite, absmax, low = usual
-    return math.inf if not_finite else 0.0, FAR * absmax, low + FAR
+    # Where most are all zero, or exact, nothing is far from them.
+    return math.inf if not_finite else 0.0, FAR * absmax or math.inf, low + FAR if math.isfinite(low) else math.inf
 
 
 def _is_same_in_replicas(row: TensorRow) -> bool:

@@ -49,6 +49,9 @@ DRESS = {"config", "$schema", "datasets", "width", "height", "autosize", "paddin
 
 def bare(spec: Any) -> Any:
     """A chart's marks, encodings and titles, without the names and sizes that Altair and the page give."""
+    if isinstance(spec, dict) and str(spec.get("expr")).startswith("width < "):  # broken into lines where it is narrow
+        spec = json.loads("[" + spec["expr"].partition("] : [")[2])
+        return spec[0] if len(spec) == 1 else spec
     if isinstance(spec, dict):
         return {key: bare(value) for key, value in spec.items() if key not in DRESS and not _named(key, value)}
     if isinstance(spec, list):

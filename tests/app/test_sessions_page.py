@@ -186,9 +186,9 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
     monkeypatch.setenv("BINADE_READ_ONLY", "1")
     at = visit(root, "overview", session=one.id)
     assert at.title[0].value == "Sessions" and charts(at) == 1
-    assert "SQL, is not for viewers" in words(at)
+    assert "Viewers cannot open the session's page, SQL." in words(at)
     at = press(at, "Its view")
-    assert at.title[0].value == "Sessions" and words(at).count("SQL, is not for viewers") == 1
+    assert at.title[0].value == "Sessions" and words(at).count("Viewers cannot open the session's page, SQL.") == 1
 
 
 def test_a_name_is_text_wherever_it_is_told(visit: Visit, root: Path):

@@ -20,10 +20,10 @@ from tests.conftest import start_python
 
 
 def serve(arguments: Sequence[str], env: Mapping[str, str], output: str) -> psutil.Process:
-    """binade with these arguments and an environment beside that of the first call; what it prints goes to a file."""
+    """binade with these arguments, and an environment in addition to this one; what it prints goes to a file."""
     template = _template()
     assert template.stdin and template.stdout
-    print(json.dumps([arguments, env, output]), file=template.stdin, flush=True)
+    print(json.dumps([arguments, {**os.environ, **env}, output]), file=template.stdin, flush=True)
     return psutil.Process(int(template.stdout.readline()))
 
 
@@ -35,6 +35,7 @@ def _template() -> subprocess.Popen[str]:
 
 
 def _main() -> None:
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as `binade serve`, before pyarrow is imported
     import binade.app.main  # noqa: F401
     from binade.app.pages.registry import PAGES
 
@@ -54,6 +55,7 @@ def _become(arguments: list[str], env: dict[str, str], output: str) -> None:
     from binade.cli import main
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
     os.environ.update(env)
     for number, file in enumerate((os.devnull, output, output)):
         os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), number)

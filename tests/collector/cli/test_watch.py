@@ -94,14 +94,16 @@ def test_a_webhook_posts_json_and_survives_silence():
     server.server_close()
     assert received[0]["trigger"] == "absmax > 8" and "iteration 7, trigger" in received[0]["text"]
     alert = webhook(f"http://127.0.0.1:{server.server_port}/hook")
-    with pytest.warns(UserWarning, match="missed iteration 7"):
+    with pytest.warns(UserWarning, match="did not receive the event of iteration 7"):
         told(alert)
     for url in ("file:///etc/passwd", "http://["):
         with pytest.raises(ConfigError, match="http"):
             webhook(url)
 
 
-@pytest.mark.parametrize(("answer", "warning"), [("HTTP/1.0 204 x", ""), ("what", "missed iteration 7: what")])
+@pytest.mark.parametrize(
+    ("answer", "warning"), [("HTTP/1.0 204 x", ""), ("what", "did not receive the event of iteration 7: what")]
+)
 def test_an_alert_outlives_the_run_and_an_answer_that_is_not_http_is_a_warning(answer, warning):
     """The process ends at once after the alert."""
     code = (
