@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ from binade.collector.models.model import GPTModel
 from binade.collector.models.rope_scaling import Llama3Scaling, YarnScaling
 from binade.collector.models.rotary import rotary_angles
 from binade.collector.models.shape import Shape
+from binade.collector.models.site import Site
 from binade.collector.models.transformers_model import TransformersShape
 from binade.collector.recipes.parse import parse_recipe
 from binade.collector.recipes.recipe import TEN_RECIPES, Recipe
@@ -384,12 +386,12 @@ CORE = {
 class Listener(Recorder):
     """A Recorder that notes what it is handed and leaves the statistics, which have tests of their own, out."""
 
-    def _record(self, seen: Observed, identity: Identity, *measured: object) -> list[Tried]:
+    def _record(self, seen: Observed, site: Site, identity: Callable[[], Identity], *measured: object) -> list[Tried]:
         shape = tuple(seen.shape or seen.tensor.shape)
         finite = bool(seen.tensor.isfinite().all())
         dtype = str(seen.tensor.dtype).removeprefix("torch.")
         noted = {"shape": shape, "dtype": dtype, "format": seen.spec and str(seen.spec), "finite": finite}
-        self.rows = [*getattr(self, "rows", []), asdict(identity) | noted]
+        self.rows = [*getattr(self, "rows", []), asdict(identity()) | noted]
         return []
 
 
