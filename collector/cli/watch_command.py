@@ -91,6 +91,6 @@ watch = Command(
         Option(["--once"], is_flag=True, help="Print the events so far and exit"),
     ],
     callback=_watch,
-    help="Follow the runs of a root: their events, such as triggers that fire, their iterations and losses.",
+    help="Follow the runs of a root: iterations, losses and events.",
     cancelled="stopped watching",
 )

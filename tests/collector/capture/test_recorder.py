@@ -104,7 +104,7 @@ class TestRecorder:
             ({"tensors": ("query", "inputt")}, "tensor 'inputt' is unknown: input, weight, "),
             ({"tensors": "input"}, r"tensors='input' is a single string: .* such as tensors=\('input',\)"),
             ({"scores": "mxfp8"}, "scores='mxfp8' is a single string"),
-            ({"config": {"size": 224}}, "config has size 224: a word was expected"),
+            ({"config": {"size": 224}}, "config has size 224: a string was expected"),
             ({"config": {"model": {"name": "x"}}}, "config has model {'name': 'x'}"),
         ],
         ids=["score", "tensor", "tensors", "scores", "size", "model"],
