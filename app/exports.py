@@ -32,7 +32,7 @@ TITLE = 50  # pixels that a title takes, which a paper's caption replaces
 
 MOST_ROWS = 1000  # of a table in Markdown or LaTeX, which people read
 
-_SIGNS = {ord("|"): r"{\textbar}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
+_SIGNS = {ord("|"): r"\ensuremath{|}", ord("ᵀ"): r"\ensuremath{^{\mathsf{T}}}"}
 _ENCODER = UnicodeToLatexEncoder(
     conversion_rules=[UnicodeToLatexConversionRule(RULE_DICT, _SIGNS), "defaults"],
     unknown_char_policy="keep",
