@@ -1,4 +1,4 @@
-"""Merges small segments of runs that have ended into large ones, for `binade compact`.
+"""Merges small segments of runs that have ended into large ones, for `binade compact` and at the end of a long run.
 
 A merged segment appears all at once, and its manifest names the segments that it replaces. From then on nobody lists
 those (`segment.segment_names`), and an index that has their rows keeps them. They are deleted after the merged segment
@@ -41,6 +41,7 @@ from binade.data.text import describe
 
 SIZE = 128 << 20  # bytes of a segment that is large enough
 MOST = 10_000  # segments that one replaces
+MANY = 64  # segments that are merged at the end of a run
 ROWS = 1 << 20  # that are held in memory
 
 
@@ -75,19 +76,31 @@ def compact(
     found = Compacted()
     directories = run_directories(root)
     for number, directory in enumerate(directories, 1):
-        try:
-            with ExitStack() as held:
-                if not dry_run:
-                    held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
-                _compact_run(read_run(directory), size, dry_run, found)
-        except BlockingIOError:
-            found.skipped.append(f"{directory.name} is in use by another process")
-        except RunError as error:
-            found.skipped.append(str(error))
-        except (OSError, ValueError, pa.ArrowException) as error:
-            found.skipped.append(f"{directory.name}: {describe(error)}")
+        _compact(directory, size, dry_run, found)
         done(number, len(directories))
     return found
+
+
+def compact_ended(directory: Path) -> Compacted:
+    """`compact` for one run that has just ended, if it has MANY segments."""
+    found = Compacted()
+    if sum(1 for _ in (directory / "segments").iterdir()) >= MANY:
+        _compact(directory, SIZE, False, found)
+    return found
+
+
+def _compact(directory: Path, size: int, dry_run: bool, found: Compacted) -> None:
+    try:
+        with ExitStack() as held:
+            if not dry_run:
+                held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            _compact_run(read_run(directory), size, dry_run, found)
+    except BlockingIOError:
+        found.skipped.append(f"{directory.name} is in use by another process")
+    except RunError as error:
+        found.skipped.append(str(error))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        found.skipped.append(f"{directory.name}: {describe(error)}")
 
 
 def _compact_run(run: RunInfo, size: int, dry_run: bool, found: Compacted) -> None:

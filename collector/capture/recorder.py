@@ -36,6 +36,7 @@ from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
 from binade.collector.training.config import DEFAULT_SCORES, ConfigError, MergeRanks
 from binade.collector.training.ranks import Ranks, current_ranks
+from binade.data.compact import compact_ended
 from binade.data.events import EventKind
 from binade.data.export import Sink
 from binade.data.runs import CANCELLED, DONE, FAILED, RunWriter, resolve_root
@@ -333,6 +334,9 @@ class Recorder:
         try:
             if state == DONE or not self.ranks.launcher_decides:
                 self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
+            if state == DONE and self.rank == 0:
+                for skipped in compact_ended(self.writer.directory).skipped:
+                    warnings.warn(f"segments were not merged: {skipped}", stacklevel=2)
         except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
             failure = failure or refused
         if error is None and failure is not None:

@@ -15,10 +15,14 @@ from binade.collector import Recorder, instrument
 from binade.collector.capture.adapters.layer import InstrumentError
 from binade.collector.capture.recorder import RecorderError
 from binade.collector.training.config import ConfigError
+from binade.data import compact
 from binade.data.catalog import Catalog
 from binade.data.runs import CANCELLED, DONE, FAILED, read_run
 from binade.quant.formats import UnknownFormatError
 from tests.collector.small_model import build, loss, step
+
+
+WORDS = {"operation": "forward", "phase": "pre"}
 
 
 class TestRecorder:
@@ -38,6 +42,18 @@ class TestRecorder:
         assert (status.state, status.reason, status.tensors) == (state, reason, 70)
         with Catalog.open(tmp_path) as catalog:  # what was captured is kept
             assert catalog.totals().tensors == catalog.totals().with_values == 70
+
+    @pytest.mark.parametrize(("steps", "left"), [(compact.MANY - 1, compact.MANY - 1), (compact.MANY, 1)])
+    def test_many_segments_are_merged_when_the_run_ends(self, tmp_path, steps, left):
+        values = torch.arange(steps, dtype=torch.float32)
+        with Recorder(tmp_path, scores=(), raw=False) as recorder:
+            for iteration in range(steps):
+                with recorder.at(iteration, 0):
+                    recorder.record("x", values[iteration].repeat(8), layer=0, module="norm", **WORDS)
+                recorder._writing.settle()
+        assert len(read_run(recorder.writer.directory).segments) == left
+        with Catalog.open(tmp_path) as catalog:
+            assert catalog.tensors().sort_values("iteration")["absmax"].tolist() == values.tolist()
 
     def test_counts_iterations_for_loops_of_ones_own(self, tmp_path):
         model = build()
