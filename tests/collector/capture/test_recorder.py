@@ -21,7 +21,6 @@ from binade.data.runs import CANCELLED, DONE, FAILED, read_run
 from binade.quant.formats import UnknownFormatError
 from tests.collector.small_model import build, loss, step
 
-
 WORDS = {"operation": "forward", "phase": "pre"}
 
 
