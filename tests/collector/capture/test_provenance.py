@@ -42,10 +42,12 @@ class Planted(torch.autograd.Function):
 
 @contextmanager
 def planted(module: nn.Module, where: str):
-    """One NaN in the module's result, or in the gradient of its input."""
+    """One NaN in the module's result, or in the gradient of its input; of an embedding, in that of its weight."""
     own, before = module.forward, vars(module).get("forward")
 
     def forward(x, *args, **kwargs):
+        if where == "backward" and isinstance(module, nn.Embedding):
+            return F.embedding(x, Planted.apply(module.weight))
         if where == "backward":
             return own(Planted.apply(x), *args, **kwargs)
         result = own(x, *args, **kwargs)
@@ -100,7 +102,7 @@ def test_names_the_module_that_a_nan_is_planted_in(tmp_path, family, where):
     run()
     for handle in handles:
         handle.remove()
-    takes_gradient = {name for name, args in called.items() if args and args[0].requires_grad}
+    takes_gradient = {name for name, args in called.items() if args and args[0].requires_grad} | {"embedding"}
     chosen = list(called if where == "forward" else takes_gradient)
     assert len(chosen) > 15
 
