@@ -362,10 +362,10 @@ def _check_ranks(config: RunConfig) -> None:
         for rank in ranks:
             if not 0 <= rank < config.world_size:
                 raise ConfigError(f"{flag} has {rank}: the ranks of the run are 0 to {config.world_size - 1}")
-    if config.unmerged_ranks and not config.merges_ranks:
-        raise ConfigError("--unmerged-ranks is for merged ranks: add --merge-ranks on")
     if idle := sorted({*config.unmerged_ranks} - {*config.recording_ranks}):
         raise ConfigError(f"--unmerged-ranks has {idle[0]}, which records nothing: add it to --ranks")
+    if config.unmerged_ranks and not config.merges_ranks:
+        raise ConfigError("--unmerged-ranks is for merged ranks: add --merge-ranks on, and record several")
 
 
 def _check_iterations(config: RunConfig) -> None:
