@@ -136,6 +136,19 @@ def test_merged_ranks_are_the_ranks_together(runs: Path, catalog: Catalog, tmp_p
             assert merged.distribution(tensor_ids=[row.tensor_id])["count"].sum() == x.size
 
 
+def test_what_tensor_parallel_ranks_have_in_common_is_merged_once(runs: Path, catalog: Catalog, tmp_path: Path):
+    options = (*OPTIONS, "--tensors", "weight,norm_input,logits")
+    assert run_forked(tmp_path, *options, "--tp", "2", "--merge-ranks", "on", ranks=2) == 0
+    one = catalog.tensors(Filter(run_id=[list_runs(runs)[0][0].run_id], tensor_name=["weight"], iteration=[0]))
+    with Catalog.open(tmp_path) as merged:
+        rows = merged.tensors(Filter(iteration=[0])).groupby("tensor_name")
+        assert sorted(rows.get_group("weight")["numel"]) == sorted(one["numel"])
+        ((logits, norm),) = zip(
+            rows.get_group("logits")["shape"], rows.get_group("norm_input")["shape"][:1], strict=True
+        )
+        assert [*logits[:2]] == [*norm[1::-1]] and logits[-1] == 384
+
+
 def test_rows_tell_rank_and_shard(runs: Path, catalog: Catalog):
     one, tensor, data = (run.run_id for run in list_runs(runs)[0])
     rows = catalog.tensors(Filter(run_id=[tensor], module=["fc1"], tensor_name=["weight"], iteration=[0]))
