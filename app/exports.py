@@ -38,7 +38,7 @@ _ENCODER = UnicodeToLatexEncoder(
     unknown_char_policy="keep",
     unknown_char_warning=False,
 )
-_AS_IT_IS = re.compile(r"[\w ,.:;()/+-]*", re.ASCII)
+_AS_IT_IS = re.compile("[A-Za-z0-9 ,.:;()/+-]*")
 
 
 def of_figure(figure: Figure, end: str) -> bytes:
@@ -98,7 +98,7 @@ def _tex(frame: pd.DataFrame, caption: str) -> str:
 def _latex(text: str) -> str:
     """A text in a table's cell. After a row's end, LaTeX would take [ or * for an option of that."""
     text = " ".join(text.split())
-    if _AS_IT_IS.fullmatch(text) and "_" not in text:
+    if _AS_IT_IS.fullmatch(text):
         return text
     encoded: str = _ENCODER.unicode_to_latex(text)
     return "{}" + encoded if encoded[0] in "[*" else encoded

@@ -1,4 +1,5 @@
-"""How `binade serve` shares the app: who has access, and which of these users may change something. No Streamlit."""
+"""How `binade serve` shares the app: which users have access, and which of them may change something. This module does
+not import Streamlit."""
 
 from __future__ import annotations
 

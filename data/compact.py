@@ -84,17 +84,18 @@ def compact(
 def compact_ended(directory: Path) -> Compacted:
     """`compact` for one run that has just ended, if it has MANY segments."""
     found = Compacted()
-    if sum(1 for _ in (directory / "segments").iterdir()) >= MANY:
-        _compact(directory, SIZE, False, found)
+    _compact(directory, SIZE, False, found, MANY)
     return found
 
 
-def _compact(directory: Path, size: int, dry_run: bool, found: Compacted) -> None:
+def _compact(directory: Path, size: int, dry_run: bool, found: Compacted, fewest: int = 0) -> None:
     try:
         with ExitStack() as held:
             if not dry_run:
                 held.enter_context(locked(directory, fcntl.LOCK_EX | fcntl.LOCK_NB))
-            _compact_run(read_run(directory), size, dry_run, found)
+            run = read_run(directory)
+            if len(run.segments) >= fewest:
+                _compact_run(run, size, dry_run, found)
     except BlockingIOError:
         found.skipped.append(f"{directory.name} is in use by another process")
     except RunError as error:

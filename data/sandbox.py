@@ -51,8 +51,8 @@ class Answer:
 
 
 class Sandbox:
-    """A closed copy of a catalog's tables. Safe to use from several threads. Raises QueryError if there is no room for
-    the copy in the folder of temporary files."""
+    """A closed copy of a catalog's tables. Safe to use from several threads. Raises QueryError if the folder of
+    temporary files is too full for the copy."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._slots = threading.BoundedSemaphore(AT_ONCE)

@@ -334,11 +334,11 @@ class Recorder:
         try:
             if state == DONE or not self.ranks.launcher_decides:
                 self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
-            if state == DONE and self.rank == 0:
-                for skipped in compact_ended(self.writer.directory).skipped:
-                    warnings.warn(f"segments were not merged: {skipped}", stacklevel=2)
         except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
             failure = failure or refused
+        if state == DONE and failure is None and self.rank == 0:
+            for skipped in compact_ended(self.writer.directory).skipped:
+                warnings.warn(f"segments were not merged: {skipped}", stacklevel=2)
         if error is None and failure is not None:
             raise failure
         if error is None:
@@ -603,10 +603,9 @@ class Recorder:
     def publish_step(self) -> None:
         """Queue what was captured of the optimizer's step, unless `at` publishes it."""
         if self.positioned:
-            merged = [each for each in self._captured if each.merged]  # go with the next `at`, which all ranks call
-            self._captured = [each for each in self._captured if not each.merged]
+            merged = self._take_merged()
             self._publish()
-            self._captured = merged
+            self._captured = merged  # published by the next `at`, which all ranks call
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
@@ -761,9 +760,13 @@ class Recorder:
         watched = self.watching.watches(self.iteration) and not (self.positioned and self.micro_batch)
         if not watched and not (self._merges and (self.positioned or not self._is_over())):
             return
-        rows = [self._pending(each) for each in self._captured if each.merged]
+        self._writing.publish_reduced(self.iteration, [self._pending(each) for each in self._take_merged()])
+
+    def _take_merged(self) -> list[Captured]:
+        """Remove what becomes part of rows of all ranks from what is captured."""
+        merged = [each for each in self._captured if each.merged]
         self._captured = [each for each in self._captured if not each.merged]
-        self._writing.publish_reduced(self.iteration, rows)
+        return merged
 
     def _pending(self, each: Captured) -> Pending:
         return Pending(each.path, partial(each.row, each.during in self._recomputed), self._in_ring(each.during[1]))

@@ -1,5 +1,5 @@
 """msprobe (mindstudio-probe), Ascend's dump tool: step{i}/rank{r}/dump_tensor_data/{name}.pt, bare tensors (.npy of
-MindSpore), and beside them dump.json, which lists them with statistics, stack.json and construct.json.
+MindSpore), in a folder with dump.json, which lists them with statistics, stack.json and construct.json.
 
     Module.{path}.{class}.{forward|backward}.{call}.{input|output|kwargs|parameters}.{index}
     Module.{path}.{class}.parameters_grad.{count}.{parameter}

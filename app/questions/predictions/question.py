@@ -15,9 +15,8 @@ from binade.app.questions.shared.selection import Selection
 from binade.collector.advice.costs import AdviceError
 
 NOTHING = (
-    "There is no run of a recipe whose formats were all scored, together with a bf16 run on the same data: collect "
-    "FA_… and linear_… "
-    "recipes of the formats that were scored, with the same options and seeds."
+    "No run of a recipe with scores for all of its formats has a bf16 run on the same data to compare with. Collect "
+    "FA_… and linear_… recipes of the formats that were scored, with the same options and seeds."
 )
 CAPTION = (
     "Predicted: Σ over the forward operands of the terms that are recorded, as on Worst › Loss. Gap: the run’s loss "
