@@ -319,7 +319,10 @@ class Recorder:
             self._publish()
         except Exception as refused:  # of an earlier write; the rest is still written
             failure = refused
-        later = self._writing.close()
+        try:
+            later = self._writing.close()
+        except KeyboardInterrupt as cancelled:  # or the other ranks ended, and so must this one
+            error, later = error or cancelled, self._writing.close()
         if self._reduction:
             self._reduction.close()
         self.entered = False
@@ -335,12 +338,12 @@ class Recorder:
             if state == DONE or not self.ranks.launcher_decides:
                 self.writer.finish(state, describe(cause) if cause and state == FAILED else None)
         except OSError as refused:  # the disk has no room for a status: the run will be shown as crashed
-            failure = failure or refused
+            failure, cause = failure or refused, cause or refused
         if state == DONE and failure is None and self.rank == 0:
             for skipped in compact_ended(self.writer.directory).skipped:
                 warnings.warn(f"segments were not merged: {skipped}", stacklevel=2)
-        if error is None and failure is not None:
-            raise failure
+        if kind is None and cause:
+            raise cause
         if error is None:
             self.check_steps()
             if self.evaluations_left_out and not self._count:

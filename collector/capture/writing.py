@@ -98,8 +98,8 @@ class Writing:
         self._unnamed: dict[Path, str] = {}  # written, and not in a segment yet: the SHA-256 of each
         self._rows: list[TensorRow] = []  # that wait to be written
         self._began = self._wrote = time.monotonic()
-        self._thread = Thread(target=self._work, name="recorder", daemon=True)
-        self._thread.start()
+        self._ended = _acquired()  # released by the thread
+        Thread(target=self._work, name="recorder", daemon=True).start()
         atexit.register(self._end)  # without `close`, the queued tasks are still done
 
     def offer(self, relative: Path, x: Tensor, describe: Description) -> bool:
@@ -162,7 +162,8 @@ class Writing:
 
     def _end(self) -> None:
         self._tasks.put(None)
-        self._thread.join()
+        with self._ended:  # after an interrupted Thread.join, Python 3.11 takes a running thread for an ended one
+            pass
 
     def _raise(self) -> None:
         """Raise the first failure; later ones are dropped."""
@@ -185,6 +186,7 @@ class Writing:
         if unnamed or self._published > published:
             self._attempt(self._update_status)
         self._attempt(lambda: self._send(None))
+        self._ended.release()
 
     def _attempt(self, task: Callable[[], None]) -> bool:
         """Whether the task succeeded; any failure is raised in the training loop later."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
 import sys
+import threading
+import time
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -191,6 +195,37 @@ class TestRecorder:
         with Catalog.open(tmp_path) as catalog:
             assert sorted(catalog.path(i) for i in catalog.tensors()["tensor_id"]) == sorted(files)
             assert len(files) == 40
+
+    @pytest.mark.parametrize("error", [None, ValueError], ids=["done", "failed"])
+    def test_an_interrupt_while_the_last_rows_are_written(self, tmp_path, error):
+        """The run's end is interrupted, as SIGTERM does to a rank whose peer was killed; its rows and state stay."""
+        written = []
+
+        class Slow:
+            def write(self, directory, rank, rows):
+                os.kill(os.getpid(), signal.SIGINT)
+                interrupted.wait(60)
+                time.sleep(0.2)  # longer than an exception takes to leave the context
+                written.extend(rows)
+
+            def close(self, error=None):
+                written.append("closed")
+
+        def interrupt(*_):
+            interrupted.set()
+            raise KeyboardInterrupt
+
+        interrupted, before = threading.Event(), signal.signal(signal.SIGINT, interrupt)
+        try:
+            with pytest.raises(error or KeyboardInterrupt), Recorder(tmp_path, sink=Slow(), scores=()) as recorder:
+                recorder.record("x", torch.ones(8), layer=0, module="norm", **WORDS)
+                if error:
+                    raise error("bad")
+        finally:
+            signal.signal(signal.SIGINT, before)
+        status = read_run(recorder.writer.directory).status
+        assert (status.state, status.tensors) == (FAILED if error else CANCELLED, 1)
+        assert len(written) == 2 and written[1] == "closed"
 
 
 def test_the_example_of_a_nanogpt_like_loop(tmp_path, monkeypatch):
