@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -180,14 +181,13 @@ def test_a_node_that_goes_away(root: Path, cluster: Cluster):
     (number,) = add(root, *RUN, "two", *ENDLESS)
     view = reaches(root, number, trains, "an iteration")
     name = cluster.ask("squeue", "-h", f"--jobs={view.cluster.id}", "--format=%N")
-    below = psutil.Process(cluster.nodes[name].pid).children(recursive=True)
+    node = psutil.Process(cluster.nodes[name].pid)
     steps = [p for p in psutil.process_iter(["name"]) if p.info["name"].startswith("slurmstepd")]
-    for process in [psutil.Process(cluster.nodes[name].pid), *below, *steps]:
-        below += process.children(recursive=True)
-        process.kill()
-    for process in below:
-        if process.is_running():
-            process.kill()
+    lost = {process for each in (node, *steps) for process in (each, *each.children(recursive=True))}
+    for act in (psutil.Process.suspend, psutil.Process.kill):  # a node is gone at once: nothing of it sees the rest end
+        for process in lost:
+            with suppress(psutil.NoSuchProcess):
+                act(process)
     view = ended(root, number)
     assert view.state == State.NODE_LOST, said(root, view)
     assert view.run.status.state == "failed" and "node" in view.run.status.reason
