@@ -20,6 +20,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import Filter
 from binade.data.runs import list_runs, read_losses
 from tests.collector.files import megatron, read_pair, train_tokenizer, write_jsonl, write_pair
+from tests.collector.forked import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -233,13 +234,13 @@ def test_ranks_refuse_as_one(command, capsys, tmp_path):
     assert error.count("\n") == 1
 
 
-def test_ranks_read_what_one_rank_reads(command, tmp_path):
+def test_ranks_read_what_one_rank_reads(tmp_path):
     """One document: each of two ranks takes every other batch of the row."""
     document = list(range(77))
     prefix = write_pair(tmp_path / "x", [[document]])
     small = ("--layers", "1", "--micro-batch-size", "1", "--sequence-length", "32", "--backend", "torch")
-    arguments = ("run", *small, *FAST, "--dp", "2", "--micro-batches", "2", "--dataset", str(prefix))
-    assert command(*arguments) == 0
+    arguments = (*small, *FAST, "--dp", "2", "--micro-batches", "2", "--dataset", str(prefix))
+    assert run_forked(tmp_path / "runs", *arguments, ranks=2) == 0
     ((run,), _) = list_runs(tmp_path / "runs")
     row, sha = document * 3, hashlib.sha256()
     for batch in (0, 2):  # those of rank 0

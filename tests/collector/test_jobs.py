@@ -25,6 +25,7 @@ from binade.collector.training.config import ConfigError, RunConfig
 from binade.data.access import ReadOnlyError
 from binade.data.catalog import Catalog
 from binade.data.runs import list_runs
+from tests.collector.forked import run_forked
 from tests.collector.test_failures import check_rows
 from tests.conftest import PROJECT, run_collector, start_python, until
 
@@ -177,9 +178,9 @@ class TestEstimate:
         ],
         ids=lambda line: " ".join(line),
     )
-    def test_disk_of_other_shapes(self, command, tmp_path, line):
+    def test_disk_of_other_shapes(self, tmp_path, line):
         size = ("--micro-batch-size", "1", "--sequence-length", "64", "--backend", "torch", "--scores", "")
-        assert command("run", *size, *line) == 0
+        assert run_forked(tmp_path / "runs", *size, *line, ranks=2 if "--tp" in line else 1) == 0
         (run,), _ = list_runs(tmp_path / "runs")
         plan = planned(jobs.parse_runs(["run", *size, *line])[0])
         assert plan.tensors == pytest.approx(run.status.tensors, rel=0.05)  # an expert may get no token
