@@ -61,21 +61,19 @@ def _by_schema() -> dict[int, list[type[alt.SchemaBase]]]:
 _altairs, schemapi._FromDict = schemapi._FromDict, _FromDict  # type: ignore[misc]
 
 
-def _copy(
-    self: alt.SchemaBase, deep: bool | Iterable[str] = True, ignore: Iterable[str] | None = None
-) -> alt.SchemaBase:
+def _copy(self: alt.SchemaBase, deep: bool | Iterable[str] = True, ignore: list[str] | None = None) -> alt.SchemaBase:
     """Altair's version builds each copy from its keywords again: thirty of a channel, few of which are set, and all the
     layers of a chart. Charts are copied whenever they are changed or layered."""
     made: alt.SchemaBase = object.__new__(type(self))
-    kwds = _inside(self._kwds, frozenset(ignore or ())) if deep is True else dict(self._kwds)
-    args = tuple(_inside(list(self._args))) if deep is True else self._args
+    kwds = _inside(self._kwds, ignore or []) if deep is True else dict(self._kwds)
+    args = tuple(_inside(list(self._args), [])) if deep is True else self._args
     made.__dict__.update(self.__dict__, _args=args, _kwds=kwds)
     for name in [] if isinstance(deep, bool) else deep:
         kwds[name] = schemapi._shallow_copy(kwds.get(name, alt.Undefined))
     return made
 
 
-def _inside(value: Any, by_ref: frozenset[str] = frozenset()) -> Any:
+def _inside(value: Any, by_ref: list[str]) -> Any:
     if isinstance(value, alt.SchemaBase):
         return value.copy(ignore=by_ref)
     if isinstance(value, list):

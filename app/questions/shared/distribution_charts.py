@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import altair as alt
 import numpy as np
 import pandas as pd
@@ -12,13 +14,13 @@ from binade.app import style
 def _outline(table: pd.DataFrame) -> pd.DataFrame:
     """The bins of each group as the corners of a line that steps after each: down to 0 in gaps and at both ends."""
     table = table.iloc[pd.factorize(table["group"])[0].argsort(kind="stable")]
-    columns = {name: column.to_numpy() for name, column in table.items()}
+    columns = {str(name): column.to_numpy() for name, column in table.items()}
     group, low, high = (columns[name] for name in ("group", "low", "high"))
     first = np.append(True, group[1:] != group[:-1])
     last = np.append(first[1:] | (high[:-1] < low[1:] - 1e-9 * np.abs(high[:-1])), True)
     at = np.append(np.flatnonzero(last) + 1, np.flatnonzero(first))
     place = np.append(high[last], low[first])
-    corners = {"group": np.append(group[last], group[first]), "low": place, "high": place}
+    corners: dict[str, Any] = {"group": np.append(group[last], group[first]), "low": place, "high": place}
     return pd.DataFrame({name: np.insert(each, at, corners.get(name, 0.0)) for name, each in columns.items()})
 
 
