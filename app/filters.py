@@ -15,7 +15,7 @@ from binade.app.address import chosen_filter, clear_filter, key, plain
 from binade.app.glossary import TERMS
 from binade.app.params import TITLES
 from binade.app.questions.shared.labels import group_name
-from binade.app.questions.shared.runs import given_names, run_titles, runs_with_reference
+from binade.app.questions.shared.runs import every_run, given_names, run_titles
 from binade.app.saved_filters import LONGEST_NAME, SavedFiltersError
 from binade.data.access import ReadOnlyError, read_only
 from binade.data.catalog import Catalog
@@ -60,7 +60,7 @@ def sidebar(catalog: Catalog) -> Filter:
 
 
 def _run_titles(catalog: Catalog) -> dict[str, str]:
-    return run_titles(runs_with_reference(catalog.runs(), catalog.parts()))
+    return run_titles(every_run(catalog))
 
 
 def _list(name: str, counts: Mapping[Any, int], chosen: Sequence[Any], shown: Callable[[object], str]) -> None:

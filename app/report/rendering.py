@@ -132,7 +132,8 @@ def render(
 ) -> dict[str, str]:
     import vl_convert
 
-    svg = supported(captioned(_numbered(vl_convert.vegalite_to_svg(spec)), caption, colors))
+    # As text: a dictionary takes it longer.
+    svg = supported(captioned(_numbered(vl_convert.vegalite_to_svg(json.dumps(spec))), caption, colors))
     shown = {name: value for name, value in (spec | embedded.get("spec", {})).items() if name != "config"}
     content = {"spec": shown, "caption": caption, "csv": embedded.get("csv")}
     text = json.dumps(content, allow_nan=False, ensure_ascii=False, separators=(",", ":"))

@@ -19,7 +19,7 @@ from binade.app.figure import Drawn
 from binade.app.pages.registry import PAGES
 from binade.app.params import TITLES, Params, read, read_filter
 from binade.app.questions.recipes import question as recipes
-from binade.app.questions.shared.runs import runs_with_reference as overview_of_runs
+from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.selection import Selection
 from binade.app.sessions.session import Pin, RunReference, Session
 from binade.data.catalog import Catalog
@@ -31,7 +31,7 @@ def runs_of(catalog: Catalog, pins: Sequence[Pin]) -> list[str]:
     """The runs that pins show: those that their filters select, those of their tensors, and the bf16 runs that these
     are compared with."""
     runs, facets = catalog.runs(), catalog.facets()
-    table = overview_of_runs(runs, catalog.parts())
+    table = every_run(catalog)
     references = dict(zip(table["run_id"], table["reference"], strict=True))
     found: set[str] = set()
     for pin in pins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import altair as alt
@@ -14,9 +15,11 @@ import pytest
 import torch
 import vl_convert
 from altair.utils import schemapi
+from altair.utils.data import to_values
 
 from binade import quant
 from binade.app import figure, style
+from binade.app.figure import Figure
 from binade.app.questions.recipes import charts as recipe_charts
 from binade.app.questions.shared import distribution_charts, distributions, event_marks, format_charts, laws, loss_chart
 from binade.app.questions.shared.distribution_charts import _outline as outline
@@ -366,3 +369,31 @@ def test_altair_hashes_its_schemas_once(monkeypatch):
     assert chart() == expected
     monkeypatch.setattr(figure._altairs, "__init__", lambda *_: pytest.fail("hashed again"))
     assert chart() == expected
+
+
+def test_a_copy_of_a_chart_is_the_same_and_its_own():
+    for name, chart in all_charts(FORMATS).items():
+        before, copied = chart.to_dict(), chart.copy()
+        assert copied.to_dict() == before == deepcopy(chart).to_dict(), name
+        for part in [copied, *getattr(copied, "layer", [])]:
+            part.encoding = {"x": {"field": "another"}}
+            for parameter in part.params if isinstance(part.params, list) else []:
+                parameter.name = "another"
+        assert chart.to_dict() == before, name
+
+
+def test_rows_of_a_chart_are_those_that_altair_would_write():
+    table = pd.DataFrame(
+        {
+            "float": [1.5, math.nan, math.inf, -math.inf],
+            "half": np.array([0.5, 1.0, math.nan, 2.0], np.float32),
+            "whole": [1, 2, 3, 2**60],
+            "yes": [True, False, True, False],
+            "text": ["a", None, "", "ü"],
+            "mixed": [1, None, 2.5, 3],
+            "list": [[1.0, 2.0], [], None, [3.0]],
+        },
+        index=pd.Index([3, 1, 2, 0], name="place"),
+    )
+    shown = Figure("a", alt.Chart(table).mark_bar().encode(x="float:Q"), table, "").spec["datasets"]
+    assert list(shown.values()) == [to_values(table)["values"]]

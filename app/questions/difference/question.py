@@ -13,7 +13,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table, Text, source
 from binade.app.params import One
 from binade.app.questions.difference import charts, compute
 from binade.app.questions.question import Question, not_in_report
-from binade.app.questions.shared.runs import run_titles, runs_with_reference
+from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.data.catalog import Catalog
 from binade.data.difference import TOLERANCE, Difference
@@ -61,7 +61,7 @@ CONTROLS = (
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> Iterable[Control]:
-    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    table = every_run(selection.opened)
     titles = run_titles(table)
     choices = table["run_id"].tolist()[::-1]
     return [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import streamlit as st
 
@@ -49,12 +51,12 @@ COLUMNS = {
 def page(opened: Catalog, where: Filter, params: Params) -> None:
     totals = opened.totals(where)
     _totals(totals, where)
-    rows = opened.tensors(where, limit=MAX_ROWS)
+    rows, shown, config = opened.kept(("displayed", where), lambda: _displayed(opened, where))
     if rows.empty:
         explain_nothing(where)
         write(where, params)
         return
-    chosen = _table(totals.tensors, where, rows)
+    chosen = _table(totals.tensors, where, rows, shown, config)
     write(where, params, tensor=chosen)
     values = {name: st.session_state[name] for name in params}
     show_question(DISTRIBUTION, Selection(opened, where, tuple(chosen)), values)
@@ -74,14 +76,19 @@ def _totals(totals: Totals, where: Filter) -> None:
     cells[3].metric("Size of the values", bytes_text(totals.nbytes), border=True)
 
 
-def _table(total: int, where: Filter, rows: pd.DataFrame) -> list[str]:
+def _displayed(opened: Catalog, where: Filter) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """The filter's tensors, and what `show.displayed` makes of them."""
+    rows = opened.tensors(where, limit=MAX_ROWS)
+    shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)))
+    return rows, *show.displayed(rows.assign(shape=shapes), COLUMNS)
+
+
+def _table(total: int, where: Filter, rows: pd.DataFrame, shown: pd.DataFrame, config: dict[str, Any]) -> list[str]:
     """The tensors as a table; the ids of those that are selected in it."""
     note = f" The first {MAX_ROWS:,} of {total:,} are listed; charts cover all." if total > MAX_ROWS else ""
     st.markdown(f"**Tensors** · select rows to see single tensors, or none to see all of them.{note}")
     wanted = st.query_params.get_all("tensor")[:MAX_SELECTED]
     default = [index for index, tensor_id in enumerate(rows["tensor_id"]) if tensor_id in wanted]
-    shapes = rows["shape"].map(lambda shape: " × ".join(map(str, shape)))
-    shown, config = show.displayed(rows.assign(shape=shapes), COLUMNS)
     event = st.dataframe(
         shown,
         # Another filter, other rows or a visit by another address: then the address says which rows are selected.

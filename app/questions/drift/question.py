@@ -15,7 +15,7 @@ from binade.app.questions.drift import compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared import distribution_charts
 from binade.app.questions.shared.distributions import log2_histogram
-from binade.app.questions.shared.runs import run_titles, runs_with_reference
+from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.data.catalog import Catalog, CatalogError
 from binade.data.store import TensorFileError
@@ -60,7 +60,7 @@ class Candidates:
 
 def candidates(selected: SelectedTensor) -> Candidates | None:
     """None where no quantized run and bf16 run of the same data have this tensor."""
-    table = runs_with_reference(selected.opened.runs(), selected.opened.parts())
+    table = every_run(selected.opened)
     of = table.set_index("run_id")
     twins = selected.opened.twins(selected.row["tensor_id"])
     reference = of.loc[selected.row["run_id"]]["reference"]

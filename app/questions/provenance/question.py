@@ -12,7 +12,7 @@ from binade.app.figure import Column, Drawn, Figure, Item, Table
 from binade.app.params import Known, Whole
 from binade.app.questions.provenance import charts, compute
 from binade.app.questions.question import Question
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import every_run
 from binade.app.questions.shared.selection import Selection
 from binade.app.report.section import ReportSelection, Section
 from binade.app.report.section import Table as ReportTable
@@ -64,7 +64,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
 
 
 def _labels(selection: Selection) -> dict[str, str]:
-    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    table = every_run(selection.opened)
     return dict(zip(table["run_id"], table["label"], strict=True))
 
 

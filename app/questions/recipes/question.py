@@ -19,7 +19,14 @@ from binade.app.questions.question import Question
 from binade.app.questions.recipes import charts, compute
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import PARTS, compared_with, run_colors, run_titles, runs_with_reference
+from binade.app.questions.shared.runs import (
+    PARTS,
+    compared_with,
+    every_run,
+    run_colors,
+    run_titles,
+    runs_with_reference,
+)
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.shared.unscaled import with_scale
 from binade.app.report.section import ReportSelection, Section, slug
@@ -92,7 +99,7 @@ RUNGS = {
 
 
 def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
-    runs = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    runs = every_run(selection.opened)
     against = replace(AGAINST, options=(BASE, *runs["run_id"][::-1]), titles=run_titles(runs) | dict(AGAINST.titles))
     if values["view"] == "cost":
         return [VIEW, against]
@@ -118,7 +125,7 @@ def draw(
         return ladder(opened, where, table, chosen, values["gradient"], values["at"], partial(compare, opened), done)
     base = BASE
     if values["view"] == "cost" and values["against"] != BASE:
-        every = runs_with_reference(opened.runs(), opened.parts())
+        every = every_run(opened)
         base = every.set_index("run_id")["label"][values["against"]]
         kept = every["run_id"].isin([*table["run_id"], values["against"]])
         table = compared_with(every[kept].reset_index(drop=True), values["against"])

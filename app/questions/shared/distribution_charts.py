@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import altair as alt
+import numpy as np
 import pandas as pd
 
 from binade.app import style
@@ -10,15 +13,15 @@ from binade.app import style
 
 def _outline(table: pd.DataFrame) -> pd.DataFrame:
     """The bins of each group as the corners of a line that steps after each: down to 0 in gaps and at both ends."""
-    parts = []
-    for group, bins in table.groupby("group", sort=False):
-        ends = bins["high"][
-            (bins["high"] < bins["low"].shift(-1) - 1e-9 * bins["high"].abs()) | bins["low"].shift(-1).isna()
-        ]
-        corners = pd.concat([bins["low"].iloc[:1], ends])
-        flat = pd.DataFrame({"group": group, "low": corners, "high": corners, "share": 0.0, "count": 0.0})
-        parts.append(pd.concat([flat.iloc[:1], bins, flat.iloc[1:]]).sort_values("low", kind="stable"))
-    return pd.concat(parts, ignore_index=True)
+    table = table.iloc[pd.factorize(table["group"])[0].argsort(kind="stable")]
+    columns = {str(name): column.to_numpy() for name, column in table.items()}
+    group, low, high = (columns[name] for name in ("group", "low", "high"))
+    first = np.append(True, group[1:] != group[:-1])
+    last = np.append(first[1:] | (high[:-1] < low[1:] - 1e-9 * np.abs(high[:-1])), True)
+    at = np.append(np.flatnonzero(last) + 1, np.flatnonzero(first))
+    place = np.append(high[last], low[first])
+    corners: dict[str, Any] = {"group": np.append(group[last], group[first]), "low": place, "high": place}
+    return pd.DataFrame({name: np.insert(each, at, corners.get(name, 0.0)) for name, each in columns.items()})
 
 
 def histogram(

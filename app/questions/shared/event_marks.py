@@ -13,7 +13,7 @@ import pandas as pd
 
 from binade.app import style
 from binade.app.figure import Chart, Drawn, Figure
-from binade.app.questions.shared.runs import runs_with_reference
+from binade.app.questions.shared.runs import every_run
 from binade.data.catalog import Catalog
 from binade.data.events import EventKind, read_events
 from binade.data.filter import Filter
@@ -36,7 +36,7 @@ def events_of(runs: Mapping[str, Path]) -> pd.DataFrame:
 def events_in(opened: Catalog, where: Filter) -> pd.DataFrame:
     """`events_of` the newest runs that the filter selects."""
     chosen = set(opened.distinct(("run_id",), where)["run_id"])
-    runs = runs_with_reference(opened.runs(), opened.parts())
+    runs = every_run(opened)
     newest = runs[runs["run_id"].isin(chosen)].tail(style.MAX_GROUPS)
     return events_of({label: opened.root / run for label, run in zip(newest["label"], newest["run_id"], strict=True)})
 

@@ -59,6 +59,12 @@ def runs_with_reference(runs: pd.DataFrame, parts: pd.DataFrame) -> pd.DataFrame
     return table
 
 
+def every_run(opened: Catalog) -> pd.DataFrame:
+    """`runs_with_reference` of all runs, which all sessions share."""
+    key = "every run", opened.state()
+    return opened.kept(key, lambda: runs_with_reference(opened.runs(), opened.parts())).copy(deep=False)
+
+
 def compared_with(table: pd.DataFrame, run_id: str) -> pd.DataFrame:
     """The table of `runs_with_reference` with this run as the reference of all others on the same data."""
     data = table.loc[table["run_id"] == run_id, "data"].iloc[0]
@@ -96,8 +102,12 @@ def run_colors(table: pd.DataFrame) -> dict[str, str]:
 
 def given_names(opened: Catalog) -> dict[str, str]:
     """The names that users gave, unique, by run_id."""
-    named = opened.runs().dropna(subset="name")
-    return dict(zip(named["run_id"], run_labels(named), strict=True))
+
+    def names() -> dict[str, str]:
+        named = opened.runs().dropna(subset="name")
+        return dict(zip(named["run_id"], run_labels(named), strict=True))
+
+    return dict(opened.kept(("given names", opened.state()), names))
 
 
 def _key(config: str, names: tuple[str, ...]) -> tuple[str, ...]:

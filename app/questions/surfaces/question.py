@@ -13,7 +13,7 @@ from binade.app.figure import Drawn, Figure, source
 from binade.app.params import One
 from binade.app.questions.question import Question
 from binade.app.questions.shared.event_marks import events_of
-from binade.app.questions.shared.runs import run_titles, runs_with_reference
+from binade.app.questions.shared.runs import every_run, run_titles
 from binade.app.questions.shared.selection import Selection
 from binade.app.questions.surfaces import charts, compute
 from binade.app.style import MEASURES, Measure
@@ -53,7 +53,7 @@ def _controls(selection: Selection, values: dict[str, Any]) -> Iterator[Control]
     formats = (IN_FORCE, *opened.scored_formats(where))
     yield replace(SPEC, options=formats, disabled=values["statistic"] not in SHOWN_ERRORS)
     runs = _runs(selection, _chosen(kinds, values["kind"]), values)
-    titles = run_titles(runs_with_reference(opened.runs(), opened.parts()))
+    titles = run_titles(every_run(opened))
     if runs:
         yield replace(RUN, options=runs, titles=titles)
     if len(runs) > 1:
@@ -74,7 +74,7 @@ def _runs(selection: Selection, kind: tuple[str, str], values: dict[str, Any]) -
 
 
 def _labels(selection: Selection) -> dict[str, str]:
-    table = runs_with_reference(selection.opened.runs(), selection.opened.parts())
+    table = every_run(selection.opened)
     return dict(zip(table["run_id"], table["label"], strict=True))
 
 

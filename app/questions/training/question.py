@@ -15,7 +15,7 @@ from binade.app.questions.question import Question
 from binade.app.questions.shared import loss_chart
 from binade.app.questions.shared.event_marks import with_events
 from binade.app.questions.shared.labels import thinned, thinned_note
-from binade.app.questions.shared.runs import run_colors, runs_with_reference
+from binade.app.questions.shared.runs import every_run, run_colors
 from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts, compute
 from binade.app.report.section import ReportSelection, Section
@@ -63,7 +63,7 @@ def _losses(opened: Catalog, where: Filter) -> list[Figure]:
     runs = set(opened.facets(where.without("run_id")).get("run_id", []))
     if where.run_id:
         runs &= set(where.run_id)
-    table = runs_with_reference(opened.runs(), opened.parts())
+    table = every_run(opened)
     table = table[table["run_id"].isin(runs)].tail(style.MAX_GROUPS)
     records = losses_of(opened, table["run_id"].tolist())
     rows = [
