@@ -34,7 +34,10 @@ from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
-NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
+NOTE = (
+    "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
+    "Of the filter, only run, recipe, model, size and dataset apply."
+)
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
 NO_ABLATION = "No ablation is among these runs: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
