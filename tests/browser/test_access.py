@@ -66,7 +66,7 @@ def tab_to(page: Page, wanted: Locator) -> None:
     pytest.fail(f"Tab does not reach it, but {seen}")
 
 
-def test_filter_chart_menu_table_and_pages_without_a_mouse(visit: Callable[..., Page], app: str):
+def test_filter_chart_menu_table_pages_and_presentation_without_a_mouse(visit: Callable[..., Page], app: str):
     page = visit("/explore")
     chosen = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text("Quant type", exact=True))
     tab_to(page, chosen.locator("input"))
@@ -97,3 +97,11 @@ def test_filter_chart_menu_table_and_pages_without_a_mouse(visit: Callable[..., 
     page.wait_for_url("**/worst?**quant_type=mxfp4**")
     settle(page)
     assert page.get_by_role("heading", name="Worst tensors").is_visible()
+
+    tab_to(page, page.get_by_role("button", name="Present"))
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="End presentation").wait_for()
+    settle(page)
+    chart = page.get_by_test_id("stVegaLiteChart").first
+    place, drawn = chart.bounding_box(), chart.locator("svg.marks").bounding_box()
+    assert place and drawn and drawn["width"] <= place["width"] + 1
