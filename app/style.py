@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Literal
@@ -206,6 +206,9 @@ SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and 
 LEGEND_WIDTH = 400  # pixels that every chart has for a legend above it
 BESIDE = 18  # letters of the longest label of a legend that stands beside the lines; with longer ones it stands above
 WITHIN = 6  # groups of a legend that stands in a corner of the plot
+DIRECT = 8  # lines that are labelled at their ends
+LABEL = 14  # pixels between two such labels
+LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that stands beside another
 _DIGITS = "'⁰¹²³⁴⁵⁶⁷⁸⁹'"
 
 
@@ -297,6 +300,61 @@ def only(*fields: str, chart: str = "") -> alt.Parameter:
     return alt.selection_point(
         name=ONLY + chart, fields=list(fields), on="click[event.shiftKey]", toggle=False, clear=False, empty=True
     )
+
+
+def labelled(
+    lines: alt.Chart, groups: Sequence[Any], titles: Mapping[Any, str] | None = None
+) -> alt.Chart | alt.LayerChart:
+    """The lines of the groups with their names at their ends in place of a legend, if they are few and the names short.
+    titles: the names, by group.
+
+    A stroke with the colour and the dash of its line leads to each name. Where ends nearly coincide, the names move
+    apart. Positions in pixels are known only where the chart is drawn, hence Vega's expressions."""
+    titles = titles or dict(zip(groups, groups, strict=True))
+    x, y, group = (str(getattr(lines.encoding, name).shorthand).partition(":")[0] for name in ("x", "y", "color"))
+    known = lines.data[np.isfinite(lines.data[y].astype(float))].sort_values(x, kind="stable")
+    ends = known.groupby(group).tail(1).sort_values(y, ascending=False, kind="stable")
+    if not 2 <= len(ends) <= DIRECT or len(ends) < len(groups) or max(map(len, titles.values())) > BESIDE:
+        return lines
+    lines = lines.copy()
+    for channel in (lines.encoding.color, lines.encoding.strokeDash):
+        if channel is not alt.Undefined:
+            channel.legend = None
+    shift = _apart([float(value) for value in ends[y]])
+    ends = ends[[x, y, group]].assign(place=range(len(ends)), name=ends[group].map(titles))
+    base = alt.Chart(ends).encode(y=lines.encoding.y, color=lines.encoding.color)
+    strokes = base.mark_rule(
+        strokeWidth=1.8, opacity=0.8, aria=False, x2Offset=20, y2Offset=shift, tooltip=False
+    ).encode(x=lines.encoding.x, x2=alt.value("width"), y2=f"{y}:Q", strokeDash=lines.encoding.strokeDash)
+    names = base.mark_text(align="left", dx=24, dy=shift, fontSize=12, fontWeight=600, tooltip=False).encode(
+        x=alt.value("width"), text="name:N"
+    )
+    title, lines.title = lines.title, alt.Undefined
+    return alt.LayerChart(layer=[lines, strokes, names], title=title)
+
+
+def without_overlap(points: pd.DataFrame, x: str, y: str, span: tuple[float, float]) -> pd.DataFrame:
+    """The points whose labels, to the right of each, do not overlap, chosen in the order of the rows. span: of the
+    chart's axes, in units of x and y."""
+    place = points[[x, y]].to_numpy(float)
+    kept: list[int] = []
+    for index, at in enumerate(place):
+        if (np.abs(place[kept] - at) >= np.multiply(span, (LABEL_WIDTH, LABEL_HEIGHT))).any(1).all():
+            kept.append(index)
+    return points.iloc[kept]
+
+
+def _apart(values: list[float]) -> alt.ExprRef:
+    """By how many pixels to shift the label of the row `datum.place` of descending values, so that all lie LABEL apart
+    and within the plot: halfway between the smallest shift that only lowers labels and that which only raises them.
+    0 if the chart is part of another, where the name of the scale of y differs."""
+    at = [f"scale('y', {value!r})" for value in values]
+    steps = [f"{each} + {LABEL} * (datum.place - {index})" for index, each in enumerate(at)]
+    lowered = ", ".join(f"{index} > datum.place ? -1e9 : {each}" for index, each in enumerate(steps))
+    raised = ", ".join(f"{index} < datum.place ? 1e9 : {each}" for index, each in enumerate(steps))
+    above = f"item.mark.group.height - {LABEL} * ({len(values) - 1} - datum.place)"
+    middle = f"max({LABEL} * datum.place, min({above}, (max({lowered}) + min({raised})) / 2))"
+    return alt.ExprRef(f"({middle} - [{', '.join(at)}][datum.place]) || 0")
 
 
 DRAG = "[pointerdown{}, window:pointerup] > window:pointermove!"

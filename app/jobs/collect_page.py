@@ -147,7 +147,7 @@ def _fields() -> None:
         if not config.has_path:
             _field(b, "size")
         _field(c, "dataset", options=list(dict.fromkeys([*DATASETS, _value("dataset")])), accept_new_options=True)
-        shown = st.columns(4)
+        shown = st.columns(4, vertical_alignment="bottom")
         _field(shown[0], "layers", maximum=layers, placeholder=f"all {layers or ''}")
         _field(shown[1], "sequence_length", maximum=most)
         _field(shown[2], "micro_batch_size")
@@ -175,15 +175,15 @@ def _fields() -> None:
         _field(b, "max_bytes", disabled=not _value("raw"))
         _field(c, "raw")
     with st.expander("Device, ranks, optimizer"):
-        _row("device", "backend", "tp", "dp", vertical_alignment="bottom")
+        _row("device", "backend", "tp", "dp")
         a, b, c = st.columns([1, 1, 2], vertical_alignment="bottom")
         _field(a, "learning_rate", format="%g", step=1e-4)
         _field(b, "seed")
         _field(c, "sequence_parallel")
 
 
-def _row(*names: str, **settings: Any) -> None:
-    for column, name in zip(st.columns(len(names), **settings), names, strict=True):
+def _row(*names: str) -> None:
+    for column, name in zip(st.columns(len(names), vertical_alignment="bottom"), names, strict=True):
         _field(column, name)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
+from xml.etree import ElementTree
 
 import altair as alt
 import numpy as np
@@ -188,7 +189,8 @@ def test_events_are_rules_at_their_iterations(tmp_path):
     assert [(row["iteration"], row["kind"], row["group"]) for row in drawn] == [
         (1, "trigger", "mxfp8"), (2, "schedule", "mxfp8"),
     ]  # fmt: skip
-    assert made["layer"][0]["mark"]["type"] == "rule" and made["layer"][1]["layer"][1]["mark"]["type"] == "line"
+    rules, below = made["layer"]
+    assert rules["mark"]["type"] == "rule" and below["layer"][1]["layer"][0]["mark"]["type"] == "line"
 
 
 @pytest.mark.parametrize(("x", "at"), [("iteration:Q", [3, 8]), ("iteration:O", [4, 8])])
@@ -348,6 +350,31 @@ def test_a_single_value_can_be_drawn(value):
     linear = distributions.linear_histogram(each)
     spec(distribution_charts.histogram(linear, "5 values", "quant type", linear=True))
     spec(distribution_charts.boxes(distributions.boxes(each), "5 values", "quant type"))
+
+
+def texts(chart: alt.TopLevelMixin, height: int) -> dict[str, float]:
+    """The y of each text of a chart as drawn."""
+    svg = ElementTree.fromstring(vl_convert.vegalite_to_svg(chart.properties(width=600, height=height).to_dict()))
+    found = [(each.text, each.attrib["transform"]) for each in svg.iter("{http://www.w3.org/2000/svg}text")]
+    return {text: float(at.removesuffix(")").split(",")[1]) for text, at in found if text and "rotate" not in at}
+
+
+@pytest.mark.parametrize("ends", [[3.0] * 8, [3, 3.01, 3.02, 5, 5.01, 5.02, 5.03, 9], list(range(8)), [9, 0]])
+def test_lines_have_their_names_at_their_ends_and_none_overlap(ends):
+    groups = [f"run{index}" for index in range(len(ends))]
+    table = pd.concat([losses(groups[:1]).assign(group=group) for group in groups])
+    table.loc[table["iteration"] == 2, "loss"] = [float(end) for end in ends]
+    chart = loss_chart.losses(table)
+    shown = texts(chart, 200)
+    at = [shown[group] for group in sorted(groups, key=lambda group: -ends[groups.index(group)])]
+    assert min(np.diff(at)) >= 12 and min(at) >= 0 and max(at) <= 200 + 12
+    assert "run" not in shown  # the title of a legend
+
+
+def test_many_lines_and_long_names_have_a_legend():
+    for groups in ([f"run{index}" for index in range(9)], ["short", "a name too long to stand beside a line"]):
+        drawn = json.dumps(spec(loss_chart.losses(losses(groups))))
+        assert '"symbolType": "stroke"' in drawn and "x2Offset" not in drawn
 
 
 @pytest.mark.parametrize("length", [20, 40, 90])

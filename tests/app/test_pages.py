@@ -280,6 +280,16 @@ class TestNoRuns:
         assert "is a file" in at.error[0].value and "TENSOR_SAVE_DIR" in words(at)
 
 
+def test_a_root_that_a_file_replaces_while_the_app_runs(visit: Visit, tmp_path: Path):
+    root = tmp_path / "runs"
+    root.mkdir()
+    assert "No runs yet" in words(visit(root, "runs"))
+    shutil.rmtree(root)
+    root.write_text("")
+    at = visit(root, "runs")
+    assert "is a file" in at.error[0].value and "No runs yet" not in words(at)
+
+
 def test_the_tour_can_be_hidden(visit: Visit, collected: Path):
     at = visit(collected, "overview")
     assert "New to Binade?" in words(at)

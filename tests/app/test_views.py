@@ -41,6 +41,8 @@ def test_worst(visit: Visit, collected: Path, view: str, metric: str):
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
     at = visit(collected, "worst", phase="post", layer_type="linear")
     assert re.match(r"The filter selects [\d,]+ tensors, but no operand of a GEMM;", at.info[0].value)
+    nothing = visit(collected, "worst", operation="backward", tensor_name="input")
+    assert nothing.info[0].value == "No tensor matches: operation backward, tensor input."
     with Recorder(tmp_path) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.resources import files
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Locator, Page
 
 from tests.browser.driver import settle
 from tests.browser.shots import PAGES
@@ -53,3 +53,55 @@ def test_axe_finds_nothing_serious_and_a_phone_shows_all(visit: Callable[..., Pa
         serious = [f"{rule}: {html[:200]}" for rule, html in seen if rule != MARKS[0] or MARKS[1] not in html]
         found[name] = [*serious, *page.evaluate(CUT), *([f"{wide} pixels too wide"] if wide > 0 else [])]
     assert found == {name: [] for name in found} and len(found) == 14
+
+
+def tab_to(page: Page, wanted: Locator) -> None:
+    """Press Tab until the element has the focus."""
+    seen = []
+    for _ in range(100):
+        page.keyboard.press("Tab")
+        if wanted.evaluate("element => element === element.getRootNode().activeElement"):
+            return
+        seen.append(page.evaluate("document.activeElement.ariaLabel || document.activeElement.innerText"))
+    pytest.fail(f"Tab does not reach it, but {seen}")
+
+
+def test_filter_chart_menu_table_pages_and_presentation_without_a_mouse(visit: Callable[..., Page], app: str):
+    page = visit("/explore")
+    chosen = page.get_by_test_id("stMultiSelect").filter(has=page.get_by_text("Quant type", exact=True))
+    tab_to(page, chosen.locator("input"))
+    page.keyboard.type("mxfp4")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**quant_type=mxfp4**")
+    settle(page)
+
+    tab_to(page, page.get_by_test_id("stDataFrame").first.get_by_test_id("data-grid-canvas"))
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+Space")
+    page.wait_for_url("**tensor=**")
+    settle(page)
+
+    menu = page.get_by_role("button", name="Save or pin").first
+    tab_to(page, menu)
+    page.keyboard.press("Enter")
+    save = page.get_by_role("button", name="Save as SVG").first
+    tab_to(page, save)
+    with page.expect_download() as download:
+        page.keyboard.press("Enter")
+    assert download.value.path().read_text().startswith("<svg")
+
+    page.reload()  # the focus starts anew
+    settle(page)
+    tab_to(page, page.get_by_role("link", name="Worst", exact=True))
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/worst?**quant_type=mxfp4**")
+    settle(page)
+    assert page.get_by_role("heading", name="Worst tensors").is_visible()
+
+    tab_to(page, page.get_by_role("button", name="Present"))
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="End presentation").wait_for()
+    settle(page)
+    chart = page.get_by_test_id("stVegaLiteChart").first
+    place, drawn = chart.bounding_box(), chart.locator("svg.marks").bounding_box()
+    assert place and drawn and drawn["width"] <= place["width"] + 1

@@ -23,7 +23,12 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
     scale = alt.Scale(type="log") if floor > 0 else alt.Scale(type="linear")
     shown = shown[shown["change"] > 0] if floor > 0 else shown
     x = alt.X("bits:Q", title="bits per forward value", scale=alt.Scale(zero=False, nice=False, padding=24))
-    y = alt.Y("change:Q", title="predicted loss change (nats)", scale=scale)
+    y = alt.Y(
+        "change:Q",
+        title="predicted loss change (nats)",
+        scale=scale,
+        axis=style.DECADES if floor > 0 else alt.Undefined,
+    )
     groups = [name for name in KINDS.values() if name in set(shown["group"])]
     color = style.color(groups, "recipe")
     tooltip = [
@@ -37,7 +42,10 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
     points = base.mark_point(filled=True, size=70, opacity=0.9).encode(
         color=color, shape=style.shape(groups, "recipe"), tooltip=tooltip
     )
-    names = alt.Chart(_apart(shown)).encode(x=x, y=y, text="name:N")
+    at = shown.assign(place=np.log(shown["change"]) if floor > 0 else shown["change"])
+    others = at[at["kind"] != "advised"].sort_values(["bits", "change"])
+    span = float(np.ptp(at["bits"])), float(np.ptp(at["place"]))
+    names = alt.Chart(style.without_overlap(others, "bits", "place", span)).encode(x=x, y=y, text="name:N")
     labels = names.mark_text(align="left", dx=8, dy=-6, fontSize=11, color=style.GREY)
     layers: list[Any] = [line, points, labels]
     if change > 0 or not floor > 0:
@@ -47,19 +55,6 @@ def frontier(table: pd.DataFrame, bits: float, change: float, subtitle: str) -> 
         title=style.title("Bits and predicted loss", subtitle)
     )
     return result
-
-
-def _apart(table: pd.DataFrame) -> pd.DataFrame:
-    """The recipes whose labels do not overlap, chosen from the fewest bits on; the rest have a tooltip."""
-    named: list[pd.Series] = []
-    for _, row in table[table["kind"] != "advised"].sort_values(["bits", "change"]).iterrows():
-        if all(abs(row["bits"] - other["bits"]) > 2.2 or _far(row["change"], other["change"]) for other in named):
-            named.append(row)
-    return pd.DataFrame(named, columns=table.columns)
-
-
-def _far(one: float, other: float) -> bool:
-    return min(one, other) <= 0 or max(one, other) / min(one, other) > 1.7
 
 
 def bits(table: pd.DataFrame, title: str, subtitle: str) -> alt.LayerChart:

@@ -6,7 +6,7 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.shared.board_charts import layer_color
+from binade.app.questions.shared.board_charts import layer_color, with_layer_names
 
 MOST = 60  # columns of a heatmap
 
@@ -41,11 +41,11 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
     return result
 
 
-def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> alt.Chart:
+def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> alt.Chart | alt.LayerChart:
     """Chart of compute.summary by iteration and layer: one of its columns by iteration, one line per layer."""
     shown = table.assign(layer=table["layer_index"].astype(int))
     layers = sorted(shown["layer"].unique().tolist())
-    result: alt.Chart = (
+    drawn: alt.Chart = (
         alt.Chart(shown)
         .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45))
         .encode(
@@ -61,4 +61,4 @@ def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str
         )
         .properties(title=style.title(title, subtitle))
     )
-    return result
+    return with_layer_names(drawn, layers)

@@ -35,8 +35,11 @@ def against(table: pd.DataFrame, column: str, subtitle: str) -> alt.LayerChart |
         alt.Tooltip("seeds:Q"),
     ]
     layers.append(base.mark_point(filled=True, size=80, color=style.PALETTE[0]).encode(tooltip=tooltip))
-    if len(table) <= 16:
-        layers.append(base.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11).encode(text="recipe:N"))
+    largest = table.dropna(subset=[column]).sort_values(column, key=abs, ascending=False)
+    names = alt.Chart(style.without_overlap(largest, "predicted", column, (high - low, high - low))).encode(
+        x=x, y=y, text="recipe:N"
+    )
+    layers.append(names.mark_text(align="left", dx=8, dy=-7, color=style.GREY, fontSize=11))
     result: alt.LayerChart | alt.FacetChart = alt.layer(*layers).properties(
         title=style.title("Predicted and measured", subtitle)
     )

@@ -87,5 +87,5 @@ def before(table: pd.DataFrame, measure: Measure, iteration: int, title: str, su
         .mark_rule(strokeDash=[4, 3], color=style.BAD)
         .encode(x=alt.X("at:Q", title="iteration"))
     )
-    result: alt.LayerChart = (at + lines).properties(title=style.title(title, subtitle))
+    result: alt.LayerChart = (at + style.labelled(lines, groups)).properties(title=style.title(title, subtitle))
     return result

@@ -44,7 +44,9 @@ def gaps(
         )
     )
     zero = alt.Chart(pd.DataFrame({"y": [0.0]})).mark_rule(strokeDash=[4, 4], color=style.GREY).encode(y="y:Q")
-    result: alt.LayerChart = (zero + lines).properties(title=style.title(f"Loss gap to {base} by iteration", subtitle))
+    result: alt.LayerChart = (zero + style.labelled(lines, groups)).properties(
+        title=style.title(f"Loss gap to {base} by iteration", subtitle)
+    )
     return result
 
 

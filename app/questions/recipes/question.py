@@ -41,9 +41,12 @@ from binade.data.gradients import GRADIENTS, gradient_errors, gradient_summary
 from binade.data.tensor_kinds import label_of
 from binade.quant.formats import FORMATS
 
-NOTE = "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration."
+NOTE = (
+    "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
+    "Of the filter, only run, recipe, model, size and dataset apply."
+)
 VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
-NO_ABLATION = "No ablation is among these runs: queue one with `binade ablate te_nvfp4 --train-iters 50 --seeds 3`."
+NO_ABLATION = "No ablation is among these runs: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
 MAX_GRADIENT_VALUES = 1 << 26  # that a report reads to compare gradients with bf16's
@@ -108,6 +111,8 @@ def _controls(selection: Selection, values: dict[str, Any]) -> list[Control]:
     if values["view"] == "gradients":
         return [VIEW, GRADIENT, *at]
     names = [ladder.name for ladder in ladders(runs_of(selection.opened, selection.where)["recipe"].dropna())]
+    if not names:
+        return [VIEW]
     several = [replace(LADDER, options=names)] if len(names) > 1 else []
     return [VIEW, *several, *([GRADIENT, *at] if iterations else [])]
 

@@ -66,6 +66,11 @@ def layer_color(layers: list[int]) -> alt.Color:
     return alt.Color("layer:O", scale=scale, legend=legend if len(layers) > 1 else None)
 
 
+def with_layer_names(lines: alt.Chart, layers: list[int]) -> alt.Chart | alt.LayerChart:
+    """`style.labelled` for one line per layer."""
+    return style.labelled(lines, layers, {layer: f"layer {layer}" for layer in layers})
+
+
 def axis_domain(figures: pd.Series) -> list[float]:
     low, high = figures.min(), figures.max()
     low = min(float(low), 0.0) if pd.notna(low) else 0.0

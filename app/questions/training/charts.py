@@ -6,11 +6,13 @@ import altair as alt
 import pandas as pd
 
 from binade.app import style
-from binade.app.questions.shared.board_charts import layer_color, scale_type, with_labels
+from binade.app.questions.shared.board_charts import layer_color, scale_type, with_labels, with_layer_names
 from binade.app.style import Measure
 
 
-def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]) -> alt.Chart:
+def training(
+    table: pd.DataFrame, measure: Measure, title: str, subtitle: str | list[str]
+) -> alt.Chart | alt.LayerChart:
     """Chart of compute.training: one line per layer, in the order of their colours."""
     shown = with_labels(table, measure).dropna(subset=["figure"])
     shown["layer"] = shown["layer_index"].astype(int)
@@ -19,7 +21,7 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
     kind = scale_type(shown, measure)
     y_scale = alt.Scale(type="log") if kind == "log" else alt.Scale(zero=False)
     x_axis = alt.Axis(tickMinStep=1, format="d")
-    result: alt.Chart = (
+    lines: alt.Chart = (
         alt.Chart(shown)
         .mark_line(strokeWidth=1.8, point=alt.OverlayMarkDef(size=45, cursor="pointer"))
         .encode(
@@ -36,4 +38,4 @@ def training(table: pd.DataFrame, measure: Measure, title: str, subtitle: str | 
         .add_params(choice, style.only("layer_index"))
         .properties(title=style.title(title, subtitle))
     )
-    return result
+    return with_layer_names(lines, layers)
