@@ -9,7 +9,7 @@ from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app.test_injection import PAYLOADS, check, check_pictures, make_hostile
 from tests.app.test_pins import CASES
-from tests.siege.addresses import WORDS
+from tests.siege.urls import WORDS
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import show
 
