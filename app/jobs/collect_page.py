@@ -161,7 +161,7 @@ def _fields() -> None:
         right.number_input("Seeds", 1, MOST_SEEDS, key=_key("seeds"), help=SEEDS)
         recipe_view.editor(_key("recipes"), [name for name in modules if name not in ("core", "router")])
     with st.container(border=True):
-        st.markdown("**How long**")
+        st.markdown("**Training**")
         _row("warmup_iterations", "control_iter", "capture_every", "train_iters")
     with st.container(border=True):
         st.markdown("**What is recorded**")

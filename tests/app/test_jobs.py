@@ -303,7 +303,7 @@ class TestJobs:
             (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "out of memory", "fewer layers"),
             (-9, "iteration 3\n", None, "killed", "SIGKILL"),
             (-11, "", None, "crashed", "SIGSEGV"),
-            (2, "binade: dataset 'x' is unknown: y\n", None, "failed", "dataset 'x' is unknown"),
+            (2, "binade: unknown dataset 'x': y\n", None, "failed", "unknown dataset 'x'"),
             (None, "", "another", "machine restarted", "Retry"),
         ],
         ids=["disk", "memory", "killed", "crashed", "failed", "restarted"],
