@@ -112,7 +112,7 @@ class Filter:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
                     label = LABELS.get(name, name)
-                    problems.append(f"The address asks for {label} {text[:40]!r}, which is not a {wanted}.")
+                    problems.append(f"The URL asks for {label} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:

@@ -148,7 +148,7 @@ def _written_before(output: Path) -> set[str]:
         files = json.loads(manifest.read_bytes())["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
-        advice = "give --output another folder, or move that file"
+        advice = "choose another folder for --output, or move that file"
         raise UsageError(f"{manifest} was not written by a report: {advice}") from None
     inside = (PurePosixPath(name) for name in names)
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
