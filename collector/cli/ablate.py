@@ -66,7 +66,7 @@ def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], Slu
 
 
 def _ablate(recipe: str, **params: Any) -> None:
-    """Queue an ablation of a recipe: how much each of its parts affects the loss.
+    """Queue an ablation of a recipe: how each part affects the loss.
 
     RECIPE is a name from `binade list`, or the path to a .toml file. The runs are: bf16; the recipe in the forward
     GEMMs only; in dgrad as well; in wgrad as well (the full recipe); then the full recipe with one ingredient left out

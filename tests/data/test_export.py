@@ -258,7 +258,7 @@ def test_an_offline_run_of_weights_and_biases_holds_the_values(catalog, made, tm
             "unknown metric 'sqnr': expected one of loss, ",
         ),
         (["--to", "csv", "--output", "new", "--formats", "mxfp9"], 2, "mxfp9"),
-        (["--to", "csv", "--output", "new", "--model", "mine"], 1, "has no tensors that match model mine"),
+        (["--to", "csv", "--output", "new", "--model", "mine"], 1, "has no values that match model mine"),
         (["--to", "tensorboard", "--output", "new"], 2, "pip install 'binade[tensorboard]'"),
     ],
 )
