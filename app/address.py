@@ -51,7 +51,7 @@ def follow(catalog: Catalog, page: str, params: Params) -> None:
     state["filter_problems"] = [
         *problems,
         *bad,
-        *(f"The address asks for tensor {name[:80]!r}, which is not in this root." for name in missing),
+        *(f"The URL refers to tensor {name[:80]!r}, which is not in this root." for name in missing),
     ]
     state["visit"] = state.get("visit", 0) + 1
 

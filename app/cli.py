@@ -64,7 +64,7 @@ def _serve(
 ) -> int:
     """Open the app on 127.0.0.1, or share it (docs/serving.md).
 
-    ROOT holds the runs, a directory or s3://BUCKET/FOLDER, which is read-only (docs/scale.md)
+    ROOT is the directory or s3://BUCKET/FOLDER that holds the runs. Object stores are read-only (docs/scale.md)
     [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     # Arrow's own allocator keeps what each thread has freed. It is chosen when pyarrow is imported.
@@ -227,11 +227,11 @@ serve = Command(
             metavar="NAME",
             help="Header with the user's name, such as X-Forwarded-User, from the proxy that authenticates users",
         ),
-        Option(["--proxy"], metavar="ADDRESS", help="The address that this proxy connects from"),
+        Option(["--proxy"], metavar="ADDRESS", help="The IP address that this proxy connects from"),
         Option(
             ["--operators"],
             metavar="FILE|NAMES",
-            help="Users who may launch, cancel, delete, save and upload; others can only view [default: all users]",
+            help="Users who can launch, cancel, delete, save, upload and use SQL; others only view [default: all]",
         ),
         Option(["--read-only"], is_flag=True, help="Read-only for everyone; same as BINADE_READ_ONLY=1"),
     ],

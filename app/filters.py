@@ -23,7 +23,7 @@ from binade.data.filter import INTEGER_FIELDS, Filter
 
 GROUPS = {
     "": ("quant_type", "layer_index", "module", "operation", "tensor_name"),
-    "Run and place": ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage"),
+    "Run and model": ("run_id", "recipe", "model", "size", "dataset", "layer_type", "component", "phase", "stage"),
     "Iteration and rank": ("iteration", "micro_batch", "rank", "expert"),
 }
 

@@ -69,7 +69,7 @@ class Guard:
                 return f"Refused: expected one header {self.sharing.header} with a name from the proxy"
         if host not in self.sharing.hosts:
             allow = f" To allow it: binade serve --allow-host {host}" if host else ""
-            return f"Unknown host {host!r}; known are {', '.join(self.sharing.hosts)}.{allow}"
+            return f"Unknown host {host!r}; known hosts: {', '.join(self.sharing.hosts)}.{allow}"
         if (origin is not None or scope["type"] == "websocket") and origin not in (f"http://{host}", f"https://{host}"):
             return f"Refused: the Origin is {origin!r}, expected http://{host}"
         return ""

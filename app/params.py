@@ -96,7 +96,7 @@ def read(params: Params, query: Mapping[str, list[str]]) -> tuple[dict[str, Any]
     problems: list[str] = []
     for name, param in params.items():
         values[name], bad = param.read(query.get(name, []))
-        problems += [f"The address asks for {name} {text[:40]!r}, which is not known." for text in bad]
+        problems += [f"The URL asks for {name} {text[:40]!r}, which is not known." for text in bad]
     return values, problems
 
 
@@ -113,7 +113,7 @@ def read_filter(facets: Mapping[str, list[Any]], query: Mapping[str, list[str]])
     for name, values in wanted.items():
         known = [value for value in values if value in facets.get(name, [])]
         problems += [
-            f"The address asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not in this root."
+            f"The URL asks for {TITLES[name].lower()} {str(value)[:40]!r}, which is not in this root."
             for value in values
             if value not in known
         ]

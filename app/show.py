@@ -25,8 +25,8 @@ from binade.data.access import read_only
 from binade.data.text import plain_name
 
 GESTURES = {  # by the selections that a chart has
-    ONLY: "Shift-click: only this",
-    "brush": "Drag: share in a range",
+    ONLY: "Shift-click: filter to this",
+    "brush": "Drag: count the values in a range",
     "zoom": "Ctrl-scroll: zoom, Alt-drag: move, double-click: back",
 }
 

@@ -115,7 +115,7 @@ OWN_METRICS = {
     "outlier_persistence": Metric(
         "Persistence",
         "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
-        "iterations: those with the largest absmax, one in 100, but at least 8, at most 64 and at most a quarter",
+        "iterations: the 1 % with the largest absmax, but at least 8, and no more than 64 or a quarter of all",
     ),
     "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
     "oscillating": Metric(
@@ -126,7 +126,7 @@ OWN_METRICS = {
     ),
     "at_bin_edge": Metric(
         "Weights at a bin’s edge",
-        "share of the sampled weights with |w − q| > 0.495 times the width of the bin of q",
+        "share of up to 8,192 weights per tensor with |w − q| > 0.495 times the width of the bin of q",
         "%",
         percent=True,
     ),

@@ -712,7 +712,7 @@ class Catalog:
         filter, only the iterations that all of them have.
 
         metric: a key of STATISTICS, or one of SHOWN_ERRORS, in a format that the tensors are scored in; without one, in
-        the format in force. Tensors without a value are left out. Raises CatalogError for another metric.
+        the active format. Tensors without a value are left out. Raises CatalogError for another metric.
         """
         if metric not in (*STATISTICS, *SHOWN_ERRORS):
             raise CatalogError(f"there is no metric {metric!r}: {', '.join((*SHOWN_ERRORS, *STATISTICS))}")

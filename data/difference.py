@@ -1,4 +1,4 @@
-"""Two runs of the same model and data, tensor by tensor: from other machines, versions, back ends or parallel layouts.
+"""Two runs of the same model and data, tensor by tensor: from other machines, versions, backends or parallel layouts.
 
 Tensors are matched by what they are, whichever rank or shard holds them. It reads the runs' own files, not an index, so
 that the two may lie in different roots.

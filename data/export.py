@@ -74,7 +74,7 @@ class Choice:
     def __post_init__(self) -> None:
         for name in self.metrics:
             if name not in METRICS:
-                raise ExportError(f"metric {name!r} is unknown: {', '.join(METRICS)}")
+                raise ExportError(f"unknown metric {name!r}: expected one of {', '.join(METRICS)}")
         try:
             object.__setattr__(self, "formats", tuple(str(Spec.of(name)) for name in self.formats))
         except (UnknownFormatError, SpecError) as error:
@@ -371,7 +371,7 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
         raise ExportError("export to tables writes every metric and format: leave out --metrics and --formats")
     chosen = None if to == TABLES else target(to)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ExportError(f"{output} exists and is not an empty directory: give another to --output")
+        raise ExportError(f"{output} exists and is not an empty directory: choose another path for --output")
     done = Exported()
     output = output.resolve()
     sweep_beside(output)
@@ -379,7 +379,7 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
         if chosen is None:
             totals = catalog.totals(choice.where)
             if not totals.tensors:
-                raise RunError(f"{catalog.root} holds nothing of {choice.where.sentence()}: choose other runs")
+                raise RunError(f"{catalog.root} has no tensors that match {choice.where.sentence()}: choose other runs")
             done = Exported(totals.runs, totals.tensors)
             catalog.write_tables(part, choice.where)
             return done
@@ -392,7 +392,9 @@ def export(catalog: Catalog, to: str, output: Path, choice: Choice) -> Exported:
                 with chosen.open(part / run["run_id"], run["run_id"], json.loads(run["config"])) as write:
                     write(done.count(chain([first], found)))
         if not done.runs:
-            raise RunError(f"{catalog.root} holds nothing of {choice.where.sentence()}: choose other runs or metrics")
+            raise RunError(
+                f"{catalog.root} has no values that match {choice.where.sentence()}: choose other runs or metrics"
+            )
     return done
 
 

@@ -92,7 +92,7 @@ class Filter:
             raise FilterError(f"a filter is made from a dict, not from {type(given).__name__}")
         unknown = sorted(str(name) for name in given if name not in FIELDS)
         if unknown:
-            raise FilterError(f"filter {unknown[0]!r} is unknown: {', '.join(FIELDS)}")
+            raise FilterError(f"unknown filter {unknown[0]!r}: expected one of {', '.join(FIELDS)}")
         return cls(**given)
 
     def to_query(self) -> dict[str, list[str]]:
@@ -112,7 +112,7 @@ class Filter:
                     kept.setdefault(name, []).append(_checked(name, int(text) if name in INTEGER_FIELDS else text))
                 except ValueError:
                     label = LABELS.get(name, name)
-                    problems.append(f"The address asks for {label} {text[:40]!r}, which is not a {wanted}.")
+                    problems.append(f"The URL asks for {label} {text[:40]!r}, which is not a {wanted}.")
         return cls(**kept), problems
 
     def without(self, name: str) -> Filter:

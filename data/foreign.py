@@ -250,7 +250,7 @@ def _numpy(descriptor: int, size: int, room: int | None) -> Iterator[ForeignTens
     kind = array.dtype
     if kind.kind != "f" or kind.itemsize > 8 or not kind.isnative:
         raise TensorFileError(
-            f"dtype {kind.str} cannot be read: float16, float32 and float64 in this machine's byte order"
+            f"dtype {kind.str} cannot be read: expected float16, float32 or float64 in this machine's byte order"
         )
     if any(step < 0 for step in array.strides):
         raise TensorFileError("it has negative strides")
@@ -271,7 +271,7 @@ def _usable(key: str | None, metadata: object, x: Tensor, size: int, room: int |
     elif x.is_nested or x.layout != torch.strided:
         reason = "it is sparse or nested: only dense tensors are read"
     elif x.is_quantized or x.is_complex() or x.dtype not in (*DTYPES, torch.float64):
-        reason = f"its dtype {dtype} is not read: float32, bfloat16, float16, float64"
+        reason = f"its dtype is {dtype}: expected float32, bfloat16, float16 or float64"
     elif x.device.type != "cpu":
         reason = "it has no values (device meta)"
     elif not x.numel():

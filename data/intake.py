@@ -40,12 +40,12 @@ CUBES = {
     name: tuple(field for field in (*FIELDS, "format") if field not in left_out)
     for name, left_out in {
         "place": {"iteration", "micro_batch", "rank"},
-        "course": {"layer_index", "module", "expert", "micro_batch", "rank"},
+        "history": {"layer_index", "module", "expert", "micro_batch", "rank"},
         "layer": {"module", "tensor_name", "expert", "micro_batch", "rank"},
     }.items()
 }
 SEGMENT = ("number", "run_id", "name", "mtime_ns", "shift", "sketch_rows")  # columns of the table
-SUMMED = {"place": ("sketch", "score"), "course": ("sketch",), "layer": ("score",)}
+SUMMED = {"place": ("sketch", "score"), "history": ("sketch",), "layer": ("score",)}
 RANKED = ("sqnr_db", "flush_to_zero", "saturated")
 # Of each summed table: the rows that are added up, what they are kept apart by, and the columns with their sums.
 SOURCES = {"sketch": "sketch", "score": "measured"}

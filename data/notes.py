@@ -27,7 +27,7 @@ def on_a_grid(config: str) -> str | None:
         return None
     return (
         f"The weights were dequantized from {' and '.join(map(str, kinds))} and lie on those grids: the rounding "
-        "errors of weights mean nothing here. Activations and gradients are real."
+        "errors of weights are meaningless here. Activations and gradients are real."
     )
 
 
@@ -56,9 +56,7 @@ def notes(row: Mapping[str, Any], config: str = "{}") -> list[str]:
     if _there(row["stage"]):
         sentences.append(f"It was taken {STAGES[row['stage']]}.")
     if not _there(row["contracted_axis"]):
-        sentences.append(
-            "It is not known along which axis a GEMM sums it up, so formats are scored along the last axis."
-        )
+        sentences.append("The axis that a GEMM contracts is not known, so formats are scored along the last axis.")
     blank = [word for word in Identity.__annotations__ if word not in NOT_ASKED and not _there(row[word])]
     if blank:
         names = ", ".join(NAMED.get(word, word.replace("_", " ")) for word in blank)

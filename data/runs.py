@@ -451,7 +451,9 @@ def write_notes(directory: Path, *, name: str, color: str, note: str) -> None:
     try:
         notes = parse_json(RunNotes, json.dumps({"name": name.strip(), "color": color.lower(), "note": note}).encode())
     except ValueError as error:
-        raise RunError(f"{error}. A name has at most 80 characters, a note 10,000, a colour is like #1f77b4") from None
+        raise RunError(
+            f"{error}. A name has at most 80 characters, a note 10,000, and a color looks like #1f77b4"
+        ) from None
     write_json(directory / "notes.json", notes)
 
 

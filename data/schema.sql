@@ -21,7 +21,7 @@ CREATE TABLE run (
     loss_first    DOUBLE,               -- cross entropy in nats per token
     loss_last     DOUBLE,
     config        VARCHAR,              -- run.json, whole
-    name          VARCHAR,              -- name, color (#rrggbb) and note: what users say of the run, else null
+    name          VARCHAR,              -- name, color (#rrggbb) and note given by users, else null
     color         VARCHAR,
     note          VARCHAR,
     damage        VARCHAR               -- what is damaged on disk, a sentence: then no other table has rows of the run
@@ -29,13 +29,13 @@ CREATE TABLE run (
 
 CREATE TABLE tensor (
     key           INTEGER,              -- numbers the tensors in the order of intake; only the index knows it
-    tensor_id     VARCHAR NOT NULL,     -- unique: checked at intake, an index would have to stay in memory
+    tensor_id     VARCHAR NOT NULL,     -- unique: checked at intake, since a database index would have to stay in memory
     run_id        VARCHAR,
     model         VARCHAR,
     size          VARCHAR,
     dataset       VARCHAR,
     recipe        VARCHAR,
-    quant_type    VARCHAR,              -- the format in force where the tensor was captured
+    quant_type    VARCHAR,              -- the spec or the recipe that was requested where the tensor was captured
     layer_type    VARCHAR,              -- attention, linear
     layer_index   INTEGER,              -- from 1
     module        VARCHAR,              -- qkv proj fc1 fc2 core router shared_fc1 shared_fc2 q q_down q_up kv_down kv_up
@@ -47,7 +47,7 @@ CREATE TABLE tensor (
     micro_batch   INTEGER,              -- from 0
     rank          INTEGER,              -- from 0
     expert        INTEGER,              -- from 0; null outside experts
-    captured      TIMESTAMP,            -- of an imported tensor: as its log tells it, the time zone is not known
+    captured      TIMESTAMP,            -- of an imported tensor: the time in its log, whose time zone is unknown
     shape         BIGINT[],
     dtype         VARCHAR,
     numel         BIGINT,
@@ -72,12 +72,12 @@ CREATE TABLE tensor (
     dp_rank       INTEGER,              -- which of the data-parallel copies of the model
     shard         VARCHAR,              -- of the unsharded tensor: whole, slice (joined along shard_axis), partial (summed)
     shard_axis    INTEGER,              -- from the end if negative; null unless a slice
-    shard_stride  INTEGER,              -- the unsharded tensor is this many along the axis, each divided: 2 for gate and up
+    shard_stride  INTEGER,              -- number of tensors along the axis, each sharded separately: 2 for gate and up
     recomputed    BOOLEAN,              -- its layer's forward pass ran again during the backward pass; null if not known
     source_version VARCHAR,             -- of an imported tensor: how the tool that logged it named its file, V0 to V7
     original_quant_type VARCHAR,        -- as its log spells it
     stage         VARCHAR,              -- before, after: taken before or after it was quantized, as its log tells
-    corrections   VARCHAR,              -- sentences, one a line: what is not as the log says, and why
+    corrections   VARCHAR,              -- one sentence per line: which entries of the log were corrected, and why
     file_key      VARCHAR,              -- of the tensor in a file that holds several
     gemm          VARCHAR,              -- forward, dgrad, wgrad: the GEMM of contracted_axis and format, or whose result it is
     result_sqnr_db DOUBLE,              -- of a result: against the same GEMM on operands that are not rounded
@@ -117,9 +117,9 @@ CREATE TABLE score (
     key           INTEGER,
     format        VARCHAR,
     gemm          VARCHAR,              -- forward, dgrad, wgrad; null if not known
-    used          BOOLEAN,              -- whether that GEMM took the tensor rounded so
-    loss_first    DOUBLE,               -- predicted change of the loss: sum of gradient * error
-    loss_fisher   DOUBLE,               -- half the sum of their squares, of a weight token by token; times the tokens if the loss is their mean
+    used          BOOLEAN,              -- whether that GEMM used the tensor in this format
+    loss_first    DOUBLE,               -- predicted change in the loss: sum of gradient * error
+    loss_fisher   DOUBLE,               -- half the sum of (gradient * error)², of a weight token by token; times the number of tokens if the loss is their mean
     sqnr_db       DOUBLE,
     mse           DOUBLE,
     relative_error DOUBLE,
@@ -140,7 +140,7 @@ CREATE TABLE block (
     count         BIGINT                -- how many blocks
 );
 
--- What a tensor is followed by over iterations: see quant.traces.
+-- What is recorded to follow a tensor over iterations: see quant.traces.
 CREATE TABLE trace (
     key           INTEGER,
     hot_channels  INTEGER[],            -- the channels (indices of the last axis) with the largest absmax, hottest first

@@ -68,7 +68,7 @@ def block_histograms_later(
     """
     block = spec.block
     if block is None or block == TENSOR:
-        raise ValueError(f"{spec} has no blocks: a format with block scales was expected")
+        raise ValueError(f"{spec} has no blocks: expected a format with block scales")
     widths, low, high = _bins(x.device)
     total = torch.zeros(sum(COUNTS) + 1, dtype=torch.int64, device=x.device)  # what is left out is counted last
     first = torch.cumsum(high - low, 0) - high  # where a measure's bin 0 is counted

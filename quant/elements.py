@@ -36,7 +36,7 @@ class Rounding(StrEnum):
     HALF_AWAY = "half_away"
     """To the nearest, ties away from zero, as HiFloat8 defines it (arXiv 2409.16626)."""
     STOCHASTIC = "stochastic"
-    """Up with the probability of its distance from the lower neighbour; the noise follows from a seed."""
+    """Up with a probability equal to the relative distance from the lower neighbor; the noise follows from a seed."""
 
 
 class Overflow(StrEnum):

@@ -156,7 +156,9 @@ class Formats(Mapping[str, Format]):
         try:
             return self._formats[self.aliases.get(name, name)]
         except (KeyError, TypeError):
-            raise UnknownFormatError(f"format {name!r} is unknown: {', '.join([*self, *self.aliases])}") from None
+            raise UnknownFormatError(
+                f"unknown format {name!r}: expected one of {', '.join([*self, *self.aliases])}"
+            ) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._formats or name in self.aliases

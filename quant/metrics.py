@@ -51,7 +51,7 @@ METRICS = {
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(
-        "Underflow, of all", "share of all elements that are nonzero and become 0", "%", percent=True
+        "Underflow (of all values)", "share of all elements that are nonzero and become 0", "%", percent=True
     ),
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
@@ -61,7 +61,7 @@ METRICS = {
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
     "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
     "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
-    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal; the excess kurtosis is this − 3"),
+    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal distribution; the excess kurtosis is this − 3"),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
     "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),

@@ -57,7 +57,7 @@ class Block:
             return ROW if value == "row" else TENSOR
         sizes = re.fullmatch(r"(?:([1-9]\d{0,8})x)?([1-9]\d{0,8})", "" if isinstance(value, bool) else str(value))
         if not sizes:
-            raise SpecError(f"block={value} is not a block: 32 (a run), 16x16 (a tile), row or tensor were expected")
+            raise SpecError(f"block={value} is not a block: expected 32 (a vector), 16x16 (a tile), row or tensor")
         return cls(int(sizes[1] or 1), int(sizes[2]))
 
 
@@ -127,7 +127,7 @@ class Spec:
     @classmethod
     def _decide(cls, fmt: Format, given: Mapping[str, object]) -> Spec:
         if unknown := [name for name in given if name not in OPTIONS]:
-            raise SpecError(f"option {unknown[0]!r} is unknown: {', '.join(OPTIONS)}")
+            raise SpecError(f"unknown option {unknown[0]!r}: expected one of {', '.join(OPTIONS)}")
         chosen: dict[str, Any] = {"format": fmt}
         for name, option in OPTIONS.items():
             chosen[name] = default = option.default(chosen)
@@ -224,8 +224,8 @@ def _blocks(chosen: Chosen) -> str:
     if size := RUNS.get(chosen["scale"]):
         return f"1x{size}"
     if chosen["scale"] == ScaleRule.NVFP4_ROW:
-        return "a run such as 16"
-    return "a run such as 32, a tile such as 16x16" + (", row, tensor" if chosen["scale"] in TENSOR_OR_BLOCK else "")
+        return "a vector such as 16"
+    return "a vector such as 32, a tile such as 16x16" + (", row, tensor" if chosen["scale"] in TENSOR_OR_BLOCK else "")
 
 
 def _block_fits(block: Block, chosen: Chosen) -> bool:
@@ -267,7 +267,7 @@ def _delayed(chosen: Chosen) -> bool:
 def _enum(name: str, values: type[Rounding] | type[Overflow]) -> Callable[[object], Rounding | Overflow]:
     def read(value: object) -> Rounding | Overflow:
         if str(value) not in tuple(values):
-            raise SpecError(f"{name}={value} is unknown: {', '.join(values)}")
+            raise SpecError(f"{name}={value}: expected one of {', '.join(values)}")
         return values(str(value))
 
     return read
@@ -333,7 +333,7 @@ OPTIONS = {
         ),
         Option(
             "history",
-            "Delayed scaling: how many earlier absmaxes the tensor's scale is computed from",
+            "Delayed scaling: number of previous absmax values from which the tensor's scale is computed",
             lambda chosen: 0,
             lambda chosen: (
                 "a number of iterations, for a tensor scale"

@@ -269,7 +269,7 @@ def _delete(root: Path, view: JobView) -> None:
             status = view.run.status
             goes = f"{status.tensors:,} tensors, {bytes_text(status.bytes)} of values, its losses and log"
             with_run = st.checkbox(
-                "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays on the page Runs"
+                "Delete its run as well", key=f"with_run_{job.id}", help="Otherwise it stays on the Runs page"
             )
             st.caption(plain(f"The run {view.run.run_id}: {goes}."))
         act = (partial(_remove, root, job.id, with_run), "Deleted")
@@ -322,7 +322,7 @@ def _progress(view: JobView, losses: pd.DataFrame) -> None:
     for event in read_events(view.run.directory)[-SHOWN_EVENTS:]:
         st.warning(plain(str(event)), icon=":material/notifications:")
     if status.tensors_without_raw:
-        st.caption(f"{status.tensors_without_raw:,} tensors are recorded without values: over the byte budget.")
+        st.caption(f"{status.tensors_without_raw:,} tensors were recorded without values: the byte budget is used up.")
 
 
 def _results(view: JobView, run_id: str, losses: pd.DataFrame, step: int) -> None:

@@ -24,7 +24,7 @@ CHOOSE = "recipe_to_choose"  # in the picker, when the page is drawn again
 HELP = (
     "One job per recipe. FA: QKᵀ; linear: the linear layers’ three GEMMs; a bare format: everything; a published "
     "recipe; "
-    "the path of a .toml file. Or type another one: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
+    "the path to a .toml file. Or type another one: nvfp4(block=16x16), or nvidia_nvfp4(without=rounding)"
 )
 SAVE = ":material/save:"
 COLUMNS = {
@@ -32,7 +32,9 @@ COLUMNS = {
         "Operand", width=236, pinned=True, disabled=True, help="Rounded along the axis that its GEMM contracts"
     ),
     "rounded": st.column_config.CheckboxColumn(
-        "Rounded", width=96, help="Round the rounded forward operand again instead of the original, if there is one"
+        "Rounded",
+        width=96,
+        help="Round the rounded forward operand again instead of the original, if it enters the forward GEMM",
     ),
     "spec": st.column_config.TextColumn(
         "Spec",

@@ -81,10 +81,10 @@ def seconds_run(view: JobView, now: datetime | None = None) -> float | None:
 def line(view: JobView, done: Progress) -> str:
     """The line under a job's title in the list."""
     if view.state is State.QUEUED:
-        return "waits for its turn"
+        return "waiting for its turn"
     if view.state is State.PENDING:
         place = view.cluster.place if view.cluster else ""
-        return f"waits for the cluster: {place}" if place else "waits for the cluster"
+        return f"waiting for the cluster: {place}" if place else "waiting for the cluster"
     if view.state is State.STARTING:
         return "loads torch and the data"
     parts = []

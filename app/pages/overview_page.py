@@ -32,7 +32,7 @@ TOUR: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "tensor",
         "2. See why",
-        "Its values over those of the format: which underflow or saturate.",
+        "Its values on the format’s grid, and which of them underflow or saturate.",
         {"view": "why"},
     ),
     ("tensor", "3. Try other formats", "The same tensor in other formats, scales and block sizes.", {"view": "whatif"}),
@@ -80,7 +80,7 @@ def _totals(opened: Catalog, totals: Totals, where: Filter) -> None:
     cells[0].metric("Runs", f"{totals.runs:,}", border=True)
     cells[1].metric("Tensors", f"{totals.tensors:,}", border=True)
     cells[2].metric("Values", big(totals.elements), border=True)
-    help = "Tensors whose values are on disk; of the others, statistics and sketch are kept"
+    help = "Tensors whose values are on disk; for the others, only statistics and sketch are kept"
     cells[3].metric("With values", f"{totals.with_values:,}", border=True, help=help)
     cells[4].metric("Size", bytes_text(totals.nbytes), border=True)
     st.caption(_what_is_missing(runs, totals))
@@ -97,9 +97,9 @@ def _what_is_missing(runs: pd.DataFrame, totals: Totals) -> str:
         ]
     configs = [json.loads(text) for text in runs["config"]]
     if some := [c for c in configs if _less(c, "collect_micro_batches", "micro_batches")]:
-        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their micro-batches only.")
+        parts.append(f"{len(some)} of {len(runs)} runs recorded only some of their micro-batches.")
     if some := [c for c in configs if (c.get("capture_every") or 1) > 1]:
-        parts.append(f"{len(some)} of {len(runs)} runs recorded some of their iterations only.")
+        parts.append(f"{len(some)} of {len(runs)} runs recorded only some of their iterations.")
     unfinished = int((~runs["state"].isin(["done", "running"])).sum())
     if unfinished:
         parts.append(f"{unfinished} of {len(runs)} runs did not end normally: see Runs.")

@@ -110,7 +110,7 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
             "Without values",
             format="localized",
             width=120,
-            help="Recorded with statistics only: over the byte budget, or values not requested",
+            help="Recorded with statistics only: the byte budget was used up, or values were not requested",
         ),
         "megabytes": number("Tensor files (MB)", format="%.1f", width=125),
         "loss_first": number("First loss", format="%.4f", width=80, help="nats per token"),
@@ -139,7 +139,7 @@ def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:
             name = name_cell.text_input(
                 "Name", run["name"], max_chars=80, placeholder=labels[run_id], key=f"name_{run_id}"
             )
-            own = own_cell.checkbox("Own color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
+            own = own_cell.checkbox("Custom color", bool(run["color"]), key=f"own_{run_id}", help="In charts of runs")
             color = color_cell.color_picker("Color", run["color"] or style.PALETTE[0], key=f"color_{run_id}")
             note = st.text_area("Note", run["note"], max_chars=10_000, key=f"note_{run_id}")
             saved = st.form_submit_button("Save")

@@ -44,7 +44,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
         st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter to see others.")
     left, right = st.columns([3.4, 1])
     tensor_id = left.selectbox("Tensor", list(labels), key="tensor", format_func=lambda name: labels.get(name, name))
-    fmt = right.selectbox("Compare with", _allowed(params), key="format", help="The format that this page rounds it to")
+    fmt = right.selectbox("Rounded to", _allowed(params), key="format", help="The format of this page’s charts")
     st.segmented_control("View", VIEWS, key="view", required=True, format_func=lambda name: VIEWS[name].title)
     write(where, params)
     row = listed[listed["tensor_id"] == tensor_id].iloc[0]

@@ -143,7 +143,7 @@ def _show(item: Item, where: Filter, values: Mapping[str, Any]) -> None:
         case Text():
             st.caption(plain(item.text))
     if isinstance(item, Text) and item.details:
-        with st.expander("Which, and why"):
+        with st.expander("Details"):
             for line in item.details:
                 st.text(line)
 

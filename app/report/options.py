@@ -13,7 +13,7 @@ from binade.terminal import Option, root_option
 def params() -> list[click.Parameter]:
     """The parameters of binade report."""
     return [
-        Option(["--output"], type=Path, default="draw", metavar="DIR", help="Folder to write  [default: draw]"),
+        Option(["--output"], type=Path, default="draw", metavar="DIR", help="Output directory  [default: draw]"),
         root_option(),
         Option(["--session"], metavar="ID", help="Report a saved session: its notes, pins and view"),
         Option(
@@ -26,16 +26,19 @@ def params() -> list[click.Parameter]:
             ["--paper", "papers"],
             type=click.Choice(("84mm", "174mm")),
             multiple=True,
-            help="Also draw each chart for a paper, in this width: SVG and PDF, 8 pt",
+            help="Also save each chart for a paper, at this width: SVG and PDF, 8 pt",
         ),
         Option(
             ["--theme"],
             type=click.Choice(("light", "dark")),
             default="light",
-            help="Theme of the pictures  [default: light]",
+            help="Theme of the charts  [default: light]",
         ),
         Option(
-            ["--jobs"], type=click.IntRange(1, 256), metavar="N", help="Processes that draw  [default: one per core]"
+            ["--jobs"],
+            type=click.IntRange(1, 256),
+            metavar="N",
+            help="Number of drawing processes  [default: one per core]",
         ),
         *filter_params(),
     ]

@@ -37,7 +37,7 @@ COLUMNS = {
     "state": "State", "started": "Started", "loss_last": "Last loss (nats)", "rank": "Rank", "place": "Place",
     "tensor_id": "Worst tensor", "gap": "Mean gap (nats)", "last": "Last gap (nats)", "label": "Run’s recipe",
     "parts": "Rounded", "iterations": "Iterations", "only": "Rounded alone", "loss": "Loss (nats)", "format": "Format",
-    "theoretical": "Quantile of the law (in its scale)", "sample": "Quantile of the values (in its scale)",
+    "theoretical": "Quantile of the distribution (in its scale)", "sample": "Quantile of the values (in its scale)",
     "share": "Share (%)", "mass": "Probability held (%)", "head": "Head", "entropy": "Mean entropy (bits)",
     "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Even attention (bits)",
     "precision": "Precision", "tier": "Precision", "code": "Code", "codes": "Codes", "used": "Codes used",

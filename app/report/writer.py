@@ -120,7 +120,7 @@ def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals(request.where).tensors:
         raise ReportError(f"no tensor matches: {request.where.sentence()}; remove something from the filter")
     if not request.output.absolute().name:
-        raise UsageError(f"{request.output} cannot hold a report: give --output a folder of its own")
+        raise UsageError(f"{request.output} cannot be used for a report: choose a separate directory for --output")
     if request.output.exists() and not request.output.is_dir():
         raise UsageError(f"{request.output} is a file: give --output a new folder, or one that holds an earlier report")
     if request.archive is not None and request.archive.is_dir():
@@ -148,7 +148,7 @@ def _written_before(output: Path) -> set[str]:
         files = json.loads(manifest.read_bytes())["files"]
         names = {name for name in files if isinstance(name, str)}
     except (ValueError, KeyError, TypeError):
-        advice = "give --output another folder, or move that file"
+        advice = "choose another folder for --output, or move that file"
         raise UsageError(f"{manifest} was not written by a report: {advice}") from None
     inside = (PurePosixPath(name) for name in names)
     return {str(path) for path in inside if not path.is_absolute() and ".." not in path.parts}
@@ -367,5 +367,5 @@ def _progress_line() -> Iterator[Progress]:
 def no_room(error: OSError) -> str:
     """An OSError as a sentence."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full: no report was written; free some space or give another --output"
+        return "the disk is full: no report was written; free some space or choose another --output"
     return f"{error.filename or 'the report'} cannot be written: {error.strerror or error}"

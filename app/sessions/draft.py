@@ -145,7 +145,9 @@ def open_version(version: Version) -> None:
         found.append(f"{error}.")
     if more:
         runs = "1 run here does" if more == 1 else f"{more} runs here do"
-        found.append(f"{runs} not belong to this session: its page shows every run, its pins do not.")
+        found.append(
+            f"{runs} not belong to this session. Its page shows all runs; its pins show only those of the session."
+        )
     notify(*found)
 
 

@@ -61,7 +61,7 @@ def _saved(opened: Catalog) -> None:
         st.info("No saved sessions yet.", icon=":material/bookmarks:")
         st.markdown(
             "A session keeps what you look at: the page with its filter and settings, the charts you pin, and your "
-            "notes. Pin a chart with **Pin** below it, or choose **Save** in the sidebar of any page."
+            "notes. Pin a chart with **Pin to session** in its menu (⋯), or choose **Save** in the sidebar of any page."
         )
         return
     if len(found) > MAX_LISTED:
@@ -106,7 +106,7 @@ def _share(opened: Catalog, one: Session) -> None:
     content, name = sessions.to_json(one), f"{one.id}.json"
     st.download_button("Session as JSON", content, name, "application/json", on_click="ignore", key=f"save_{name}")
     values = st.radio(
-        "Bundle with the values",
+        "Tensor values in the bundle",
         storage.VALUES,
         key=f"values_{one.id}",
         format_func=lambda name: storage.VALUES[name],
@@ -220,7 +220,9 @@ def _open(opened: Catalog) -> None:
             st.caption("Preview")
             st.markdown(notes.safe(one.notes) or "–")
     if not one.pins:
-        st.info("Nothing is pinned yet. Choose Pin below a chart.", icon=":material/push_pin:")
+        st.info(
+            "Nothing is pinned yet. Choose *Pin to session* in the menu (⋯) of a chart.", icon=":material/push_pin:"
+        )
     for index in range(len(one.pins)):
         _pin(opened, one, index, key)
 
@@ -232,7 +234,7 @@ def _runs(one: Session) -> str:
 
 def _actions(opened: Catalog, now: Draft) -> None:
     cells = st.columns(3)
-    if cells[0].button("Its view", width="stretch", help="The page as saved"):
+    if cells[0].button("Open page", width="stretch", help="The page as saved"):
         draft.show(now.session.view)
     cells[1].button(
         "Save",
@@ -342,7 +344,7 @@ def _import(opened: Catalog) -> None:
         "If a session with the same ID exists here, the imported one becomes its next version."
     )
     given = uploads.uploader("File", ["json", "zip"], "import_file")
-    st.caption("A bundle too large to send through the browser: `binade bundle import FILE.zip`")
+    st.caption("If a bundle is too large for the browser: `binade bundle import FILE.zip`")
     if given is None or not st.button("Import", type="primary"):
         return
     try:
@@ -356,7 +358,7 @@ def _import(opened: Catalog) -> None:
     if session:
         for problem in pins.missing_runs(opened.root, session):
             st.warning(plain(problem), icon=":material/link_off:")
-        st.button("See it", on_click=_turn_to, args=("saved",))
+        st.button("Open Sessions", on_click=_turn_to, args=("saved",))
 
 
 def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, str]:

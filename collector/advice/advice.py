@@ -91,7 +91,7 @@ class Advice:
 
     @property
     def uniform(self) -> pd.Series | None:
-        """The best recipe with one spec for all operands and at most as many bits; None if there is none."""
+        """The best recipe with one spec for all operands and no more bits; None if there is none."""
         found = self.frontier[(self.frontier["kind"] == "uniform") & (self.frontier["bits"] <= self.bits + AS_MANY)]
         return None if found.empty else found.sort_values("change").iloc[0]
 
@@ -214,7 +214,9 @@ def _specs(costs: Costs, request: Request) -> list[str]:
     if (request.bits is None) == (request.change is None):
         raise AdviceError("give a budget of bits or of loss, not both")
     if request.most_bf16 is not None and "layer_index" not in GROUPS[request.by]:
-        raise AdviceError(f"--by {request.by} chooses for all layers at once, and --most-bf16 counts layers: give one")
+        raise AdviceError(
+            f"--by {request.by} chooses for all layers at once, and --max-bf16-layers counts layers: give one"
+        )
     wanted = [str(Spec.of(spec)) for spec in request.specs] or costs.specs
     if missing := [spec for spec in wanted if spec not in costs.specs]:
         raise AdviceError(f"{', '.join(missing)} was not scored on every operand: {', '.join(costs.specs)} were")

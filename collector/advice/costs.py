@@ -100,7 +100,7 @@ def costs(catalog: Catalog, where: Filter | None = None, parts: Sequence[str] = 
         )
     if forward["first"].isna().all():
         raise AdviceError(
-            "no gradient of a forward operand was recorded, so no change of the loss is predicted: record a run with "
+            "no gradient of a forward operand was recorded, so no change in the loss is predicted: record a run with "
             "a backward pass and --measures loss"
         )
     if (bad := forward[forward[["first", "second"]].isna().any(axis=1)]).size:

@@ -28,7 +28,7 @@ def webhook(url: str) -> Callable[[Event], None]:
     except ValueError:
         valid = False
     if not valid:
-        raise ConfigError(f"webhook {url!r} is not a URL: http:// or https:// was expected")
+        raise ConfigError(f"webhook {url!r} is not a URL: expected http:// or https://")
 
     def post(event: Event) -> None:
         content = json.dumps(asdict(event) | {"text": f"binade: {event}"}).encode()
@@ -52,4 +52,4 @@ def scalars(writer: Any) -> Callable[[Event], None]:
         return lambda event: writer.add_scalar(f"binade/{event.kind}", 1, event.iteration)
     if callable(getattr(writer, "log", None)):
         return lambda event: writer.log({f"binade/{event.kind}": 1, "binade/iteration": event.iteration})
-    raise ConfigError(f"{type(writer).__name__} takes no scalars: a SummaryWriter or a run of wandb was expected")
+    raise ConfigError(f"{type(writer).__name__} takes no scalars: expected a SummaryWriter or a run of wandb")

@@ -88,7 +88,7 @@ class Monitor:
         found = self._triggers.see(iteration, measured)
         full = self._captured_bytes >= self._options.capture_bytes
         for fired in found:
-            left = ", and nothing is captured: the captures have filled their budget" if full else ""
+            left = ", but nothing is captured, because the capture budget is used up" if full else ""
             before = [number for number, _ in self._ring if iteration - self._options.ring <= number < iteration]
             ring = f"; before it, iterations {before[0]} to {before[-1]} are kept" if before else ""
             self.announce(EventKind.TRIGGER, iteration, fired.reason + left + ring, fired.trigger.text, fired.place)
@@ -108,9 +108,9 @@ class Monitor:
         self._fire(iteration, {place: {NAN: math.inf}})
 
     def captures(self, steps: range) -> None:
-        """These iterations are recorded whole, as requested."""
+        """These iterations are recorded in full, as requested."""
         self._capture = steps
-        text = f"iterations {steps[0]} to {steps[-1]} are recorded whole, for {self._reason}"
+        text = f"iterations {steps[0]} to {steps[-1]} are recorded in full because of {self._reason}"
         self.announce(EventKind.CAPTURE, steps[0], text, self._trigger, until=steps[-1])
 
     def captured(self, rows: Sequence[TensorRow]) -> bool:

@@ -89,12 +89,16 @@ class _Call:
             if not self.name:
                 yield self.started, "data", "the model's input is not finite: it comes from the data"
         elif (at := _first(self.results)) is not None:
-            yield at, name, f"{name}, {FORWARD}: its inputs are finite, its result is not"
+            yield at, name, f"{name}, {FORWARD}: its inputs are finite, but its result is not"
         elif (at := _first(self.arriving)) is not None:
             if not self.name:
                 yield at, "loss", "the gradient of the model's result is not finite: it comes from the loss"
         elif (at := _first(self.leaving)) is not None:
-            yield at, name, f"{name}, {BACKWARD}: the gradient of its result is finite, the one that it computes is not"
+            yield (
+                at,
+                name,
+                f"{name}, {BACKWARD}: the gradient of its result is finite, but the one that it computes is not",
+            )
 
 
 def stays(x: Tensor) -> bool:

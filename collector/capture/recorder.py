@@ -127,8 +127,8 @@ class Recorder:
         watch: Which steps to watch, such as "every 100 steps". This and the next options follow a long run, see
             docs/watching.md. With watch or ring, iterations is 0 by default.
         stats: What to record of a watched step: "basic" or "full".
-        trigger: Conditions that make the next steps be recorded whole, such as "sqnr_db < 12 for 3".
-        capture_steps: The number of steps to record whole after a trigger fires.
+        trigger: Conditions that make the next steps be recorded in full, such as "sqnr_db < 12 for 3".
+        capture_steps: The number of steps to record in full after a trigger fires.
         ring: The number of steps before a trigger fires to record, too.
         ring_bytes: The limit of the memory that these steps take.
         find_nan: Whether to find the operation that makes the first NaN or Inf, in every step.
@@ -189,19 +189,17 @@ class Recorder:
         self.config = dict(config or {})
         for word in WORDS:
             if not isinstance(self.config.get(word), str | None):
-                raise ConfigError(
-                    f"config has {word} {self.config[word]!r}: a string was expected, such as {word}='mine'"
-                )
+                raise ConfigError(f"config has {word} {self.config[word]!r}: expected a string, such as {word}='mine'")
         self.tensors = frozenset(_names("tensors", tensors))
         for name in self.tensors.difference(tensor_names()):
-            raise ConfigError(f"tensor {name!r} is unknown: {', '.join(tensor_names())}")
+            raise ConfigError(f"unknown tensor {name!r}: expected one of {', '.join(tensor_names())}")
         self.places = named_places(self.tensors)
         shown = (kind for kind in TENSOR_KINDS if not self.tensors or kind.name in self.tensors)
         self.kinds = {(kind.product, kind.observed): kind for kind in shown}  # recorded, by what a product shows
         self.scores = _formats(scores)
         self.measures = frozenset(_names("measures", measures))
         for name in self.measures.difference(Measure):
-            raise ConfigError(f"measure {name!r} is unknown: {', '.join(Measure)}")
+            raise ConfigError(f"unknown measure {name!r}: expected one of {', '.join(Measure)}")
         self.loss_scale = loss_scale
         self.raw = raw
         self.max_bytes = max_bytes
@@ -409,8 +407,8 @@ class Recorder:
         known = self.stepped or self.positioned or self.updated or self.iteration or counted_by_megatron()
         if len(self.arrived) > 1 and not known:
             warnings.warn(
-                f"{len(self.arrived)} forward and backward passes are recorded as micro-batches of iteration 0, since "
-                "no step of an optimizer with the model's parameters was seen: call recorder.step() after each "
+                f"{len(self.arrived)} forward and backward passes are recorded as micro-batches of iteration 0, "
+                "because no optimizer step with the model's parameters was detected: call recorder.step() after each "
                 "iteration",
                 stacklevel=2,
             )
@@ -908,7 +906,7 @@ def version_of(x: Tensor) -> int:
 
 def _names(option: str, given: Sequence[str]) -> tuple[str, ...]:
     if isinstance(given, str):  # its letters would be taken as names
-        raise ConfigError(f"{option}={given!r} is a single string: a tuple was expected, such as {option}=({given!r},)")
+        raise ConfigError(f"{option}={given!r} is a single string: expected a tuple, such as {option}=({given!r},)")
     return tuple(given)
 
 
@@ -925,21 +923,21 @@ def _check_record(
 ) -> int:
     """The axis to compute scores along, from the end. Raises ConfigError."""
     if not (isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name)):
-        raise ConfigError(f"name={name!r} is not a tensor name: at most 64 letters, digits, _ . and - were expected")
+        raise ConfigError(f"name={name!r} is not a tensor name: expected at most 64 letters, digits, _ . and -")
     if not isinstance(tensor, Tensor):
-        raise ConfigError(f"{name} is a {type(tensor).__name__}: a torch.Tensor was expected")
+        raise ConfigError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"{name} is {_dtype(tensor.dtype)}, which is not recorded: convert it to float32 or bfloat16")
     if not tensor.dim():
-        raise ConfigError(f"{name} is a scalar: a tensor with at least one axis was expected, such as x.reshape(1)")
+        raise ConfigError(f"{name} is a scalar: expected a tensor with at least one axis, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
-            raise ConfigError(f"{option}={value!r} of {name} is not an index: a whole number from 0 was expected")
+            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected a whole number from 0")
     if not (isinstance(module, str) and module):
-        raise ConfigError(f"module={module!r} of {name} is not a module: a word was expected, such as module='norm'")
+        raise ConfigError(f"module={module!r} of {name} is not a module: expected a word, such as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):
         if word not in known:
-            raise ConfigError(f"{option}={word!r} of {name} is unknown: {', '.join(known)}")
+            raise ConfigError(f"{option}={word!r} of {name}: expected one of {', '.join(known)}")
     axis = -1 if dim is None else dim
     if not -tensor.dim() <= axis < tensor.dim():
         raise ConfigError(f"dim={dim} of {name} is not an axis of its shape {tuple(tensor.shape)}")

@@ -58,9 +58,9 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
     if (at is None) == (when is None):
         raise ConfigError("a schedule needs one of at=ITERATION and when=TRIGGER")
     if gemm and gemm not in tuple(Gemm):
-        raise ConfigError(f"gemm={gemm!r} is unknown: {', '.join(Gemm)}")
+        raise ConfigError(f"gemm={gemm!r}: expected one of {', '.join(Gemm)}")
     if at is not None and at < 0:
-        raise ConfigError(f"at={at} is not an iteration: 0 or more was expected")
+        raise ConfigError(f"at={at} is not an iteration: expected 0 or more")
     return Switch(layers, gemm, at, None if when is None else Trigger.parse(when).text)
 
 

@@ -15,16 +15,16 @@ from binade.collector.training.option import Group, check_options, option
 EVERY = re.compile(r"every (?:step|([1-9]\d{0,8}) steps)")
 WATCH = Group(
     "Watching a long run",
-    "A watched step is measured cheaply; it has no sketch and no values. A TRIGGER is a condition on what was measured "
-    "of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
-    "'loss > mean + 4 sd', nan. When one fires, the steps that follow are recorded whole.",
+    "A watched step is measured cheaply; it has no sketch and no values. A TRIGGER is a condition on a measured "
+    "property of a tensor, or on the loss: 'sqnr_db < 12 for 3', 'saturated > 1%', 'absmax > 8 x median(20)', "
+    "'loss > mean + 4 sd', nan. When one fires, the following steps are recorded in full.",
 )
 
 
 class Stats(StrEnum):
     """What is recorded of a watched step."""
 
-    BASIC = "basic"  # moments, counts and the error of the format in force
+    BASIC = "basic"  # moments, counts and the error of the active format
     FULL = "full"  # as of a recorded step
 
 
@@ -37,15 +37,15 @@ class WatchOptions:
         expected="write 'every 100 steps' or 'every step'",
         help="Watch steps in addition to those that are recorded: 'every 100 steps'", default_help="none")
     stats: Stats = option(Stats.BASIC, group=WATCH, metavar="NAME",
-        help="What a watched step records: basic: moments, counts and the error of the format in force; full: all")
+        help="What a watched step records: basic (moments, counts and the error of the active format) or full (all)")
     trigger: tuple[str, ...] = option((), group=WATCH, metavar="TRIGGER,...", default_help="none",
-        help="Record whole steps when a condition holds on a measured step")
+        help="Record steps in full when a condition holds on a measured step")
     capture_steps: int = option(2, group=WATCH, metavar="K", minimum=0,
-        help="Steps recorded whole after a trigger fires")
+        help="Steps recorded in full after a trigger fires")
     ring: int = option(0, group=WATCH, metavar="N", minimum=0, maximum=10_000,
-        help="Also record the N steps before a trigger fires. Every step is then measured as a watched step is")
+        help="Also record the N steps before a trigger fires. Every step is then measured like a watched step")
     ring_bytes: int = option(64 << 20, group=WATCH, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Limit of the memory that those steps take", default_help="64M")
+        help="Memory limit for those steps", default_help="64M")
     find_nan: bool = option(False, group=WATCH,
         help="In every step, find the operation that produces the first NaN or Inf. This makes every step slower")
     cooldown: int = option(100, group=WATCH, metavar="N", minimum=0,

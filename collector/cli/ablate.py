@@ -31,7 +31,9 @@ def _seeds(text: str) -> tuple[int, ...] | int:
     if "," in text:
         return tuple(dict.fromkeys(given))
     if not 1 <= given[0] <= MOST_SEEDS:
-        raise click.BadParameter(f"{text} seeds: 1 to {MOST_SEEDS} were expected; for seed {text} alone write {text},")
+        raise click.BadParameter(
+            f"{text} seeds: expected 1 to {MOST_SEEDS}; for the single seed {text}, write '{text},' with the comma"
+        )
     return given[0]
 
 
@@ -64,14 +66,14 @@ def runs_of(found: Ladder, params: dict[str, Any]) -> tuple[list[RunConfig], Slu
 
 
 def _ablate(recipe: str, **params: Any) -> None:
-    """Queue the ablation of a recipe: what each of its parts costs.
+    """Queue an ablation of a recipe: how each part affects the loss.
 
-    RECIPE is a name of `binade list`, or a file.toml. One run each: bf16; the recipe in the forward GEMMs only; with
-    dgrad; with wgrad, which is the whole recipe; then the whole recipe without one of its ingredients at a time. All
-    train on the same data with the same options, for each seed.
+    RECIPE is a name from `binade list`, or the path to a .toml file. The runs are: bf16; the recipe in the forward
+    GEMMs only; in dgrad as well; in wgrad as well (the full recipe); then the full recipe with one ingredient left out
+    at a time. All train on the same data with the same options, for each seed.
 
     The runs are queued as `binade jobs add` does, with the tag "ablation RECIPE"; --dry-run prints them instead. Read
-    the result with `binade compare`, or on the app's page Recipes › Ladder.
+    the result with `binade compare`, or on the app's page Recipes › Ablation.
     """
     try:
         found = ladder(recipe)

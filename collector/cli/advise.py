@@ -64,7 +64,7 @@ def _advise(
     target: str | None,
     **filters: Any,
 ) -> None:
-    """Choose a format for every operand: the least predicted loss under a budget of bits.
+    """Choose a format for every operand: the smallest predicted loss change within a bit budget.
 
     ROOT holds runs recorded with --measures loss and some --scores  [default: $TENSOR_SAVE_DIR, else data/runs]. Their
     bf16 runs are used. It chooses among the formats that the runs were scored in.
@@ -78,10 +78,10 @@ def _advise(
     from binade.data.store import staged_file
 
     if sum(limit is not None for limit in (budget, memory, loss)) > 1:
-        raise ConfigError("--budget limits the bits, --memory the bytes and --loss the change of the loss: give one")
+        raise ConfigError("--budget limits the bits, --memory the bytes and --loss the change in the loss: give one")
     if output is not None and (output.suffix != ".toml" or output.exists()):
         wrong = "exists" if output.exists() else "does not end in .toml"
-        raise ConfigError(f"--output {output} {wrong}: give the path of a new .toml file")
+        raise ConfigError(f"--output {output} {wrong}: give the path to a new .toml file")
     if verify is not None and output is None:
         raise ConfigError("--verify trains the recipe that --output writes: give --output FILE.toml")
     if target is not None:
@@ -129,7 +129,7 @@ def _params() -> Sequence[click.Parameter]:
     return [
         click.Argument(["root"], required=False, metavar="[ROOT]"),
         Option(["--budget"], type=_positive, metavar="BITS", title=limits,
-               help="Average bits per operand value, forward and backward each  [default: 5.5]"),
+               help="Average bits per operand value, separately for forward and backward  [default: 5.5]"),
         Option(["--memory"], type=size, metavar="SIZE", title=limits,
                help="Instead of --budget: the bytes that the forward operands of a micro-batch may take, such as 40M"),
         Option(["--loss"], type=_positive, metavar="X", title=limits,
@@ -142,13 +142,12 @@ def _params() -> Sequence[click.Parameter]:
         Option(["--specs"], type=_specs, default="", metavar="A,B,...", title=limits,
                help="Formats to choose from, in addition to bf16  [default: all that were scored]"),
         Option(["--tiles"], is_flag=True, title=limits, help="Round weights in tiles only, such as nvfp4(block=16x16)"),
-        Option(["--most-bf16"], type=click.IntRange(0), metavar="N", title=limits,
+        Option(["--max-bf16-layers", "most_bf16"], type=click.IntRange(0), metavar="N", title=limits,
                help="At most N layers may have a GEMM in bf16"),
         Option(["--output"], type=Path, metavar="FILE.toml", help="Write the recipe to a new file"),
         Option(["--verify"], type=click.IntRange(1, 100), metavar="SEEDS", title=runs,
-               help="Queue the runs that test it, for this number of seeds: bf16, the best single format of at most "
-                   "as many "
-               "bits, and the recipe"),
+               help="Queue the runs that test the recipe, with this number of seeds: bf16, the best single format "
+                   "with no more bits, and the recipe"),
         Option(["--train-iters"], type=click.IntRange(2), default=200, metavar="N", title=runs,
                help="Iterations of each of these  [default: 200]"),
         Option(["--target"], metavar="NAME", title=runs,

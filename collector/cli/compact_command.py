@@ -12,8 +12,8 @@ def _compact(root: str | None, size: int, dry_run: bool) -> int:
     """Merge the small segments of runs that have ended into large ones.
 
     ROOT holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs]. Runs that are being
-    recorded and imports are left as they are. Meanwhile the app may read, and other runs may be recorded. Exit status 1
-    if a run was skipped; the reason is printed.
+    recorded and imports are left as they are. While it works, the app can still read the root, and other runs can be
+    recorded. Exit status 1 if a run was skipped; the reason is printed.
     """
     from binade.data.compact import compact  # imports pyarrow
 
@@ -36,12 +36,12 @@ compact = Command(
             default=128,
             show_default=True,
             metavar="MB",
-            help="Merge segments smaller than this, into ones of at least this size",
+            help="Merge segments smaller than this into segments of at least this size",
         ),
         Option(["--dry-run"], is_flag=True, help="Print what would be merged, and merge nothing"),
     ],
     callback=_compact,
     help=_compact.__doc__,
-    cancelled="cancelled: what was merged is complete, and the next call does the rest",
+    cancelled="cancelled: what was merged is complete; run the command again to merge the rest",
     failed="the runs cannot be read",
 )

@@ -12,7 +12,7 @@ from binade.terminal import Command, Option, fail, print_text, readable_root
 def _compare(root: str | None, kind: str, output: Path | None) -> None:
     """Compare the recipes of a root: loss, rounding error, gradients, storage and time.
 
-    ROOT holds the runs, a directory or s3://BUCKET/FOLDER  [default: $TENSOR_SAVE_DIR, else data/runs].
+    ROOT is the directory or s3://BUCKET/FOLDER that holds the runs  [default: $TENSOR_SAVE_DIR, else data/runs].
     """
     from binade.collector.cli.compare import compare  # imports pandas and DuckDB
     from binade.collector.cli.tables import render
@@ -36,7 +36,7 @@ def _compare(root: str | None, kind: str, output: Path | None) -> None:
     target = output.resolve()  # writes through a link instead of replacing it
     try:
         if target.exists() and not target.is_file():
-            raise RunError(f"{output} is not a regular file: give another to --output")
+            raise RunError(f"{output} is not a regular file: choose another path for --output")
         write_atomic(target, written.encode(errors="backslashreplace"))
     except OSError as error:
         raise RunError(f"cannot write {output}: {error.strerror or error}; give another file to --output") from error

@@ -22,10 +22,10 @@ AROUND = 8  # rows shown on each side of the first difference
 def _diff(run_a: str, run_b: str, root: str | None, tolerance: float | None, bitwise: bool, kind: str) -> int:
     """Find the first tensor that differs between two runs of the same model and data.
 
-    RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or back ends,
-    or divide the model among other tensor-parallel ranks. Tensors are matched by iteration, micro-batch, layer, module,
-    operation and name, put together from the ranks, and compared in the order in which RUN_A computed them: by their
-    values if both runs have them, else by their statistics.
+    RUN is the directory of a run, or its name in the root. The runs may come from two machines, versions or backends,
+    or split the model across a different number of tensor-parallel ranks. Tensors are matched by iteration,
+    micro-batch, layer, module, operation and name, joined across ranks, and compared in the order in which RUN_A
+    computed them: by their values if both runs have them, else by their statistics.
 
     Exit status 0: no tensor differs, 1: one does, or there is none to compare.
     """
@@ -66,16 +66,16 @@ def _lines(found: Difference, limit: float | None, first: int | None) -> list[st
             lines.append(f"{len(places):,} {what}, first {places[0]}")
     values = sum(row.by == "values" for row in rows)
     lines.append(f"{len(rows):,} tensors compared: {values:,} by values, {len(rows) - values:,} by statistics")
-    beyond = "in any bit" if limit is None else f"by more than {limit:.4g}"
+    beyond = "in at least one bit" if limit is None else f"by more than {limit:.4g}"
     if first is None:
         largest = max(rows, key=lambda row: row.difference, default=None)
-        most = f"; most: {_described(largest)}" if largest and largest.difference else ""
+        most = f"; largest difference: {_described(largest)}" if largest and largest.difference else ""
         return [*lines, f"no tensor differs {beyond}{most}"]
     start = max(0, first - AROUND)
     count = sum(row.differs(limit) for row in rows)
     return [
         *lines,
-        f"{count:,} differ {beyond}; the first, after {first:,} that do not: {_described(rows[first])}",
+        f"{count:,} differ {beyond}; first difference, after {first:,} tensors without: {_described(rows[first])}",
         "",
         "  difference    largest  tensor",
         *(
@@ -92,7 +92,7 @@ def _number(value: float | None) -> str:
 def _described(row: Compared) -> str:
     if row.by == "shape":
         return f"{row.place}, of shape {row.shape} and {row.shape_b}"
-    where = f", most at {list(row.at)} by {row.largest:.3e}" if row.at is not None else ""
+    where = f", largest difference {row.largest:.3e} at {list(row.at)}" if row.at is not None else ""
     return f"{row.place}, relative difference {row.difference:.3e}{where}{' of statistics' * (row.by == 'statistics')}"
 
 
@@ -115,9 +115,9 @@ diff = Command(
             type=click.FloatRange(min=0),
             metavar="X",
             help="Largest relative difference ‖a − b‖ / ‖a‖ that counts as equal  [default: 0.03125, four units in "
-            "the last place of bfloat16: sums in another order may differ by that]",
+            "the last place of bfloat16: summing in a different order can cause such differences]",
         ),
-        Option(["--bitwise"], is_flag=True, help="Find the first tensor with any bit that differs"),
+        Option(["--bitwise"], is_flag=True, help="Find the first tensor that differs in at least one bit"),
         Option(
             ["--format", "kind"],
             type=click.Choice(("text", "csv")),

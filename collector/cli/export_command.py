@@ -13,8 +13,8 @@ from binade.terminal import Command, Option, fail, names, print_text, readable_r
 # data.export declares these; it imports pyarrow, and --help does not wait for it.
 TARGETS = ("tensorboard", "wandb", "csv", "parquet", "tables")
 METRICS = (
-    "What to write: loss and histogram; of tensors min, max, mean, std, rms, absmax, absmin, skewness, kurtosis, "
-    "zeros, nans, infs, and of results result_sqnr_db; of the formats they were scored in sqnr_db, mse, "
+    "What to write: loss, histogram; of each tensor: min, max, mean, std, rms, absmax, absmin, skewness, kurtosis, "
+    "zeros, nans, infs; of GEMM results: result_sqnr_db; of each tensor in each scored format: sqnr_db, mse, "
     "relative_error, cosine, projection, max_abs_error, flush_to_zero, underflow_of_all, saturated"
 )
 DEFAULT = "loss, histogram, absmax, kurtosis, sqnr_db, flush_to_zero, saturated, result_sqnr_db"

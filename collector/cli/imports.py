@@ -25,8 +25,8 @@ def _import(context: click.Context, directory: str, scores: tuple[str, ...], wor
     """Index tensors that other tools have logged, without copying them.
 
     DIR holds .pt, .safetensors and .npy files, at any depth. Layers, tensors and
-    iterations are named in logs of the Megatron-LM fork and in dumps of Transformer
-    Engine (DumpTensors), msprobe and SGLang.
+    iterations are recognized in logs of the Megatron-LM fork and in dumps of
+    Transformer Engine (DumpTensors), msprobe and SGLang.
     """
     argv, into = context.find_root().obj, resolve_root(root)
     from binade.collector.imports.workers import prepare

@@ -25,7 +25,7 @@ PASS_ON: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": T
 
 def mode_option() -> Option:
     modes = [*MODES, *TWO_COMMANDS]
-    return Option(["--mode"], type=click.Choice(modes), multiple=True, help="Old spelling of the commands")
+    return Option(["--mode"], type=click.Choice(modes), multiple=True, help="Deprecated: use the commands below")
 
 
 def resolve(argv: Sequence[str]) -> list[str]:
@@ -94,6 +94,6 @@ def _of_attention(value: str) -> list[str]:
         return ["--quantization", "bf16"]
     named = re.fullmatch(r"(qk|pv|qk_pv)_(.+)", value)
     if not named:
-        raise click.UsageError(f"{ATTENTION} {value}: bf16, or qk_, pv_ or qk_pv_ before a format, was expected")
+        raise click.UsageError(f"{ATTENTION} {value}: expected bf16, or qk_, pv_ or qk_pv_ before a format")
     parts = [word for part in named[1].split("_") for word in (f"--{part}-quant", named[2])]
     return ["--quantization", "bf16", *parts]

@@ -92,7 +92,7 @@ def start_params() -> list[click.Parameter]:
 
 def training_params(command: str) -> list[click.Parameter]:
     """The parameters of run, batch or quick. Each command has its own defaults for the recipes."""
-    what = "Recipes" if command == "batch" else "Recipe"
+    what = "Recipes, separated by commas; each" if command == "batch" else "Recipe:"
     recipes = {"type": names, "metavar": "A,B,..." if command == "batch" else "RECIPE"}
     default = {"run": "  [default: bf16]", "batch": "  [default: the ten of `binade list`]", "quick": ""}[command]
     preset = "fast" if command == "quick" else "standard"
@@ -104,10 +104,10 @@ def training_params(command: str) -> list[click.Parameter]:
                 "--quantization",
                 "--recipe",
                 "quantization",
-                help=f"{what}: names of `binade list`, or files.toml{default}",
+                help=f"{what} a name from `binade list`, or the path to a .toml file{default}",
                 **recipes,
             ),
-            _option(FORMAT, "--quant-type", help="Old spelling of --quantization", **recipes),
+            _option(FORMAT, "--quant-type", help="Old name of --quantization", **recipes),
         ],
         "train_iters": [
             _option(
@@ -123,7 +123,7 @@ def training_params(command: str) -> list[click.Parameter]:
                 "--save-tensors",
                 "record_tensors",
                 is_flag=True,
-                help="Old spelling of the default: record",
+                help="Accepted for compatibility; recording is the default",
             )
         ],
     }
@@ -225,7 +225,7 @@ def _recipes(command: str, given: Mapping[str, Any]) -> tuple[str, ...]:
     usual: dict[str, tuple[str, ...]] = {"run": ("bf16",), "batch": TEN_RECIPES, "quick": ()}
     recipes: tuple[str, ...] = next(iter(chosen.values()), usual[command])
     if not recipes:
-        raise ConfigError(f"{command} needs a recipe: a name of `binade list`")
+        raise ConfigError(f"{command} needs a recipe: a name from `binade list`")
     if len(recipes) > 1 and command != "batch":
         raise ConfigError(f"{command} takes one recipe, not {len(recipes)}: use batch for several")
     return recipes

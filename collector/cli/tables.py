@@ -33,9 +33,9 @@ WIDTH = 120
 NOTHING = "–"
 ROW_COLUMNS = ("recipe", "state", "runs", "seed", "seeds", "run_id", "backend", "iterations")
 LEGEND = (
-    "gap: loss − bf16's at the same iteration on the same data; mean gap: over every iteration under the recipe that "
-    "both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: exp(mean gap), "
-    "times that of bf16.",
+    "gap: loss − loss of bf16 at the same iteration on the same data; mean gap: over every iteration with the recipe "
+    "that both finished (common), warm-up left out; sd: the standard deviation of those gaps; perplexity: "
+    "exp(mean gap), relative to bf16.",
     "SQNR: of the summed powers of the recorded operands that the recipe quantizes (of gradients, those entering "
     "dgrad); flushed: share of the nonzero values that became 0; saturated: share of all values beyond the format's "
     "largest.",
@@ -45,7 +45,7 @@ LEGEND = (
     "Time: the median of n optimizer steps, with tensors recorded and without; rounding is emulated, so it says "
     "nothing about hardware that supports the format.",
     f"Over seeds: each seed's mean gap is to the bf16 run of that seed; sd: the deviation of these gaps. {SEPARATED} "
-    "A rung of an ablation is compared with the step before, or with the whole recipe.",
+    "A step of an ablation is compared with the step before, or with the full recipe.",
     f"{NOTHING}: not quantized, not recorded, not finished, or (time) no such step, or a run made before steps were "
     "timed.",
 )
@@ -55,8 +55,8 @@ LEGEND = (
 LOSS = (
     ("loss", "loss_nats", ".4f", 1),
     ("common", "common_iterations", "", 1),
-    ("loss there", "loss_at_common_iteration_nats", ".4f", 1),
-    ("bf16 there", "bf16_loss_at_common_iteration_nats", ".4f", 1),
+    ("loss (common)", "loss_at_common_iteration_nats", ".4f", 1),
+    ("bf16 (common)", "bf16_loss_at_common_iteration_nats", ".4f", 1),
     ("gap", "gap_at_common_iteration_nats", "+.4f", 1),
     ("mean gap", "gap_mean_nats", "+.4f", 1),
     ("sd", "gap_deviation_nats", ".4f", 1),
@@ -148,7 +148,7 @@ def tables(section: Section) -> list[Table]:
     if compared := [row for row in rows if "gradient_cosine" in row.figures]:
         found.append(
             Table(
-                f"Gradients against bf16's, iteration {compared[0].figures['gradient_iteration']}",
+                f"Gradients compared with bf16, iteration {compared[0].figures['gradient_iteration']}",
                 ("recipe", *(title for title, *_ in GRADIENT)),
                 tuple((one_line(row.label), *_cells(row, GRADIENT)) for row in compared),
             )
@@ -156,7 +156,7 @@ def tables(section: Section) -> list[Table]:
     return [
         *found,
         Table(
-            "Size of the recorded operands, time of an iteration",
+            "Size of the recorded operands and time per iteration",
             ("recipe", *(title for title, *_ in COST)),
             tuple((one_line(row.label), *_cells(row, COST)) for row in rows),
         ),
@@ -212,15 +212,15 @@ def notes(section: Section) -> list[str]:
     """Notes that limit what a reader can conclude from this section."""
     found = []
     if section.reference is None:
-        found.append("No bf16 run of these settings finished an iteration: there is no gap.")
+        found.append("No bf16 run with these settings finished an iteration, so there is no gap.")
     elif section.unreferenced:
         missing = ", ".join(map(str, section.unreferenced))
-        found.append(f"No bf16 run of seed {missing} finished an iteration: runs of it have no gap.")
+        found.append(f"No bf16 run with seed {missing} finished an iteration, so runs with it have no gap.")
     if section.reference is not None and section.reference.state != DONE:
-        found.append(f"The bf16 run is {section.reference.state}: gaps are to the iterations that it finished.")
+        found.append(f"The bf16 run is {section.reference.state}: gaps cover only the iterations that it finished.")
     gaps = [row.gaps for row in section.rows if row.gaps]
     if gaps and all(each.seeds == 1 for each in gaps):
-        found.append("One seed: no gap is separated from another. binade ablate --seeds N collects several.")
+        found.append("With one seed, no two gaps can be separated. To collect more seeds: binade ablate --seeds N.")
     usual = section.rows[0].seed
     if len(section.seeds) > 1:
         found.append(f"Seeds {', '.join(map(str, section.seeds))}: tables that are not over seeds show seed {usual}.")
@@ -228,9 +228,9 @@ def notes(section: Section) -> list[str]:
         if row.reason:
             found.append(f"{row.label}: {row.reason}.")
         if row.seed != usual:
-            found.append(f"{row.label}: shown is seed {row.seed}.")
+            found.append(f"{row.label}: seed {row.seed} is shown.")
         if row.runs > len(row.seeds):
-            found.append(f"{row.label}: {row.runs} runs; shown is the longest (of several, the newest), {row.run_id}.")
+            found.append(f"{row.label}: {row.runs} runs; the longest (of several, the newest) is shown, {row.run_id}.")
         if (spread := row.figures.get("loss_spread_nats")) is not None:
             found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
     if len({row.figures.get("operand_values") for row in section.rows} - {None}) > 1:

@@ -70,20 +70,20 @@ class IndexedDocuments:
         with open(self._index_path, "rb") as file:
             header = file.read(HEADER.size)
         if header[: len(MAGIC)] != MAGIC:
-            self._refuse(f"it begins with {header[: len(MAGIC)]!r}, {MAGIC!r} was expected")
+            self._refuse(f"it begins with {header[: len(MAGIC)]!r}: expected {MAGIC!r}")
         if len(header) < HEADER.size:
             self._refuse(f"it is cut short after {len(header)} bytes")
         _, version, code, sequences, documents = HEADER.unpack(header)
         if version != 1:
-            self._refuse(f"its version is {version}, 1 was expected")
+            self._refuse(f"its version is {version}: expected 1")
         if code not in DTYPES:
-            self._refuse(f"its dtype code is {code}, 1 to 8 was expected")
+            self._refuse(f"its dtype code is {code}: expected 1 to 8")
         self._dtype = np.dtype(DTYPES[code])
         if self._dtype.kind == "f":
-            self._refuse(f"it holds {self._dtype.name}, token ids were expected")
+            self._refuse(f"it holds {self._dtype.name}: expected token ids")
         needed = HEADER.size + 12 * sequences + 8 * documents
         if self.index_bytes not in (needed, needed + sequences):
-            self._refuse(f"it has {self.index_bytes} bytes, {needed} were expected from its counts")
+            self._refuse(f"it has {self.index_bytes} bytes: expected {needed} from its counts")
         if documents < 2 or sequences == 0:
             raise ConfigError(f"dataset {self.name} holds no document")
         return sequences, documents

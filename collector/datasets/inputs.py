@@ -37,7 +37,7 @@ def find_dataset(name: str) -> Source:
     for suffix in TEXT_FORMATS:
         if name.endswith(f".{suffix}"):
             if not os.path.isfile(name):
-                raise ConfigError(f"dataset {name} does not exist: give the path of an existing file")
+                raise ConfigError(f"dataset {name} does not exist: give the path to an existing file")
             return Source(name, suffix, (Path(name),))
     prefix = name[:-4] if name.endswith((".bin", ".idx")) else name
     pair = (f"{prefix}.bin", f"{prefix}.idx")
@@ -47,8 +47,8 @@ def find_dataset(name: str) -> Source:
     if len(missing) == 1:
         raise ConfigError(f"dataset {prefix} lacks {missing[0]}: a preprocessed dataset is a .bin and an .idx together")
     if prefix != name:
-        raise ConfigError(f"dataset {name} does not exist: give the path of an existing file")
-    raise ConfigError(f"dataset {name!r} is unknown: {_EXPECTED}")
+        raise ConfigError(f"dataset {name} does not exist: give the path to an existing file")
+    raise ConfigError(f"unknown dataset {name!r}: expected {_EXPECTED}")
 
 
 def find_tokenizer(name: str) -> Path | None:

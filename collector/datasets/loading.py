@@ -74,7 +74,7 @@ def open_dataset(name: str, tokenizer: str | None, vocab: int) -> Dataset:
     encoder = open_tokenizer(tokenizer or BYTE)
     if encoder.size > vocab:
         raise ConfigError(
-            f"tokenizer {encoder.name} has {encoder.size} tokens, the model's vocabulary {vocab}: "
+            f"tokenizer {encoder.name} has {encoder.size} tokens, but the model's vocabulary has only {vocab}: "
             f"use --vocab-size {encoder.size} or more"
         )
     texts = open_texts(source)

@@ -48,10 +48,10 @@ def _check_ids(documents: IndexedDocuments, seed: int, read: int, vocab: int) ->
         left -= len(ids)
         least, most = min(least, int(ids.min())), max(most, int(ids.max()))
     if least < 0:
-        raise ConfigError(f"dataset {documents.name} holds the token id {least}: ids of 0 or more were expected")
+        raise ConfigError(f"dataset {documents.name} holds the token id {least}: expected ids of 0 or more")
     if most >= vocab:
         raise ConfigError(
-            f"dataset {documents.name} holds the token id {most}, the model's vocabulary has {vocab}: "
+            f"dataset {documents.name} holds the token id {most}, but the model's vocabulary has only {vocab} tokens: "
             f"use --vocab-size {most + 1} or more"
         )
 

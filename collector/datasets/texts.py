@@ -147,7 +147,7 @@ def _text(line: bytes, where: str) -> str:
         raise ConfigError(f"{where} is not JSON: {getattr(error, 'msg', error)}") from error
     text = record.get(COLUMN) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise ConfigError(f'{where}: an object with the key "{COLUMN}" was expected')
+        raise ConfigError(f'{where}: expected an object with the key "{COLUMN}"')
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -168,7 +168,7 @@ class ParquetTexts:
             raise ConfigError(f"dataset {source.name} needs one column {COLUMN!r}: its columns are {columns}")
         kind = schema.field(COLUMN).type
         if not _is_text(kind):
-            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} holds {kind}, text was expected")
+            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} holds {kind}: expected text")
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.bounds = np.cumsum([0, *rows])
@@ -193,7 +193,7 @@ class ParquetTexts:
             self._group = group
             if len(self._column) != end - first:
                 raise ConfigError(
-                    f"dataset {self._name}: row group {group} has {len(self._column)} rows, {end - first} were expected"
+                    f"dataset {self._name}: row group {group} has {len(self._column)} rows: expected {end - first}"
                 )
         where = f"dataset {self._name}, row {index + 1}"
         try:

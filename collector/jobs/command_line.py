@@ -51,10 +51,10 @@ def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
     takes_value |= {each.flag: each.kind is not bool for each in options.values()}
     words = iter(arguments)
     if next(words, None) != "run":
-        raise ValueError("a job is a line of run")
+        raise ValueError("a job must be a `binade run` command line")
     for word in words:
         if word not in takes_value:
-            raise ValueError(f"a job cannot have {word[:40]!r}")
+            raise ValueError(f"{word[:40]!r} is not allowed in a job")
         if takes_value[word] and next(words, None) is None:
             raise ValueError(f"{word} has no value")
     return arguments

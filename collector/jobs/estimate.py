@@ -216,7 +216,7 @@ def duration(config: RunConfig, plan: Plan, history: Sequence[EarlierRun]) -> tu
     lines = config.parsed_recipe().lines()
     similar = [run for run in history if _similar(config, run.config, _quantized(lines) > 0)]
     if not similar:
-        basis = "No similar run yet: a rule of thumb for the order of magnitude."
+        basis = "No similar run yet, so this is only an order-of-magnitude estimate."
         return STARTUP + _by_rule(config, plan, lines), basis, False
     same = [run for run in similar if run.config.get("operands") == lines]
     if same:

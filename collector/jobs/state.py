@@ -49,7 +49,7 @@ ADVICE = {
     ),
     State.NO_DISK: "Free space, or delete runs; a smaller byte budget, or recording without values, takes less space.",
     State.RESTARTED: "The machine went down while it ran. Retry.",
-    State.TIME_LIMIT: "What was recorded is kept. Request more with --time, or train fewer iterations.",
+    State.TIME_LIMIT: "What was recorded is kept. Request a longer limit with --time, or train fewer iterations.",
     State.NODE_LOST: "Retry: the cluster will use another node.",
 }
 _NO_DISK = re.compile(r"No space left|Disk quota exceeded", re.I)

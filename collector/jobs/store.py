@@ -223,7 +223,8 @@ def _read_sound(kind: type[T], root: Path, number: int, name: str) -> T | None:
 
 def _damaged(root: Path, number: int, reason: str) -> str:
     return (
-        f"job {number} is left out, its files are damaged: {reason}; to forget it, delete {directory_of(root, number)}"
+        f"job {number} is skipped because its files are damaged: {reason}; to remove it, delete "
+        f"{directory_of(root, number)}"
     )
 
 
@@ -284,7 +285,7 @@ def set_at_once(root: Path, count: int) -> None:
     """Raises JobError, ReadOnlyError, RunError, OSError."""
     check_writable("changing the queue")
     if not 1 <= count <= MOST_AT_ONCE:
-        raise JobError(f"{count} jobs at once: it must be 1 to {MOST_AT_ONCE}")
+        raise JobError(f"{count} parallel jobs: expected 1 to {MOST_AT_ONCE}")
     with locked(root):
         write_json(folder(root) / "queue.json", replace(_queue(root), at_once=count))
 

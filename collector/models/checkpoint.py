@@ -149,7 +149,7 @@ def _compare(
     for name, size in expected.items():
         if sizes[name] != size:
             raise ConfigError(
-                f"checkpoint {path}: {name} is {_by(sizes[name])}, {_by(size)} was expected from its dimensions"
+                f"checkpoint {path}: {name} is {_by(sizes[name])}: expected {_by(size)} from its dimensions"
             )
 
 
@@ -206,7 +206,7 @@ def _files(directory: Path) -> list[Path]:
         names = [WEIGHTS]
     else:
         raise ConfigError(
-            f"checkpoint {directory} holds no weights: {WEIGHTS} or {INDEX} was expected (other formats are not read)"
+            f"checkpoint {directory} holds no weights: expected {WEIGHTS} or {INDEX} (other formats are not read)"
         )
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

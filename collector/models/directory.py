@@ -43,7 +43,7 @@ def gguf_of(path: Path) -> Path | None:
         return None
     found = sorted(path.glob(f"*{GGUF}"))
     if len(found) > 1:
-        raise ConfigError(f"checkpoint {path} holds {len(found)} GGUF files: give the path of one")
+        raise ConfigError(f"checkpoint {path} holds {len(found)} GGUF files: give the path to one")
     if not found:
         raise ConfigError(
             f"checkpoint {path} has no {CONFIG}: give the directory of a Hugging Face model, or a {GGUF} file"
@@ -86,7 +86,7 @@ def read_shape(path: Path) -> Shape:
         return _read(path, source, family, settings)
     except UnfitError as reason:
         if file:
-            raise ConfigError(f"checkpoint {path} {reason}, which is supported for safetensors only") from reason
+            raise ConfigError(f"checkpoint {path} {reason}; this is supported only for safetensors") from reason
         return shape_of_transformers(path, str(reason))
 
 
@@ -96,9 +96,9 @@ def _read(path: Path, source: str, family: type[Shape], settings: Mapping[str, A
         for name, (kinds, expected) in ((n, KINDS[k]) for n, k in get_type_hints(family).items() if k in KINDS):
             value = getattr(shape, name)
             if type(value) not in kinds or not 0 <= value <= MOST:
-                raise TypeError(f"{name} is {value!r}, {expected} was expected")
+                raise TypeError(f"{name} is {value!r}: expected {expected}")
         if not 1 <= shape.layers <= MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers is {shape.layers}, 1 to {MOST_LAYERS} were expected")
+            raise ValueError(f"num_hidden_layers is {shape.layers}: expected 1 to {MOST_LAYERS}")
         return shape
     except KeyError as error:
         raise ConfigError(f"checkpoint {path}: {source} lacks {error}") from error

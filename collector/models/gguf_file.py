@@ -58,8 +58,8 @@ class GgufFile:
         kind = self.get("general.architecture")
         if kind != ARCHITECTURE:
             raise ConfigError(
-                f"checkpoint {self.path} is a GGUF file of a {kind!r} model, {ARCHITECTURE} was expected: give the "
-                "directory of its safetensors"
+                f"checkpoint {self.path} is a GGUF file of a {kind!r} model, but only {ARCHITECTURE} is supported: "
+                "give the directory of its safetensors"
             )
         found = {ours: self.get(f"{ARCHITECTURE}.{theirs}") for ours, theirs in SETTINGS.items()}
         scaling = self.get(f"{ARCHITECTURE}.rope.scaling.type", "none")

@@ -48,7 +48,7 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
         if not equals:
             raise RecipeError(f"{text!r} sets no operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8")
         if operand not in OPERANDS:
-            raise RecipeError(f"operand {operand!r} is unknown: {', '.join(OPERANDS)}")
+            raise RecipeError(f"unknown operand {operand!r}: expected one of {', '.join(OPERANDS)}")
         name = str(Spec.of(requested))
         if formats.setdefault(operand, name) != name:
             raise RecipeError(f"operand {operand} is given two formats, {formats[operand]} and {name}: give one")
@@ -66,7 +66,7 @@ def _by_format(name: str) -> Draft:
         near = get_close_matches(re.split(r"[ (]", name)[0].lower(), known)
         meant = f"; did you mean {', '.join(near)}?" if near else ":"
         raise RecipeError(
-            f"recipe {name!r} is unknown{meant} `binade list recipes` lists all; the path of a file ends in .toml"
+            f"recipe {name!r} is unknown{meant} `binade list recipes` lists all recipes; a recipe file ends in .toml"
         )
     draft = Draft()
     for part in PREFIXES[prefix]:

@@ -166,7 +166,10 @@ class Recipe:
             if not start.endswith("%"):
                 stages.append((int(start), recipe))
             elif iterations is None:
-                raise RecipeError(f"recipe {self.name} changes at {start} of the iterations: give their number")
+                raise RecipeError(
+                    f"recipe {self.name} changes at {start} of the iterations, but their number is unknown: pass "
+                    "iterations=N"
+                )
             else:
                 stages.append((math.ceil(iterations * float(start[:-1]) / 100), recipe))
         return sorted(stages, key=lambda stage: stage[0])

@@ -43,8 +43,9 @@ __all__ = [
 DEFAULT_SCORES = ("hifp8", "hifp8(scale=amax8)", "mxfp8", "mxfp4", "nvfp4")
 FEW_RANKS = 8
 LAYERS = (
-    "LAYERS is first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv, layer1.core and "
-    "layer2.expert3.fc1; after ! all others. Separate several with commas; a comma inside braces does not separate."
+    "LAYERS is first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv, "
+    "layer1.core and layer2.expert3.fc1; a leading ! selects all other layers. Separate several choices with commas; "
+    "commas inside braces do not separate."
 )
 MODEL = Group("Model and data")
 FORMAT = Group(
@@ -54,10 +55,10 @@ FORMAT = Group(
     "specific option wins: recipe < part (linear, qk, pv, router) < GEMM "
     f"(forward, dgrad, wgrad) < operand. bf16 turns quantization off. --dry-run prints the operands' names. {LAYERS}",
 )
-LENGTH = Group("How long")
+LENGTH = Group("Training")
 RECORD = Group("What is recorded", "LAYERS is as above.")
-WHERE = Group("Where")
-FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression searched in names such as layer1.qkv"
+WHERE = Group("Device, ranks and output")
+FORM_LAYERS = "Layers: first, last 2, 3, 2-4, or a regular expression that is searched for in names such as layer1.qkv"
 
 
 class Size(StrEnum):
@@ -98,22 +99,22 @@ class RunConfig(WatchOptions):
 
     # fmt: off
     model: str = option("llama32-1b", group=MODEL, metavar="NAME|PATH", choices=MODELS, or_path=True, label="Model",
-        help="Model, or the path of one with its weights: a Hugging Face directory with safetensors, or a GGUF file",
-        form_help="Or the path of a Hugging Face directory with safetensors, or of a GGUF file")
+        help="Model name, or path to a model with weights: a Hugging Face directory (safetensors) or a GGUF file",
+        form_help="Or the path to a Hugging Face directory with safetensors, or to a GGUF file")
     size: Size = option(Size.TINY, group=MODEL, metavar="NAME", label="Size", default_help="tiny; full for a path",
         help="tiny: the same architecture, narrow enough for a CPU; full: the published dimensions")
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
-        help=f"{', '.join(DATASETS)}, or the path of a .jsonl, .jsonl.gz or .parquet file, or of Megatron’s .bin/.idx")
+        help=f"{', '.join(DATASETS)}, or the path to a .jsonl, .jsonl.gz or .parquet file, or to Megatron’s .bin/.idx")
     tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH",
-        default_help=f"that of a model with a path, else {BYTE}; none with .bin/.idx",
-        help=f"{BYTE}, or a Hugging Face tokenizer.json or its directory, or a GGUF file")
+        default_help=f"the model's own if it is a path, else {BYTE}; not used with .bin/.idx",
+        help=f"{BYTE}, or the path to a tokenizer.json, a directory that contains one, or a GGUF file")
     vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
         help="Vocabulary size of the model")
     layers: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="all", label="Layers",
         help="Number of layers: the first N of the model")
 
-    recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", help="Recipe: a name of `binade list`, or a file.toml",
-        flag="--quantization")
+    recipe: str = option("bf16", group=FORMAT, metavar="RECIPE", flag="--quantization",
+        help="Recipe: a name from `binade list`, or the path to a .toml file")
     linear_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the linear layers")
     qk_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of QK^T")
     pv_quant: str | None = option(None, group=FORMAT, metavar="FORMAT", help="Format of the operands of PV")
@@ -129,46 +130,47 @@ class RunConfig(WatchOptions):
         help="Formats of single operands, such as linear.dgrad.grad_output=mxfp6_e3m2,qk.forward.key=bf16. Here mxfp8 "
         "means mxfp8 for a gradient too; elsewhere it means mxfp8_e5m2")
     skip_layers: str = option("", group=FORMAT, metavar="LAYERS", help="Keep these layers in bf16",
-        label="Keep in bf16", form_help=FORM_LAYERS, placeholder="nothing")
+        label="Layers kept in bf16", form_help=FORM_LAYERS, placeholder="nothing")
 
     train_iters: int | None = option(None, group=LENGTH, metavar="N", minimum=1, label="Iterations trained",
-        help="Iterations under the recipe", default_help="as many as recording takes", placeholder="as needed",
-        form_help="Under the recipe; as needed: until the last one is recorded", form_maximum=1_000_000)
+        help="Iterations trained with the recipe", default_help="until the last recorded iteration",
+        placeholder="as needed", form_maximum=1_000_000,
+        form_help="With the recipe; if empty, until the last recorded iteration")
     control_iter: int = option(1, group=RECORD, metavar="N", minimum=0, label="Recorded iterations",
         help="Number of recorded iterations; 0: every iteration that is trained", form_maximum=1_000_000)
     warmup_iterations: int = option(0, group=LENGTH, metavar="N", minimum=0, label="Warm-up iterations",
-        help="Iterations in bf16 before those under the recipe", form_maximum=1_000_000)
+        help="Iterations in bf16 before the recipe is applied", form_maximum=1_000_000)
     checkpoint_every: int = option(0, group=LENGTH, metavar="N", minimum=0,
         help="Write a checkpoint every N iterations, warm-up included, from which --resume continues; the last two are "
         "kept", default_help="none")
     micro_batches: int = option(1, group=LENGTH, metavar="N", minimum=1, label="Micro-batches",
         help="Micro-batches per iteration", default_help="as many as are recorded", form_maximum=4096)
-    collect_micro_batches: int = option(1, group=RECORD, metavar="N", minimum=0, label="Of micro-batches",
+    collect_micro_batches: int = option(1, group=RECORD, metavar="N", minimum=0, label="Recorded micro-batches",
         help="Record the first N micro-batches of an iteration; 0: all", form_maximum=4096)
-    capture_every: int = option(1, group=RECORD, metavar="N", minimum=1, label="Record one in",
+    capture_every: int = option(1, group=RECORD, metavar="N", minimum=1, label="Record one iteration in",
         help="Record one iteration in N, starting with the first", form_maximum=1_000_000)
     micro_batch_size: int = option(2, group=LENGTH, metavar="N", minimum=1, label="Micro-batch size",
         help="Sequences per micro-batch", default_help="2; fast: 1", form_maximum=4096)
     sequence_length: int = option(256, group=LENGTH, metavar="N", minimum=1, label="Sequence length",
         help="Tokens per sequence", default_help="256; fast: 128")
-    save_tensors: bool = option(True, group=RECORD, help="Record nothing: train, and keep the losses")
+    save_tensors: bool = option(True, group=RECORD, help="Train without recording tensors; losses are still logged")
     tensors: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", choices=tensor_names, label="Tensors",
         default_help="all tensors of attention and linear layers", placeholder="all of attention and linear layers",
         help="Record only these tensors. norm_input and those after it are recorded only if listed",
-        form_help="Those from norm_input on are not recorded unless they are named")
+        form_help="norm_input and the tensors listed after it are recorded only if selected")
     modules: tuple[str, ...] = option((), group=RECORD, metavar="A,B,...", default_help="all", label="Modules",
         help="Record only these modules, such as qkv, core, fc1; see `binade list`", form_help="", placeholder="all")
     capture_layers: str = option("", group=RECORD, metavar="LAYERS", help="Record only these layers",
-        default_help="all", label="Of layers", form_help=FORM_LAYERS, placeholder="all")
+        default_help="all", label="Recorded layers", form_help=FORM_LAYERS, placeholder="all")
     ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="all",
-        help="Record only what these ranks hold")
+        help="Record only on these ranks")
     merge_ranks: MergeRanks = option(MergeRanks.AUTO, group=RECORD, metavar="WHEN", label="Merge ranks",
-        help="Write one row for the parts of a tensor on all recorded ranks, without values: on, off, or auto for more "
-        f"than {FEW_RANKS} ranks. Replicas that stand out keep rows of their own",
-        form_help=f"One row for the parts of a tensor on all ranks, without values; auto: for more than {FEW_RANKS}")
+        help="Write one row per tensor, merged over the recorded ranks and without values: on, off, or auto (on with "
+        f"more than {FEW_RANKS} ranks). Unusual replicas keep their own rows",
+        form_help=f"One row per tensor, without values; auto: on with more than {FEW_RANKS} ranks")
     unmerged_ranks: tuple[int, ...] = option((), group=RECORD, metavar="0,1,...", default_help="none",
-        help="With merged ranks, the replicas of these keep rows and values of their own")
-    scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored in",
+        help="With merged ranks, the replicas that contain these ranks keep their own rows and values")
+    scores: tuple[str, ...] = option(DEFAULT_SCORES, group=RECORD, metavar="A,B,...", label="Scored formats",
         help="Formats to try on every recorded operand. This takes time, but little space", placeholder="no format")
     measures: tuple[Measure, ...] = option(tuple(Measure), group=RECORD, metavar="A,B,...",
         help="Also measure the error of each GEMM's result, the effect of rounding on the loss, single blocks, and "
@@ -178,8 +180,8 @@ class RunConfig(WatchOptions):
         form_help="Otherwise statistics, sketches and scores only",
         help="Record statistics, sketches and scores, without the values")
     max_bytes: int = option(4 << 30, group=RECORD, metavar="SIZE", minimum=0, maximum=(1 << 63) - 1, unit="bytes",
-        help="Limit of the tensor files of a run, such as 500M or 4G; the ranks share it", default_help="4G",
-        label="Byte budget (MiB)", form_help="Of a run’s tensor files", form_maximum=1 << 30)
+        help="Size limit for the tensor files of a run, such as 500M or 4G; shared by all ranks", default_help="4G",
+        label="Byte budget (MiB)", form_help="Size limit for the tensor files of a run", form_maximum=1 << 30)
     learning_rate: float = option(1e-3, group=LENGTH, metavar="X", minimum=0, maximum=sys.float_info.max,
         help="Learning rate of AdamW", label="Learning rate", form_help="", form_maximum=10.0)
     seed: int = option(1234, group=LENGTH, metavar="N", minimum=0, maximum=(1 << 63) - 1,
@@ -187,14 +189,14 @@ class RunConfig(WatchOptions):
     device: Device = option(Device.CPU, group=WHERE, metavar="NAME", help="Device",
         label="Device", form_help="")
     backend: Backend = option(Backend.TRITON, group=WHERE, metavar="NAME", label="Quantized by",
-        help="What quantizes operands. On a CPU, Triton’s kernels are interpreted: torch gives the same bits faster")
+        help="What quantizes the operands. On a CPU, Triton kernels are interpreted; torch gives the same bits faster")
     tp: int = option(1, group=WHERE, metavar="N", minimum=1, help="Tensor-parallel ranks",
         label="Tensor-parallel ranks", form_help="", form_maximum=64)
     dp: int = option(1, group=WHERE, metavar="N", minimum=1, label="Replicas", form_maximum=64,
         help="Data-parallel ranks, each with its own micro-batches")
     sequence_parallel: bool = option(False, group=WHERE, form_help="",
-        label="Split sequences among tensor-parallel ranks",
-        help="Split sequences among the tensor-parallel ranks between layers")
+        label="Split sequences across tensor-parallel ranks",
+        help="Sequence parallelism as in Megatron: outside the GEMMs, split sequences across the tensor-parallel ranks")
     # fmt: on
 
     def parsed_recipe(self) -> Recipe:
@@ -321,12 +323,13 @@ def check(config: RunConfig) -> None:
     if config.layers is not None and config.layers > published.layers:
         raise ConfigError(f"--layers is {config.layers}: {config.model_title} has 1 to {published.layers}")
     if config.has_path and config.size != Size.FULL:
-        raise ConfigError(f"--size is {config.size}: the model of a path has the size {Size.FULL} only")
+        raise ConfigError(f"--size is {config.size}: a model given by path has only the size {Size.FULL}")
     if isinstance(published, TransformersShape):
         for flag, value, only in (("--layers", config.layers, None), ("--tp", config.tp, 1)):
             if value != only:
                 raise ConfigError(
-                    f"{flag} is {value}: {config.model_title} runs in transformers, which cannot shorten or divide it"
+                    f"{flag} is {value}: {config.model_title} runs in transformers, where Binade can neither drop "
+                    "layers nor split them across ranks"
                 )
     if config.has_path and config.vocab_size not in (None, published.vocab):
         raise ConfigError(f"--vocab-size is {config.vocab_size}: {config.model_title} has {published.vocab}")
@@ -371,11 +374,13 @@ def _check_ranks(config: RunConfig) -> None:
 def _check_iterations(config: RunConfig) -> None:
     if config.train_iters is None:
         if config.control_iter == 0:
-            raise ConfigError("--control-iter 0 records every iteration: give their number with --train-iters")
+            raise ConfigError(
+                "--control-iter 0 records every iteration: set the number of iterations with --train-iters"
+            )
     elif config.train_iters < config.needed_iterations:
         raise ConfigError(
             f"--train-iters is {config.train_iters}, but --control-iter {config.control_iter} with --capture-every "
-            f"{config.capture_every} takes {config.needed_iterations}: raise it, or lower the others"
+            f"{config.capture_every} requires {config.needed_iterations}: raise --train-iters, or lower the others"
         )
 
 
@@ -408,6 +413,6 @@ def _check_sites(config: RunConfig) -> None:
     names = tuple(dict.fromkeys(name for place in places for name in tensor_names(place)))
     if config.tensors and not set(config.tensors) & set(names):
         raise ConfigError(
-            f"--tensors {','.join(config.tensors)} records nothing of {', '.join(sorted({s.module for s in chosen}))}: "
-            f"those have {', '.join(names)}"
+            f"--tensors {','.join(config.tensors)} matches no tensor of "
+            f"{', '.join(sorted({s.module for s in chosen}))}: expected one of {', '.join(names)}"
         )

@@ -58,8 +58,8 @@ def check_memory(config: RunConfig, available: int, ranks: int = 1) -> None:
         raise ConfigError(
             f"{config.model_title} with {config.shape().layers} layers needs "
             f"{memory.weights / 2**30:.1f} GiB for weights, gradients and optimizer and "
-            f"{memory.activations / 2**30:.1f} GiB for activations{each}, {available / 2**30:.1f} GiB are free on "
-            f"{config.device}: use {'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter "
+            f"{memory.activations / 2**30:.1f} GiB for activations{each}, but only {available / 2**30:.1f} GiB are "
+            f"free on {config.device}: use {'--size tiny, ' * (not config.has_path)}fewer --layers, or a shorter "
             "--sequence-length"
         )
 

@@ -119,7 +119,7 @@ def check_options(config: object) -> None:
 def _problem(each: Declared, value: Any) -> str:
     option = each.option
     if option.allowed is not None and value not in option.allowed and not (option.or_path and os.path.exists(value)):
-        return f"{each.flag} {value!r} is unknown: {', '.join(option.allowed)}{', or a path' * option.or_path}"
+        return f"{each.flag} {value!r}: expected one of {', '.join(option.allowed)}{', or a path' * option.or_path}"
     if option.pattern is not None and not option.pattern.fullmatch(value):
         return f"{each.flag} {value!r} is not valid: {option.expected}"
     if option.minimum is None or option.minimum <= value <= option.maximum:

@@ -148,7 +148,7 @@ def join(config: RunConfig, root: Path) -> Iterator[Ranks]:
     size = _environment_number("WORLD_SIZE") if started_as_rank() else 1
     if size != wanted:
         raise ConfigError(
-            f"--tp {config.tp} times --dp {config.dp} is {wanted} ranks, torchrun started {size}: make them equal"
+            f"--tp {config.tp} times --dp {config.dp} is {wanted} ranks, but torchrun started {size}: make them equal"
         )
     rank = _environment_number("RANK") if started_as_rank() else 0
     if rank >= size:

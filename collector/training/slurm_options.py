@@ -15,7 +15,7 @@ from binade.collector.training.targets import Target, find_target
 # As sbatch reads it: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on.
 TIME = re.compile(r"[0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2}|UNLIMITED")
 NAMES = re.compile(r"[\w.,:@/+-]+")
-START = Group("Where it runs", "All but --dry-run are for a cluster: they need --target or --launcher slurm.")
+START = Group("Cluster", "Except for --dry-run, these options require --target or --launcher slurm.")
 
 
 class Launcher(StrEnum):
@@ -33,9 +33,9 @@ class SlurmOptions:
     launcher: Launcher = option(Launcher.LOCAL, group=START, metavar="NAME",
         help="local: on this machine; slurm: as a job on a cluster")
     target: str | None = option(None, group=START, metavar="NAME", pattern=NAMES,
-        expected="it is a name of binade.toml", help="A cluster of binade.toml; the options below replace its settings")
+        expected="expected a name in binade.toml", help="Name of a cluster in binade.toml; options below override it")
     nodes: int | None = option(None, group=START, metavar="N", minimum=1, help="Number of nodes",
-        default_help="one, or as many as the ranks take")
+        default_help="one, or as many as the ranks need")
     ranks_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="Ranks per node",
         default_help="the ranks divided by the nodes")
     gpus_per_node: int | None = option(None, group=START, metavar="N", minimum=1, help="GPUs per node")

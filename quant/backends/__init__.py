@@ -29,7 +29,7 @@ def resolve_backend(backend: str, x: Tensor) -> Backend:
     try:
         chosen = Backend(backend)
     except ValueError:
-        raise ValueError(f"backend {backend!r} is unknown: {', '.join(Backend)}") from None
+        raise ValueError(f"unknown backend {backend!r}: expected one of {', '.join(Backend)}") from None
     if chosen != Backend.AUTO:
         return chosen
     return Backend.TRITON if x.is_cuda else Backend.TORCH

@@ -303,7 +303,7 @@ class TestJobs:
             (1, "torch.OutOfMemoryError: CUDA out of memory. Tried\n", None, "out of memory", "fewer layers"),
             (-9, "iteration 3\n", None, "killed", "SIGKILL"),
             (-11, "", None, "crashed", "SIGSEGV"),
-            (2, "binade: dataset 'x' is unknown: y\n", None, "failed", "dataset 'x' is unknown"),
+            (2, "binade: unknown dataset 'x': y\n", None, "failed", "unknown dataset 'x'"),
             (None, "", "another", "machine restarted", "Retry"),
         ],
         ids=["disk", "memory", "killed", "crashed", "failed", "restarted"],
@@ -322,7 +322,7 @@ class TestJobs:
         store.write_runner(root, me)  # the page need not start one: the job stays queued
         jobs.set_at_once(root, 12)
         at = visit(root, "jobs")
-        assert "waits for its turn" in words(at) and at.number_input(key="jobs_at_once").value == 12
+        assert "waiting for its turn" in words(at) and at.number_input(key="jobs_at_once").value == 12
         at.text_input(key=f"title_{job.id}").set_value("better")
         at.text_input(key=f"tags_{job.id}").set_value("x, y")
         press(at, f"save_{job.id}")

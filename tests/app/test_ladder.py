@@ -174,8 +174,8 @@ class TestVerdict:
         make_ladder(tmp_path, [0], ["without tiles"])
         drawn = draw()
         assert drawn.problems == (
-            "No bf16 run of seed 2 saw the same data: its runs have no gap.",
-            "Not every rung has 2 seeds: without tiles 1.",
+            "Without a bf16 run on the same data, runs with seed 2 have no gap.",
+            "Not every step has 2 seeds: without tiles 1.",
         )
         assert "without tiles is not separated" in drawn.verdict or "separates no step" in drawn.verdict
 

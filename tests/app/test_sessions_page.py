@@ -187,7 +187,7 @@ def test_a_session_of_a_page_that_is_not_served(visit: Visit, root: Path, monkey
     at = visit(root, "overview", session=one.id)
     assert at.title[0].value == "Sessions" and charts(at) == 1
     assert "Viewers cannot open the session's page, SQL." in words(at)
-    at = press(at, "Its view")
+    at = press(at, "Open page")
     assert at.title[0].value == "Sessions" and words(at).count("Viewers cannot open the session's page, SQL.") == 1
 
 

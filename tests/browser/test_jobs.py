@@ -137,7 +137,7 @@ def test_a_recipe_is_edited_and_saved(visit: Visit, app: str, root: Path):
     expect(toml).to_contain_text("TransformerEngine Float8BlockScaling")
     settle(page)
     enter_cell(page, 0, "mxfp9")
-    expect(page.get_by_text("linear.forward.input: format 'mxfp9' is unknown")).to_be_visible()
+    expect(page.get_by_text("linear.forward.input: unknown format 'mxfp9'")).to_be_visible()
     expect(page.get_by_role("button", name="Save")).to_be_disabled()
     enter_cell(page, 0, "mxfp8(scale=rceil)")
     expect(toml).to_contain_text('forward.input = "mxfp8(scale=rceil)"')

@@ -244,7 +244,7 @@ def test_which_gradients_flush_to_zero(visitor: Visitor, catalog: Catalog):
     visitor.ask(registry.DIRECTIONS)
     table = directions_compute.directions(catalog, Filter(), "mxfp4", "flush_to_zero")
     worst = table[table["operation"] == "backward"].iloc[0]
-    assert f"Worst going backward: {worst['row']}" in visitor.answer
+    assert f"Worst in the backward pass: {worst['row']}" in visitor.answer
     for operation in ("forward", "backward"):
         part = table[table["operation"] == operation]
         drawn = [mark for mark in visitor.marks(f"direction_{operation}") if "tensor" in mark]
@@ -259,7 +259,7 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     costs = recipes_compute.costs(gaps, table)
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
-    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} costs the most loss")
+    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} raises the loss most")
     bars = {mark["run"]: mark for mark in visitor.marks("costs") if "rounded" in mark}
     for row in costs.itertuples():
         assert number(bars[row.label]["mean gap to bf16 (nats per token)"]) == pytest.approx(row.gap, abs=6e-6)
@@ -308,7 +308,7 @@ def test_which_blocks_fail(visitor: Visitor, catalog: Catalog, board: pd.DataFra
     settle(visitor.page)
     block = int(re.search(r"[?&]block=(\d+)", visitor.page.url).group(1))
     values = [mark for mark in visitor.marks("block_values") if "rounded to" in mark]
-    shown = {int(number(m["place in the block"])): m for m in values}
+    shown = {int(number(m["position in the block"])): m for m in values}
     assert len(shown) == 32
     for place, mark in shown.items():
         assert number(mark["value"]) == pytest.approx(float(seen.x[block, place]), rel=1e-4)
@@ -384,7 +384,7 @@ def test_what_happens_inside_attention(visitor: Visitor):
 
 def test_what_is_the_format_really_using(visitor: Visitor, catalog: Catalog, board: pd.DataFrame):
     visitor.ask(registry.CODES)
-    visitor.choose("Compare with", "hifp8")
+    visitor.choose("Rounded to", "hifp8")
     visitor.until("of 256 codes are used")
     used = quant.usage(catalog.load(board["tensor_id"].iloc[0]), "hifp8")
     assert visitor.answer.startswith(

@@ -156,7 +156,7 @@ WRONG = {
     "an unknown format": (("--specs", "mxfp9"), 2, "mxfp9"),
     "a format that was not scored": (("--specs", "nvint4"), 1, "nvint4 was not scored"),
     "an unknown part": (("--parts", "head"), 2, "linear, qk, pv, router"),
-    "layers of all": (("--by", "module", "--most-bf16", "1"), 1, "counts layers"),
+    "layers of all": (("--by", "module", "--max-bf16-layers", "1"), 1, "counts layers"),
     "a file that exists": (("--output", "there.toml"), 2, "exists"),
     "a test without a file": (("--verify", "2"), 2, "--output"),
     "a target without a test": (("--target", "gpu"), 2, "--verify"),

@@ -176,9 +176,9 @@ def parquet(place: Path, **columns) -> Path:
 
 # The options that each makes of an empty directory, and what is said about them.
 REFUSED = {
-    "unknown": (lambda p: ("--dataset", str(p / "x")), "x' is unknown: wikipedia, dolma, python-docs, or a path to "),
-    "an unknown kind of file": (lambda p: ("--dataset", str(untrained(p))), "none.json' is unknown: wikipedia"),
-    "a directory": (lambda p: ("--dataset", str(p)), "' is unknown: wikipedia, dolma"),
+    "unknown": (lambda p: ("--dataset", str(p / "x")), "x': expected wikipedia, dolma, python-docs, or a path to "),
+    "an unknown kind of file": (lambda p: ("--dataset", str(untrained(p))), "none.json': expected wikipedia"),
+    "a directory": (lambda p: ("--dataset", str(p)), "': expected wikipedia, dolma"),
     "a missing parquet": (lambda p: ("--dataset", str(p / "x.parquet")), "x.parquet does not exist: give the path"),
     "a missing bin": (lambda p: ("--dataset", str(p / "x.bin")), "x.bin does not exist: give the path"),
     "half a pair": (lambda p: ("--dataset", str(pair(p)), (p / "x.bin").unlink())[:2], "x lacks "),
@@ -197,15 +197,15 @@ REFUSED = {
     "no tokenizer": (lambda p: ("--tokenizer", str(untrained(p))), "none.json is not a tokenizer.json"),
     "a large tokenizer": (
         lambda p: ("--tokenizer", str(trained(p))),
-        " tokens, the model's vocabulary 384: use --vocab-size ",
+        " tokens, but the model's vocabulary has only 384: use --vocab-size ",
     ),
     "too few for bytes": (
         lambda p: ("--vocab-size", "256"),
-        "tokenizer byte has 257 tokens, the model's vocabulary 256",
+        "tokenizer byte has 257 tokens, but the model's vocabulary has only 256",
     ),
     "ids beyond the model": (
         lambda p: ("--dataset", str(pair(p)), "--vocab-size", "300"),
-        "x holds the token id 300, the model's vocabulary has 300: use --vocab-size 301 or more",
+        "x holds the token id 300, but the model's vocabulary has only 300 tokens: use --vocab-size 301 or more",
     ),
     "no vocabulary": (lambda p: ("--vocab-size", "0"), "--vocab-size is 0: it must be 1 or more"),
     "a negative vocabulary": (lambda p: ("--vocab-size", "-5"), "--vocab-size is -5"),
@@ -294,7 +294,7 @@ class TestSaid:
     def test_help(self, command, capsys):
         assert command("run", "--help") == 0
         words = " ".join(capsys.readouterr().out.split())
-        for said in (".jsonl.gz or .parquet", "Megatron’s .bin/.idx", "Hugging Face tokenizer.json", "--vocab-size N"):
+        for said in (".jsonl.gz or .parquet", "Megatron’s .bin/.idx", "path to a tokenizer.json", "--vocab-size N"):
             assert said in words
 
     def test_list(self, command, capsys):

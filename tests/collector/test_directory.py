@@ -164,7 +164,7 @@ def test_the_demo_of_the_makefile_is_a_command_that_parses(directory):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--size", "tiny"], "--size is tiny: the model of a path has the size full only"),
+        (["--size", "tiny"], "--size is tiny: a model given by path has only the size full"),
         (["--vocab-size", "500"], "--vocab-size is 500: tiny-llama has 320"),
         (["--layers", "3"], "--layers is 3: tiny-llama has 1 to 2"),
         (["--sequence-length", "1024"], "--sequence-length is 1024: at most 512"),
@@ -271,9 +271,13 @@ def drop(directory: Path) -> None:
         (
             lambda d: None,
             ["--layers", "1"],
-            "--layers is 1: tiny-gpt2 runs in transformers, which cannot shorten or divide it",
+            "--layers is 1: tiny-gpt2 runs in transformers, where Binade can neither drop layers nor split them",
         ),
-        (lambda d: None, ["--tp", "2"], "--tp is 2: tiny-gpt2 runs in transformers, which cannot shorten or divide it"),
+        (
+            lambda d: None,
+            ["--tp", "2"],
+            "--tp is 2: tiny-gpt2 runs in transformers, where Binade can neither drop layers nor split them",
+        ),
     ],
 )
 def test_what_transformers_cannot_run_is_one_line(damage, options, said, gpt2, tmp_path, capfd):
@@ -396,7 +400,7 @@ def test_the_tokenizer_of_a_gguf_file_is_that_of_transformers(made):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"arch": "qwen2"}, "of a 'qwen2' model, llama was expected"),
+        ({"arch": "qwen2"}, "of a 'qwen2' model, but only llama is supported"),
         ({"pre": "llama-bpe"}, "gpt2 llama-bpe"),
     ],
 )
@@ -414,5 +418,5 @@ def test_damaged_and_ambiguous_gguf_files_are_refused(made):
         with pytest.raises(ConfigError, match=r"cannot be"):
             open_checkpoint(made, read_shape(made))
     (made / "second.gguf").write_bytes(whole)
-    with pytest.raises(ConfigError, match="holds 2 GGUF files: give the path of one"):
+    with pytest.raises(ConfigError, match="holds 2 GGUF files: give the path to one"):
         read_shape(made)

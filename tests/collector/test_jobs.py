@@ -561,7 +561,7 @@ class TestReadOnly:
         (["cancel", "9"], "there is no job 9"),
         (["add"], "jobs add needs a command line"),
         (["add", "run", "--layers", "3"], "has 1 to 2"),
-        (["at-once", "0"], "it must be 1 to"),
+        (["at-once", "0"], "expected 1 to"),
         (["frobnicate"], "frobnicate"),
     ],
     ids=" ".join,

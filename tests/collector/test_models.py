@@ -583,12 +583,12 @@ DAMAGE = {
     "layers are a word": (lambda d: edit_config(d, num_hidden_layers="two"), "cannot be understood"),
     "another width": (
         lambda d: edit_config(d, intermediate_size=512),
-        "_proj.weight is .*512.* was expected from its dimensions",
+        "_proj.weight is .*: expected .*512.* from its dimensions",
     ),
     "more layers than there can be": (
-        lambda d: edit_config(d, num_hidden_layers=3_000_000), "num_hidden_layers is 3000000, 1 to 1000 were expected"
+        lambda d: edit_config(d, num_hidden_layers=3_000_000), "num_hidden_layers is 3000000: expected 1 to 1000"
     ),
-    "no layers": (lambda d: edit_config(d, num_hidden_layers=0), "num_hidden_layers is 0, 1 to 1000 were expected"),
+    "no layers": (lambda d: edit_config(d, num_hidden_layers=0), "num_hidden_layers is 0: expected 1 to 1000"),
     "quantized": (lambda d: edit_config(d, quantization_config={"quant_method": "fp8"}), "is quantized"),
     **{
         f"weights in {dtype}": (
@@ -598,11 +598,11 @@ DAMAGE = {
         for dtype, name in ((torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float8_e4m3fn, "F8_E4M3"))
     },
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
-    "pickled weights": (to_pickle, "holds no weights: model.safetensors or .* was expected"),
+    "pickled weights": (to_pickle, "holds no weights: expected model.safetensors or "),
     "a tensor is missing": (lambda d: edit_weights(d, drop="model.norm.weight"), "lacks the tensor model.norm.weight"),
     "a tensor too many": (lambda d: edit_weights(d, more=torch.ones(2)), "those of the model, the tensor more"),
     "a tensor of another shape": (
-        lambda d: edit_weights(d, **{"model.norm.weight": torch.ones(3)}), "model.norm.weight is 3, 256 was expected"
+        lambda d: edit_weights(d, **{"model.norm.weight": torch.ones(3)}), "model.norm.weight is 3: expected 256"
     ),
     "cut short": (lambda d: truncate(d / "model.safetensors"), "is not a readable safetensors file"),
     "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "is not a readable safetensors file"),

@@ -325,7 +325,7 @@ def test_impossible_ranks(command, capsys, tmp_path: Path, options: tuple[str, .
 @pytest.mark.parametrize(
     ("tp", "rank", "size", "message"),
     [
-        ("2", "0", "3", "--tp 2 times --dp 1 is 2 ranks, torchrun started 3"),
+        ("2", "0", "3", "--tp 2 times --dp 1 is 2 ranks, but torchrun started 3"),
         ("1", "0", "x", "the environment's WORLD_SIZE is 'x'"),
         ("1", "", "1", "the environment's RANK is ''"),
         ("1", "1", "1", "RANK is 1"),

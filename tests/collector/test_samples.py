@@ -163,9 +163,12 @@ class TestIds:
     @pytest.mark.parametrize(
         ("id", "said"),
         [
-            (384, "x holds the token id 384, the model's vocabulary has 384: use --vocab-size 385 or more"),
+            (
+                384,
+                "x holds the token id 384, but the model's vocabulary has only 384 tokens: use --vocab-size 385",
+            ),
             (2**62, "use --vocab-size"),
-            (-1, "x holds the token id -1: ids of 0 or more were expected"),
+            (-1, "x holds the token id -1: expected ids of 0 or more"),
         ],
     )
     def test_an_id_beyond_it_is_refused(self, tmp_path, id, said):

@@ -309,7 +309,7 @@ def test_a_hanging_cluster_is_given_up_on(tmp_path: Path, monkeypatch):
         (("--launcher", "local", "--partition", "a"), "--partition needs --target or --launcher slurm"),
         (("--account", "a"), "--account needs --target or --launcher slurm"),
         (("--time", "1"), "--time needs --target or --launcher slurm"),
-        (("--launcher", "pbs"), "--launcher 'pbs' is unknown: local, slurm"),
+        (("--launcher", "pbs"), "--launcher 'pbs': expected one of local, slurm"),
         ((*SLURM[1:], "--nodes", "0"), "--nodes is 0: it must be 1 or more"),
         ((*SLURM[1:], "--ranks-per-node", "-1"), "--ranks-per-node is -1: it must be 1 or more"),
         ((*SLURM[1:], "--gpus-per-node", "0"), "--gpus-per-node is 0: it must be 1 or more"),

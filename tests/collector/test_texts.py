@@ -234,7 +234,7 @@ def test_a_damaged_parquet_is_refused(tmp_path):
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "parquet"])
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path, suffix):
     for path in (tmp_path / f"gone.{suffix}", tmp_path):
-        with pytest.raises(ConfigError, match=r"does not exist|is unknown"):
+        with pytest.raises(ConfigError, match=r"does not exist|unknown dataset"):
             find_dataset(str(path))
     path = tmp_path / f"mine.{suffix}"
     path.write_bytes(b"")

@@ -151,7 +151,7 @@ def test_a_query_keeps_what_makes_sense():
     )
     assert where == Filter(layer_index=[1], module=["fc1"])
     assert len(problems) == 5
-    assert all(len(problem) < 120 and problem.startswith("The address asks for ") for problem in problems)
+    assert all(len(problem) < 120 and problem.startswith("The URL asks for ") for problem in problems)
 
 
 @pytest.mark.parametrize(

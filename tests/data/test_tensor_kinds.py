@@ -74,7 +74,7 @@ def test_charts_by_tensor_name_have_the_colours_of_the_table() -> None:
 def test_what_a_model_does_not_have_is_refused() -> None:
     check(RunConfig(model="deepseek2_lite", tensors=("router_load",)))
     for wrong in ({"tensors": ("router_load",)}, {"tensors": ("exp_avg",), "modules": ("core",)}):
-        with pytest.raises(ConfigError, match=f"--tensors {wrong['tensors'][0]} records nothing of "):
+        with pytest.raises(ConfigError, match=f"--tensors {wrong['tensors'][0]} matches no tensor of "):
             check(RunConfig(**wrong))
 
 
@@ -94,7 +94,7 @@ class TestAdded:
     def test_a_run_is_checked_and_estimated(self) -> None:
         config = RunConfig(tensors=("raw_scores",), scores=())
         check(config)
-        with pytest.raises(ConfigError, match="records nothing of fc1"):
+        with pytest.raises(ConfigError, match="matches no tensor of fc1"):
             check(replace(config, modules=("fc1",)))
         assert planned(config) == planned(replace(config, tensors=("attention_scores",)))
 

@@ -47,7 +47,7 @@ def test_quantizers(call, args, kwargs, error, words):
 
 
 def test_backend():
-    with pytest.raises(ValueError, match="'jax' is unknown: auto, triton, torch"):
+    with pytest.raises(ValueError, match="unknown backend 'jax': expected one of auto, triton, torch"):
         fake_quantize(X, "mxfp8", backend="jax")
 
 
@@ -58,7 +58,7 @@ def test_errors_come_before_work_on_empty_tensors():
 
 def test_formats_lookup():
     assert "mxfp8_e4m3" in FORMATS and FORMATS["mxfp8_e4m3"] is FORMATS["mxfp8"] and "x" not in FORMATS
-    with pytest.raises(UnknownFormatError, match="'x' is unknown: bf16, "):
+    with pytest.raises(UnknownFormatError, match="unknown format 'x': expected one of bf16, "):
         FORMATS["x"]
     assert FORMATS.get("x") is None
 

@@ -9,9 +9,9 @@ from binade.data.catalog import Catalog
 from binade.data.filter import FIELDS
 from tests.app.test_injection import PAYLOADS, check, check_pictures, make_hostile
 from tests.app.test_pins import CASES
-from tests.siege.addresses import WORDS
 from tests.siege.attack import Attempt, attack, check_sentence
 from tests.siege.files import show
+from tests.siege.urls import WORDS
 
 
 @attack("Its texts are text in every chart and its page is drawn, or it is refused in a sentence", tries=200, share=2.0)

@@ -19,7 +19,7 @@ from binade.data.catalog import Catalog
 from binade.data.events import read_events
 from binade.data.runs import RunWriter, boot, list_runs
 from tests.conftest import start_python, until
-from tests.siege import addresses, files
+from tests.siege import files, urls
 from tests.siege.attack import ATTACKS, Attempt
 
 pytestmark = pytest.mark.slow
@@ -131,4 +131,4 @@ def test_a_siege_that_is_stopped_leaves_nothing(tmp_path):
     assert siege.returncode == 130 and not ours("TMPDIR") and list(tmp_path.iterdir()) == []
 
 
-assert addresses  # registers its attacks
+assert urls  # registers its attacks

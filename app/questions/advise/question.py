@@ -39,7 +39,7 @@ CONTROLS = (
     ),
     Control(
         name="by", label="Granularity", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
-        help="What formats are chosen for. The two operands and the three GEMMs of each may still differ",
+        help="What shares one choice. Its GEMMs and their operands can still get different formats",
     ),
     Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
 )  # fmt: skip
@@ -48,7 +48,7 @@ OPERANDS = {
     "gemm": Column("GEMM", width=80),
     "spec": Column("Format", width=220),
     "width": Column("Bits per value", "%.2f", 105),
-    "change": Column("Predicted (nats)", "%+.1e", 120, help="Predicted change of the loss; forward operands only"),
+    "change": Column("Predicted (nats)", "%+.1e", 120, help="Predicted change in the loss; forward operands only"),
     "saved": Column(
         "Saved", "%.1e", 90,
         help="How much the loss, or the noise ‖e‖² / ‖x‖² of a backward operand, would grow in the narrowest format",
@@ -126,7 +126,7 @@ def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
     """Whether an advised recipe did better than the best single format of at most as many bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
-        return f"{advised['recipe']} was trained, but no single format of at most as many bits was."
+        return f"{advised['recipe']} was trained, but no single format with no more bits was."
     other = others.iloc[0]
     gaps = f"{advised['gap']:+.4f}, {other['recipe']} with {other['gap']:+.4f}"
     text = f"{advised['recipe']} was trained with a mean gap of {gaps}: "
@@ -140,7 +140,7 @@ ADVISE = Question(
     text="Which format for which operand?",
     title="Advise",
     icon=":material/tune:",
-    help="The least predicted loss under a budget of bits, as a recipe to train",
+    help="The smallest predicted loss change within a bit budget, as a recipe to train",
     page="advise",
     draw=draw,
     of_runs=True,

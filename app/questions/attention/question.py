@@ -48,7 +48,7 @@ class Maps:
         name = next(iter(self.heads))
         place, note = self.rows[name], self.heads[name].note
         known = ("layer", place["layer_index"]), ("iteration", place["iteration"]), ("run", place["recipe"])
-        words = ", ".join(f"{word} {value}" for word, value in known if not pd.isna(value)) or "of an unknown place"
+        words = ", ".join(f"{word} {value}" for word, value in known if not pd.isna(value)) or "layer unknown"
         return f"{words} · {note}" if note else words
 
     def source(self, name: str) -> str:
@@ -121,7 +121,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
             f"In {selected.spec}, head {worst['head']:.0f} loses the most: {worst['flush_to_zero']:.2%} of its "
-            f"nonzero probabilities flush, holding {worst['mass']:.2%} of the probability. "
+            f"nonzero probabilities are flushed, with {worst['mass']:.2%} of the probability mass. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
         first = maps.source("attention_probs")
@@ -150,7 +150,7 @@ def head_map(maps: Maps, name: str, head: int, sequence: int) -> Figure:
     size = (maps.shape[3], int(maps.rows[name]["shape"][2]))
     subtitle = f"sequence {sequence} · queries down, keys across"
     chart = charts.head_map(values, size, title, subtitle, name == "attention_probs")
-    caption = f"{maps.source(name)}\nHead {head}, sequence {sequence}; grey: zero or masked."
+    caption = f"{maps.source(name)}\nHead {head}, sequence {sequence}; gray: zero or masked."
     return Figure("head_map", chart, grid(values), caption, height=360, group="maps")
 
 

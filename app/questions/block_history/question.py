@@ -18,7 +18,7 @@ from binade.app.report.section import ReportSelection, Section
 from binade.quant.block_histograms import BLOCK_MEASURES
 
 TITLES = {"sqnr_db": "SQNR", "scale_exponent": "Scale exponent", "crest_db": "Crest factor"}
-QUANTITY = Control(name="of_blocks", label="Of each block", param=One(tuple(TITLES)), titles=TITLES)
+QUANTITY = Control(name="of_blocks", label="Block statistic", param=One(tuple(TITLES)), titles=TITLES)
 
 
 def draw(board: Board, values: dict[str, Any]) -> Drawn:

@@ -58,7 +58,7 @@ def block_values(
 ) -> alt.LayerChart | alt.FacetChart:
     """Chart of compute.block_values: each value (ring), its rounded value (dot), and the line between them."""
     tooltip = [
-        alt.Tooltip("index:Q", title="place in the block"),
+        alt.Tooltip("index:Q", title="position in the block"),
         alt.Tooltip("value:Q", title="value", format=".5~g"),
         alt.Tooltip("dequantized:Q", title="rounded to", format=".5~g"),
         alt.Tooltip("error:Q", title="error", format=".3~g"),
@@ -66,7 +66,10 @@ def block_values(
     ]
     base = alt.Chart(table).encode(
         x=alt.X(
-            "index:Q", title="place in the block", axis=alt.Axis(tickMinStep=1), scale=alt.Scale(nice=False, padding=12)
+            "index:Q",
+            title="position in the block",
+            axis=alt.Axis(tickMinStep=1),
+            scale=alt.Scale(nice=False, padding=12),
         ),
         tooltip=tooltip,
     )

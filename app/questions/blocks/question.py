@@ -108,7 +108,7 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
     what = f"{len(table):,} blocks of {size}" + (f" · {found.subject.note}" if found.subject.note else "")
     cells = compute.block_grid(table[metric].to_numpy(), per_line, "min" if metric == "sqnr_db" else "max")
     chart = charts.block_map(cells, metric, len(table) // per_line, per_line, what)
-    note = "Bright is bad. A cell of several blocks shows the worst of them. Grey: not scored."
+    note = "Brighter cells are worse. A cell of several blocks shows the worst of them. Gray: not scored."
     figures = [Figure("block_map", chart, grid(cells), found.caption, note=note, height=380, group="blocks")]
     exponents, problems = compute.scale_histogram(table), []
     if selected.spec.run(1) is not None:
@@ -116,7 +116,7 @@ def overall(selected: SelectedTensor, found: Blocks, metric: str) -> Drawn:
         scales = charts.scale_exponents(exponents, selected.spec, spread)
         figures.append(Figure("scales", scales, exponents, found.caption, height=380, group="blocks"))
     else:
-        problems.append(f"{selected.spec} has no block scales: the blocks are runs of {size} values.")
+        problems.append(f"{selected.spec} has no block scales: the blocks are {size} consecutive values.")
     return Drawn(tuple(figures), _verdict(selected, table, size), tuple(problems))
 
 

@@ -37,7 +37,7 @@ def codes(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) -> alt.Cha
     few = len(shown) <= 32
     shown["bits"] = [f"{code:0{width}b}" for code in shown["code"]]
     tooltip = [
-        alt.Tooltip("text:N", title="value (over the scale)"),
+        alt.Tooltip("text:N", title="value ÷ scale"),
         alt.Tooltip("bits:N", title="code"),
         alt.Tooltip("count:Q", title="values", format=","),
         alt.Tooltip("share:Q", title="share of values", format=".3~p"),

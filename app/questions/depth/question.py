@@ -26,7 +26,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
         charts.depth(table, measure, board.title(" by layer and tensor"), board.POOLED),
         table,
         board.caption(f"{len(table):,} cells of layer and tensor"),
-        note=f"{board.definition} Bright is bad.",
+        note=f"{board.definition} Brighter cells are worse.",
         hint="Click a cell to open its worst tensor.",
         height=charts.depth_height(table),
         choose="tensor_id",

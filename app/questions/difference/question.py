@@ -108,7 +108,7 @@ def draw(
 
 def _verdict(found: Difference, table: pd.DataFrame, limit: float | None, first: int | None) -> str:
     how = f"{int((table['by'] == 'values').sum()):,} were compared by values"
-    beyond = "in any bit" if limit is None else f"by more than {limit:.3g}"
+    beyond = "in at least one bit" if limit is None else f"by more than {limit:.3g}"
     if first is None:
         return f"None of {len(table):,} tensors differs {beyond}; {how}."
     row = found.rows[first]
@@ -125,14 +125,14 @@ def _missing(found: Difference) -> Iterable[str]:
         ("were not compared", found.incomplete),
     ):  # fmt: skip
         if places:
-            yield f"Tensors that {what}: {len(places):,}, the first is {places[0]}."
+            yield f"Tensors that {what}: {len(places):,}. First: {places[0]}."
 
 
 DIFFERENCE = Question(
     text="Where do two implementations differ?",
     title="Difference",
     icon=":material/difference:",
-    help="The first tensor in which two runs differ: of two machines, back ends or parallel layouts",
+    help="The first tensor in which two runs differ, for example on two machines or with two backends",
     page="difference",
     draw=draw,
     controls=CONTROLS,

@@ -27,7 +27,7 @@ def draw(board: Board, values: dict[str, Any]) -> Drawn:
     worst = table[table["operation"] == "backward"].head(1)
     words = f"{measure.label}: {', '.join(parts)}."
     if not worst.empty:
-        words += f" Worst going backward: {worst['row'].iloc[0]} ({measure.quantity(worst['value'].iloc[0])})."
+        words += f" Worst in the backward pass: {worst['row'].iloc[0]} ({measure.quantity(worst['value'].iloc[0])})."
     figures: list[Figure] = []
     problems = []
     for operation in ("forward", "backward"):
@@ -67,7 +67,7 @@ DIRECTIONS = Question(
     text="Which gradients flush to zero?",
     title="Directions",
     icon=":material/swap_horiz:",
-    help="Forward against backward, side by side",
+    help="The forward and backward passes, side by side",
     page="worst",
     view="directions",
     draw=draw,

@@ -216,7 +216,7 @@ def _how(found: list[Distribution]) -> str:
 
 def _law_note(found: list[Distribution], law: str) -> str:
     """How to read a Q-Q plot, and the fitted law if there is one group."""
-    reading = "On the dashed line values follow the law; above it at the right, the tail is heavier."
+    reading = "On the dashed line, values follow the fitted distribution; above it on the right, the tail is heavier."
     if len(found) != 1 or not (fitted := fit(found[0], law)):
         return reading
     return f"{reading} Fitted: {fitted.text}; Kolmogorov–Smirnov distance {distance_to(found[0], fitted):.3f}."

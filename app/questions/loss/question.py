@@ -1,4 +1,4 @@
-"""What does rounding cost in loss? The predicted change of the loss by operand, and its SQNR."""
+"""How much does rounding raise the loss? The predicted change in the loss by operand, and its SQNR."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _verdict(found: compute.Costs, fmt: str) -> str:
         lines.append("The ranking comes from one micro-batch and holds only for its tokens: record several.")
     elif found.reliability < RELIABLE:
         lines.append(
-            f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f} only: record more tokens before "
-            "you act on the ranking."
+            f"Two halves of the micro-batches agree only with ρ = {found.reliability:.2f}: record more tokens before "
+            "you rely on the ranking."
         )
     else:
         lines.append(f"Two halves of the micro-batches agree with ρ = {found.reliability:.2f}.")
@@ -112,10 +112,10 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 LOSS = Question(
-    text="What does rounding cost in loss?",
+    text="How much does rounding raise the loss?",
     title="Loss",
     icon=":material/trending_down:",
-    help="Predicted change of the loss by operand, and its SQNR",
+    help="Predicted change in the loss by operand, and its SQNR",
     page="worst",
     view="loss",
     ignores=frozenset(("metric",)),

@@ -134,7 +134,7 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
 def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     places = _places(weights)
     edge = places["at_bin_edge"].mean()
-    at_edge = f"{edge:.1%} of the sampled weights lie at the edge of their bin" if pd.notna(edge) else ""
+    at_edge = f"{edge:.1%} of the weights lie at the edge of their bin" if pd.notna(edge) else ""
     if places["oscillating"].isna().all():
         return f"{at_edge}." if at_edge else ""
     first = places.iloc[0]

@@ -77,8 +77,8 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
         return Drawn(problems=("No Q–Q plot: all values are equal.",))
     closest = table.iloc[0]
     verdict = (
-        f"Closest of the four laws: {TITLES[closest['law']]}, Kolmogorov–Smirnov distance {closest['ks']:.3f}. "
-        f"Kurtosis {selected.row['kurtosis']:.3g}, 3 for a normal."
+        f"Best fit of four distributions: {TITLES[closest['law']]}, Kolmogorov–Smirnov distance {closest['ks']:.3f}. "
+        f"Kurtosis {selected.row['kurtosis']:.3g}, 3 for a normal distribution."
     )
     fitted = laws.fit(own, law)
     note = f"Fitted {TITLES[law]}: {fitted.text if fitted else 'none'}."
@@ -87,7 +87,7 @@ def _against_law(selected: SelectedTensor, own: Distribution, law: str, precisio
     caption = f"{selected.source(precision)}\nQuantiles against a {TITLES[law]}. {note}"
     chart = distribution_charts.qq(points, f"{precision} · {own.total:,} values · {selected.label}", "tensor", law=law)
     figure = Figure("qq", chart, points, caption, note=note, height=420, group="law", width=3)
-    title = "**How close each law comes**"
+    title = "**Fit of each distribution**"
     note = "KS: the largest difference between the two cumulative distributions; 0: identical, 1: no overlap."
     return Drawn((figure, Table("laws", table, COLUMNS, title, note, group="law", width=2)), verdict)
 
@@ -145,9 +145,9 @@ def _sketch(d: Distribution) -> sketch.Sketch:
 
 NORMALITY = Question(
     text="Are the values Gaussian?",
-    title="Is it normal",
+    title="Normality",
     icon=":material/show_chart:",
-    help="Q–Q plots against laws, other tensors and selections",
+    help="Q–Q plots against theoretical distributions, other tensors and selections",
     page="tensor",
     view="law",
     draw=draw,

@@ -74,7 +74,7 @@ def _verdict(table: pd.DataFrame) -> str:
     )
     if mean.low <= 0:
         return f"{text} For training, these runs do not show that the prediction holds: do not rely on it."
-    return f"{text} One seed each: repeat with others." if table["seeds"].max() == 1 else text
+    return f"{text} Each recipe has only one seed; repeat with more seeds." if table["seeds"].max() == 1 else text
 
 
 PREDICTIONS = Question(

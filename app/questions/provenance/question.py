@@ -91,7 +91,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     for name in ("absmax", "sqnr_db"):
         measure = MEASURES[name]
         if len(table) and table[name].abs().lt(float("inf")).groupby(table["iteration"]).any().sum() > 1:
-            title, subtitle = f"{measure.label} in the steps before", f"{of} · up to iteration {iteration}"
+            title, subtitle = f"{measure.label} in the preceding steps", f"{of} · up to iteration {iteration}"
             chart = charts.before(table, measure, iteration, title, subtitle)
             caption = f"Data: {run}, tensors of {of}.\n{measure.label}: {measure.definition}."
             height = 320 + style.legend_height(sorted(set(table["tensor_name"])))

@@ -45,7 +45,7 @@ NOTE = (
     "Runs are compared with the bf16 run of the same model, data, seed and warm-up, iteration by iteration. "
     "Of the filter, only run, recipe, model, size and dataset apply."
 )
-VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ladder"}
+VIEWS = {"cost": "Loss", "gradients": "Gradients", "ladder": "Ablation"}
 NO_ABLATION = "No ablation is among these runs: queue one with binade ablate te_nvfp4 --train-iters 50 --seeds 3."
 NO_GAP = "No run of this ablation has an iteration in common with a bf16 run of its seed yet."
 NAMED = 4  # parts in the answer
@@ -95,8 +95,10 @@ RUNGS = {
     "verdict": Column("Verdict", width=220, help=SEPARATED),
     "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),
     "gradient_bias": Column("Gradient bias", "%.3g", 105, help=MEASURES["gradient_bias"].definition),
-    "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="Of the recorded operands’ summed powers"),
-    "backward_sqnr_db": Column("SQNR gradients (dB)", "%.2f", 150, help="Of those of the gradients entering dgrad"),
+    "forward_sqnr_db": Column("SQNR forward (dB)", "%.2f", 140, help="From the summed powers of the recorded operands"),
+    "backward_sqnr_db": Column(
+        "SQNR gradients (dB)", "%.2f", 150, help="From the summed powers of the gradients that enter dgrad"
+    ),
     "recipe": Column("Recipe", width=280),
 }
 
@@ -204,7 +206,7 @@ def _with_scale(together: pd.DataFrame, runs: pd.DataFrame) -> str:
     """What the gradients of the hifp8_scaled run show, if there is one."""
     scaled = together[together["group"].isin(runs.loc[runs["recipe"] == "hifp8_scaled", "label"])]
     if scaled.empty:
-        return "collect recipe hifp8_scaled to see it with one"
+        return "to see it with one, collect the recipe hifp8_scaled"
     return f"with one, hifp8_scaled has a mean cosine of {scaled['cosine'].mean():.3f}"
 
 
@@ -219,19 +221,19 @@ def _answer(costs: pd.DataFrame, base: str) -> str:
         named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
         rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
         return (
-            f"Rounded alone, {alone['only'].iloc[0]} costs the most loss: {', '.join(named)}{rest} "
+            f"Rounded alone, {alone['only'].iloc[0]} raises the loss most: {', '.join(named)}{rest} "
             f"(nats per token, mean gap to bf16{several})."
         )
     first = costs.iloc[0]
     advice = "To compare the parts, collect FA_… and linear_… recipes."
-    return f"{first['label']} costs the most loss: {first['gap']:+.4f} nats per token. {advice}"
+    return f"{first['label']} raises the loss most: {first['gap']:+.4f} nats per token. {advice}"
 
 
 def _noise(costs: pd.DataFrame) -> str:
     iterations = int(costs["iterations"].max())
     return (
-        f"Over {iterations} iteration{'s' * (iterations != 1)}: gaps of a few thousandths of a nat come and go with "
-        "the rounding of a single run. Train more iterations (`--train-iters`)."
+        f"Over {iterations} iteration{'s' * (iterations != 1)}: gaps of a few thousandths of a nat can be due to "
+        "chance. Train more iterations (`--train-iters`)."
     )
 
 
@@ -349,10 +351,10 @@ def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
     """A sentence for everything that the ladder lacks."""
     found = []
     if alone := sorted(set(runs.loc[runs["gap"].isna(), "seed"])):
-        found.append(f"No bf16 run of seed {', '.join(alone)} saw the same data: its runs have no gap.")
+        found.append(f"Without a bf16 run on the same data, runs with seed {', '.join(alone)} have no gap.")
     number = rungs.loc[rungs["recipe"] != BF16, "seeds"]
     if fewer := [f"{row.rung} {row.seeds}" for row in rungs[1:].itertuples() if row.seeds < number.max()]:
-        found.append(f"Not every rung has {number.max()} seeds: {', '.join(fewer)}.")
+        found.append(f"Not every step has {number.max()} seeds: {', '.join(fewer)}.")
     return found
 
 
@@ -463,10 +465,10 @@ def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladd
 
 
 RECIPES = Question(
-    text="Which part costs the most loss?",
+    text="Which part raises the loss most?",
     title="Recipes",
     icon=":material/balance:",
-    help="QK, PV or the linears: each recipe’s loss and gradients against bf16’s, and its ablation",
+    help="QK, PV or linear layers: the loss and gradients of each recipe compared with bf16, and its ablation",
     page="recipes",
     draw=draw,
     of_runs=True,

@@ -29,7 +29,7 @@ COLUMNS = {
     "gemm": Column("GEMM", width=90),
     "result_db": Column("SQNR of the result", "%.1f"),
     "operands_db": Column("Predicted from the operands", "%.1f"),
-    "gain_db": Column("Difference", "%+.1f", help="Above 0: errors cancel in the sum more than values do"),
+    "gain_db": Column("Difference", "%+.1f", help="Above 0: the result has less error than predicted"),
     "results": Column("Results", "localized", 90),
 }
 
@@ -53,7 +53,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations of the filter together"),
         table,
         words,
-        note="Bright is bad.",
+        note="Brighter cells are worse.",
         hint="Click a cell to open its result.",
         height=depth_charts.depth_height(cells),
         choose="tensor_id",
@@ -84,7 +84,7 @@ def _verdict(by_gemm: pd.DataFrame, table: pd.DataFrame) -> str:
     if near:
         text += f" The operands’ errors, added up, predict {' and '.join(near)} results within 1 dB"
         return f"{text}; {', '.join(far)} than predicted." if far else f"{text}."
-    return f"{text} Against the operands’ errors, added up, {', '.join(far)}." if far else text
+    return f"{text} Compared with the sum of the operands’ errors, {', '.join(far)}." if far else text
 
 
 RESULTS = Question(

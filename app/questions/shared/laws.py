@@ -63,7 +63,7 @@ class Fit:
 def fit(d: Distribution, law: str) -> Fit | None:
     """The law fitted to a distribution; None if it has no spread. Raises ValueError for an unknown law."""
     if law not in LAWS:
-        raise ValueError(f"law {law!r} is unknown: {', '.join(LAWS)}")
+        raise ValueError(f"unknown distribution {law!r}: expected one of {', '.join(LAWS)}")
     if not d.total or not d.std > 0:
         return None
     if law == "normal":

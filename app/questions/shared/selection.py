@@ -53,7 +53,7 @@ class Board(Selection):
             if measure.key == boards.LOSS_CHANGE:
                 pooled = "their sum"
             else:
-                pooled = "of the summed powers" if measure.low_is_bad else "of all elements concerned"
+                pooled = "of the summed powers" if measure.low_is_bad else "of all their elements"
             return f"{measure.label} in {self.format}: {measure.definition}; several tensors together: {pooled}."
         return f"{measure.label}: {measure.definition}; the largest of the tensors that are combined."
 
@@ -73,7 +73,7 @@ class Board(Selection):
         if self.measure.key == boards.LOSS_CHANGE and self.format:
             return Drawn(
                 problems=(
-                    f"No gradient was recorded of the selected operands that are scored in {self.format}: record a "
+                    f"No gradient was recorded for the selected operands that are scored in {self.format}: record a "
                     f"run with a backward pass and with “loss” under Also measured (--measures loss).",
                 )
             )

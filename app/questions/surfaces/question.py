@@ -32,7 +32,7 @@ KIND = Control(
 )
 SPEC = Control(
     name="spec", label="Format", param=lambda opened: One((IN_FORCE, *opened.scored_formats())), widget="list",
-    row="what", titles={IN_FORCE: "the format in force"},
+    row="what", titles={IN_FORCE: "the active format"},
 )  # fmt: skip
 RUN = Control(
     name="run", label="Run", param=lambda opened: One(tuple(compute.followed(opened))), widget="list", row="runs"
@@ -116,7 +116,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
         answer = _compared(change, measure, labels[against])
     else:
         chart = charts.surface(change, measure, events, title, subtitle)
-        note = f"{measure.label}: {measure.definition}. Bright is bad."
+        note = f"{measure.label}: {measure.definition}. Brighter cells are worse."
         answer = _worst(change, measure)
     if len(events):
         note += " Dashed: triggers, NaN or Inf, changes of precision."
@@ -159,7 +159,7 @@ SURFACES = Question(
     text="Where does it go wrong?",
     title="Surfaces",
     icon=":material/landscape:",
-    help="Any statistic of one kind of tensor by layer and iteration, of one run or the difference between two",
+    help="Any statistic of one kind of tensor by layer and iteration, for one run or the difference between two runs",
     page="surfaces",
     controls=(METRIC, KIND, SPEC, RUN, AGAINST),
     narrow=_controls,

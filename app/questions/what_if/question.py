@@ -33,8 +33,8 @@ RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) >
 VALUES = {
     "scale": ("Scale", tuple(map(str, RULES))),
     "block": ("Block", ("8", "16", "32", "64", "128", "16x16", "32x32", "128x128", "row", "tensor")),
-    "error": ("4over6 by", ("mse", "mae")),
-    "bound": ("4over6 up to", ("256", "448")),
+    "error": ("4over6: error", ("mse", "mae")),
+    "bound": ("4over6: largest", ("256", "448")),
     "rounding": ("Rounding", tuple(map(str, Rounding))),
     "overflow": ("Overflow", tuple(map(str, Overflow))),
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
@@ -72,7 +72,7 @@ COLUMNS = {
     "saturated": Column(),
     "codes_used": Column("Codes used", width=95, text=lambda row: f"{row['codes_used']:,} of {row['codes_total']:,}"),
     "code_entropy_bits": Column("Entropy (bits)", "%.2f", 104),
-    "element_bits": Column("Of (bits)", width=72),
+    "element_bits": Column("Code bits", width=82),
     "scales": Column(
         "log₂ scales", width=95, help="Smallest to largest block scale; all-zero blocks left out",
         text=lambda row: _range(row["scale_exponent_min"], row["scale_exponent_max"]),
@@ -119,7 +119,7 @@ def plan(selected: SelectedTensor, values: dict[str, Any]) -> Plan:
     trials = [compute.trial(name, **options) for name in formats]
     for name, (title, _) in VALUES.items():
         if without := [one.spec.format.name for one in trials if name in one.ignored]:
-            said.append(f"{title} as chosen does not apply to {', '.join(without)}: at its default there.")
+            said.append(f"{title} does not apply to {', '.join(without)}: their defaults are used.")
     if biased := [one.label for one in trials if one.spec.biased]:
         said.append(
             f"Stochastic rounding is biased in {', '.join(biased)}: it clips. Scales rceil and 16over17 do not."
@@ -176,7 +176,7 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     best = table.iloc[int(table["sqnr_db"].fillna(-1e9).argmax())]
     sqnr, flushed = (style.MEASURES[name].quantity(best[name]) for name in ("sqnr_db", "flush_to_zero"))
     verdict = (
-        f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits a value "
+        f"Best of these by SQNR: {best['label']}, {sqnr}, at {best['bits_per_value']:g} bits per value "
         f"({flushed} flushed)."
     )
     sampled = selected.x.numel() > made.limit if len(made.ids) == 1 else True
@@ -187,7 +187,9 @@ def results(selected: SelectedTensor, made: Plan, tried: Tried) -> Drawn:
     definitions = " ".join(
         f"{METRICS[name].label}: {METRICS[name].definition}." for name, *_ in format_charts.ERROR_PANELS
     )
-    caption = f"{what}\n{definitions} With a rotation, flush, saturation and codes are of the rotated values."
+    caption = (
+        f"{what}\n{definitions} With a rotation, flushed and saturated shares and codes refer to the rotated values."
+    )
     height = format_charts.format_height(table)
     said = (*made.said, f"Of {how}.") if sampled else made.said
     items: list[Item] = [Text(text) for text in said]

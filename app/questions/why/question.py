@@ -102,7 +102,7 @@ def tokens(selected: SelectedTensor) -> Figure | None:
     cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
     taken = f"each cell the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "each cell a value"
     chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
-    caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); grey: zero or not finite."
+    caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
     note = "Bright columns are outlier channels."
     return Figure("tokens", chart, grid(values), caption, note=note, height=330, group="axes")
 

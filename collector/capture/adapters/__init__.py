@@ -111,7 +111,7 @@ def survey(
             if left.setdefault(each.module, "LM head, unless head=True") != EXCLUDED:
                 heads.setdefault(each.module, each)
         elif is_instrumented(each.module):
-            raise InstrumentError(f"{each.name or 'the model'} is already instrumented: leave that `with` block first")
+            raise InstrumentError(f"{each.name or 'the model'} is already instrumented: exit that `with` block first")
         elif each.module not in left:
             layers.setdefault((each.module, each.part), each)
     return Found(distinct(list(layers.values())), left, refused, unseen, tuple(heads.values()), watched=not ours)

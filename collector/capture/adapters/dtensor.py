@@ -56,7 +56,7 @@ def linear_on_parts(name: str, product: Callable[..., Tensor], x: Any, weight: A
             places.append((last, Split(1), whole, last, Split(1), whole, part))
         elif of_weight != whole:
             raise InstrumentError(
-                f"{name} has a weight placed as {of_weight}: whole, Shard(0) or Shard(1) was expected"
+                f"{name} has a weight placed as {of_weight}: expected Replicate(), Shard(0) or Shard(1)"
             )
         elif of_x.is_shard() and of_x != last:
             places.append((of_x, whole, whole, of_x, part, part, of_x))
@@ -97,8 +97,8 @@ def core_on_parts(name: str, product: Callable[..., Tensor], query: Any, key: An
     inner = query.dim() - 2
     if places.count(places[0]) < 3 or any(p.is_partial() or (p.is_shard() and p.dim >= inner) for p in places[0]):
         raise InstrumentError(
-            f"{name or 'the model'} attends to DTensors placed as {places}: the same placement for all, by batch or "
-            "heads, was expected"
+            f"{name or 'the model'} attends to DTensors placed as {places}: expected the same placement for all, by "
+            "batch or heads"
         )
     attended: Tensor = local_map(product, out_placements=list(places[0]))(query, key, value)
     return attended
@@ -133,7 +133,7 @@ def _division(module: Any) -> tuple[Group, int | None]:
     divided = [(at, place.dim) for at, place in enumerate(module.weight.placements) if place.is_shard()]
     if len(divided) > 1:
         raise InstrumentError(
-            f"a weight is divided along two mesh axes, as {module.weight.placements}: one was expected"
+            f"a weight is sharded along two mesh dimensions, as {module.weight.placements}: expected one"
         )
     return next(((Group(module.weight.device_mesh.get_group(at)), dim) for at, dim in divided), (Group(), None))
 

@@ -31,7 +31,9 @@ from binade.collector.models.site import Site, site
 from binade.data.segment import Shard
 from binade.quant.gemm import Observed, Tap
 
-KERNELS = "can only be watched, since Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
+KERNELS = (
+    "can only be recorded, because Transformer Engine has its own kernels: use the recipe bf16, and TE's own recipes"
+)
 AXES = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}  # of attention's layouts, as [b, h, s, d]
 COMPUTED_AGAIN: dict[str, tuple[object, ...]] = {  # by the name of what the module or its caller sets
     "qkv_format": tuple(AXES),
@@ -207,8 +209,8 @@ def _attend(name: str, module: Any, forward: Callable[..., Any], bound: Any, qk:
         other.append("context parallelism")
     if other:
         raise InstrumentError(
-            f"{name or 'the model'} attends with {', '.join(other)}, which cannot be recomputed: sbhd or bshd, causal "
-            f"or no_mask, and a plain softmax over whole sequences were expected. Leave it out with exclude=[{name!r}]"
+            f"{name or 'the model'} attends with {', '.join(other)}, which cannot be recomputed: expected sbhd or "
+            f"bshd, causal or no_mask, and a plain softmax over whole sequences. Leave it out with exclude=[{name!r}]"
         )
     layout, mask = options["qkv_format"], options["attn_mask_type"]
     axes = AXES[layout]

@@ -119,11 +119,11 @@ class TestRecorder:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"scores": ("nope",)}, "format 'nope' is unknown"),
-            ({"tensors": ("query", "inputt")}, "tensor 'inputt' is unknown: input, weight, "),
+            ({"scores": ("nope",)}, "unknown format 'nope'"),
+            ({"tensors": ("query", "inputt")}, "unknown tensor 'inputt': expected one of input, weight, "),
             ({"tensors": "input"}, r"tensors='input' is a single string: .* such as tensors=\('input',\)"),
             ({"scores": "mxfp8"}, "scores='mxfp8' is a single string"),
-            ({"config": {"size": 224}}, "config has size 224: a string was expected"),
+            ({"config": {"size": 224}}, "config has size 224: expected a string"),
             ({"config": {"model": {"name": "x"}}}, "config has model {'name': 'x'}"),
         ],
         ids=["score", "tensor", "tensors", "scores", "size", "model"],

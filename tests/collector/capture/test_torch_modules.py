@@ -440,7 +440,7 @@ class TestRefusals:
         model = build()
         with instrument(model, "mxfp8", backend="torch"):
             inside = loss(model, 0)
-            with pytest.raises(InstrumentError, match="is already instrumented: leave that `with` block first"):
+            with pytest.raises(InstrumentError, match="is already instrumented: exit that `with` block first"):
                 instrument(model, "mxfp4", backend="torch").__enter__()
             assert torch.equal(loss(model, 0), inside)
 

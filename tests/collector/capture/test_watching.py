@@ -99,7 +99,7 @@ def test_the_budgets_hold(tmp_path):
     assert [event.iteration for event in events if event.kind == EventKind.TRIGGER] == [0, 2, 4, 6]
     # The second capture was asked for before the first was on the disk.
     assert sum(event.kind == EventKind.CAPTURE for event in events) == 2
-    assert "filled their budget" in events[-1].text
+    assert "capture budget is used up" in events[-1].text
     assert sum(each["kept"] > 0 for each in found.values()) == 2
     trigger = {"trigger": ("loss > 1 for 5",), "ring": 3, "capture_steps": 0}
     assert list(trained(tmp_path / "ring", 6, **trigger)[1]) == [1, 2, 3, 4]

@@ -150,7 +150,7 @@ def test_wrong_input_in_a_process_of_its_own(tmp_path):
     done = run_collector("run", "--dataset", "wikipdia", root=tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     allowed = "wikipedia, dolma, python-docs, or a path to .bin/.idx, .jsonl, .jsonl.gz or .parquet"
-    assert done.stderr == f"binade: dataset 'wikipdia' is unknown: {allowed}\n"
+    assert done.stderr == f"binade: unknown dataset 'wikipdia': expected {allowed}\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -347,14 +347,14 @@ def test_lines_of_the_megatron_fork_work_or_name_the_new_one(old, new):
 
 def test_help_tells_old_spellings_and_precedence(command, capsys):
     assert command("--help") == 0
-    assert "--mode [single|collect|batch|quick|visualize|both] Old spelling of" in " ".join(
+    assert "--mode [single|collect|batch|quick|visualize|both] Deprecated: use the commands below" in " ".join(
         capsys.readouterr().out.split()
     )
     for name in ("run", "batch", "quick"):
         assert command(name, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
-        assert "--quant-type" in text and "Old spelling of --quantization" in text
-        assert "--save-tensors Old spelling of the default" in text
+        assert "--quant-type" in text and "Old name of --quantization" in text
+        assert "--save-tensors Accepted for compatibility" in text
         assert "recipe < part (linear, qk, pv, router) < GEMM (forward, dgrad, wgrad) < operand" in text
 
 

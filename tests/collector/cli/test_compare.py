@@ -259,8 +259,8 @@ def check_shown(shown: list[list[list[str]]], by_recipe: dict[str, dict[str, str
             assert float(cell) == pytest.approx(float(row[f"gradient_{title}"]), rel=5.1e-3, abs=0.5001e-4)
         expected = {
             "loss": "loss_nats",
-            "loss there": "loss_at_common_iteration_nats",
-            "bf16 there": "bf16_loss_at_common_iteration_nats",
+            "loss (common)": "loss_at_common_iteration_nats",
+            "bf16 (common)": "bf16_loss_at_common_iteration_nats",
             "gap": "gap_at_common_iteration_nats",
             "mean gap": "gap_mean_nats",
             "sd": "gap_deviation_nats",
@@ -349,7 +349,7 @@ class TestGap:
         made("bf16", [], FAILED)
         comparison = compared()
         assert comparison.sections[0].reference is None and MEAN not in only(comparison)["mxfp8"].figures
-        assert "No bf16 run of these settings finished an iteration" in render(comparison, "text")
+        assert "No bf16 run with these settings finished an iteration" in render(comparison, "text")
 
     def test_a_bf16_run_that_is_not_done_serves_when_there_is_no_other(self, made, compared):
         made("bf16", [5.0, 4.0], CRASHED)
@@ -457,7 +457,7 @@ class TestSeeds:
         text = render(compared(), "text")
         assert all("higher" not in line and "lower" not in line for line in text.splitlines())
         assert ablation(text)["without rounding"] == ["1", "+0.0900", "–", "–", "+0.0400", "not separated from + wgrad"]
-        assert "One seed: no gap is separated from another." in text
+        assert "With one seed, no two gaps can be separated." in text
 
     def test_a_seed_without_bf16_has_no_gap_and_is_named(self, made, compared):
         for seed, loss in ((1, 5.5), (2, 5.25), (3, 9.0)):
@@ -469,7 +469,7 @@ class TestSeeds:
         assert rows["mxfp8"].gaps.values == (0.5, 0.25) and rows["mxfp8"].seeds == (1, 2, 3)
         assert rows["mxfp4"].gaps is None
         text = render(compared(), "text")
-        assert "No bf16 run of seed 3 finished an iteration: runs of it have no gap." in text
+        assert "No bf16 run with seed 3 finished an iteration, so runs with it have no gap." in text
         (block,) = [block for block in text.split("\n\n") if block.startswith("Mean gap to bf16 over seeds")]
         assert block.splitlines()[2].split("  ")[0] == "mxfp8" and "not separated from bf16" in block
         assert "Ablation of" not in text
@@ -480,7 +480,7 @@ class TestSeeds:
             made("mxfp8", [loss], seed=1)
         (_, row) = only(compared()).values()
         assert row.runs == 2 and row.gaps.values == (0.25,)
-        assert "2 runs; shown is the longest (of several, the newest)" in " ".join(render(compared(), "text").split())
+        assert "2 runs; the longest (of several, the newest) is shown" in " ".join(render(compared(), "text").split())
 
     def test_layers_kept_in_bf16_make_no_other_bf16(self, made, compared):
         for recipe, loss in (("bf16", 5.0), ("te_nvfp4", 5.5), ("te_nvfp4(without=tiles)", 5.25)):
@@ -501,7 +501,7 @@ class TestRows:
         assert (row.runs, row.run_id) == (3, newest.run_id)
         assert (row.figures["loss_nats"], row.figures["loss_spread_nats"]) == (3.25, 0.375)
         text = render(compared(), "text")
-        longest = f"mxfp8: 3 runs; shown is the longest (of several, the newest), {newest.run_id}."
+        longest = f"mxfp8: 3 runs; the longest (of several, the newest) is shown, {newest.run_id}."
         assert longest in " ".join(text.split())
         assert "losses differ by 0.38." in text
 
@@ -785,7 +785,7 @@ class TestCommand:
         pq.write_table(table.set_column(place, table.schema.field("format"), [["fp3"]]), file)
         assert command("compare", "--format", "csv") == 0
         out, err = capsys.readouterr()
-        assert one_line(err) and f"{run.run_id}: format 'fp3' is unknown" in err
+        assert one_line(err) and f"{run.run_id}: unknown format 'fp3'" in err
         assert read_csv(out)[0]["operand_bytes"] == "" and read_csv(out)[0]["linear_forward_sqnr_db"] != ""
 
     @pytest.mark.parametrize("kind", ["text", "csv", "markdown"])

@@ -97,7 +97,7 @@ def test_limits_are_those_of_the_declaration(name):
 @pytest.mark.parametrize("name", [name for name, each in OPTIONS.items() if each.option.allowed is not None])
 def test_choices_are_those_of_the_declaration(name):
     each = OPTIONS[name]
-    with pytest.raises(ConfigError, match=f"{each.flag} 'nope' is unknown"):
+    with pytest.raises(ConfigError, match=f"{each.flag} 'nope': expected one of"):
         check_options(replace(RunConfig(), **{name: ("nope",) if each.is_list else "nope"}))
 
 

@@ -1,4 +1,4 @@
-"""Addresses that nobody would type, and patterns that take for ever in other engines."""
+"""URLs that nobody would type, and patterns that take for ever in other engines."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _open_root(attempt: Attempt) -> Path:
 
 
 @attack("The page is drawn; nothing in a URL is executed or raises an exception", tries=2000, share=6.0)
-def addresses(attempt: Attempt) -> None:
+def urls(attempt: Attempt) -> None:
     chance = attempt.random
     page = attempt.choose(list(PAGES))
     words = [*WORDS, *(str(value) for value in VALUES if isinstance(value, str | int))]
