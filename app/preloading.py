@@ -1,4 +1,4 @@
-"""Imports the pages as soon as `binade serve` starts: this takes longer than anything else about the first page."""
+"""Imports the pages as soon as `binade serve` listens: this takes longer than anything else about the first page."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def import_pages() -> None:
 
 @dataclass(frozen=True)
 class Preloading:
-    """ASGI middleware: sessions begin when a thread that imports has ended, so that no two threads import at once.
-    Meanwhile the browser gets the files that it needs to show a page."""
+    """ASGI middleware: starts a thread that imports with the server. Sessions begin when it has ended, so that no two
+    threads import at once. Meanwhile the browser gets the files that it needs to show a page."""
 
     app: ASGIApp
     importing: Thread
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self.importing.start()
         if scope["type"] == "websocket":
             await asyncio.to_thread(self.importing.join)
         await self.app(scope, receive, send)

@@ -17,7 +17,6 @@ from binade.data.cache import give_memory_back
 access.restrict(users.reason)
 reruns.install(give_memory_back)
 importing = Thread(target=import_pages, daemon=True)
-importing.start()
 app = App(
     Path(__file__).with_name("main.py"),
     middleware=[Middleware(Guard, sharing=sharing.current), Middleware(Preloading, importing=importing)],

@@ -15,12 +15,12 @@ def test_sessions_begin_when_the_pages_are_imported():
 
     async def requests():
         served = Preloading(app, importing)
+        await served({"type": "lifespan"}, None, None)
         session = asyncio.create_task(served({"type": "websocket"}, None, None))
         await asyncio.sleep(0)  # the session is waiting
         await served({"type": "http"}, None, None)
         imported.set()
         await session
 
-    importing.start()
     asyncio.run(requests())
-    assert seen == [("http", True), ("websocket", False)]
+    assert seen == [("lifespan", True), ("http", True), ("websocket", False)]

@@ -3,9 +3,9 @@
     python -m tests.bench.bench_pages [--rounds 5] [--pause 3] [--pages overview,explore] ROOT
 
 Each round starts `binade serve` on the root and a browser with nothing in its cache. It opens the Overview --pause
-seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table has the medians of the rounds: seconds
-until the page is at rest, and CPU seconds of the server and of the browser meanwhile. "start" is from the command until
-the app answers. The root is not changed, except for its index.
+seconds after the app first answers (0 if not given), then each page twice, of which it measures the second. The table
+has the medians of the rounds: seconds until the page is at rest, and CPU seconds of the server and of the browser
+meanwhile. "start" is from the command until the app answers. The root is not changed, except for its index.
 """
 
 from __future__ import annotations
