@@ -1,6 +1,7 @@
 """The pages are imported while the browser loads its own scripts."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
 
 from binade.app.preloading import Preloading
@@ -22,5 +23,6 @@ def test_sessions_begin_when_the_pages_are_imported():
         imported.set()
         await session
 
-    asyncio.run(requests())
+    with ThreadPoolExecutor(1) as pool:  # Playwright leaves an event loop running in this thread
+        pool.submit(asyncio.run, requests()).result()
     assert seen == [("lifespan", True), ("http", True), ("websocket", False)]
