@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 
 from starlette.middleware import Middleware
 from streamlit.starlette import App
 
 from binade.app import reruns, sharing, users
 from binade.app.guard import Guard
+from binade.app.preloading import Preloading, import_pages
 from binade.data import access
 from binade.data.cache import give_memory_back
 
 access.restrict(users.reason)
 reruns.install(give_memory_back)
-app = App(Path(__file__).with_name("main.py"), middleware=[Middleware(Guard, sharing=sharing.current)])
+importing = Thread(target=import_pages, daemon=True)
+app = App(
+    Path(__file__).with_name("main.py"),
+    middleware=[Middleware(Guard, sharing=sharing.current), Middleware(Preloading, importing=importing)],
+)

@@ -29,7 +29,7 @@ from binade.data.intake import CUBES, RANKED, SUMMED, SUMS, sums, transaction
 from binade.data.remote import fetched, readable_root, refresh
 from binade.data.runs import IMPORT, RunError, is_a_file
 from binade.data.segment import ERROR_COLUMNS, TENSOR_SCHEMA, Identity, SegmentError
-from binade.data.sketches import sketches
+from binade.data.sketches import PLACED, sketches
 from binade.data.store import load
 from binade.data.tensor_kinds import TENSOR_KINDS, Product
 from binade.data.text import describe
@@ -78,6 +78,7 @@ TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", 
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors
 SOUND_RUNS = "run WHERE damage IS NULL"
+HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that only the index knows
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -324,7 +325,7 @@ class Catalog:
             if column not in TENSOR_SCHEMA.names:
                 raise CatalogError(f"there is no column {column!r}: {', '.join(TENSOR_SCHEMA.names)}")
             order_by = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
-        sql = f"SELECT * EXCLUDE (key) FROM tensor WHERE {condition} ORDER BY {order_by}"
+        sql = f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE {condition} ORDER BY {order_by}"
         if limit is not None:
             sql, parameters = f"{sql} LIMIT ?", [*parameters, limit]
         return self._frame(sql, parameters)
@@ -415,9 +416,8 @@ class Catalog:
                 cube, upto = _smallest(_cubes(cursor, "sketch"), self.narrowed(where), needed)
                 # The sketches of each group get the key of one of its tensors, which has the group's columns.
                 groups = f"PARTITION BY {', '.join(fields)}" if fields else ""
-                chosen = (
-                    f"SELECT key, min(key) OVER ({groups}) AS other FROM tensor WHERE {condition} AND key >= {upto}"
-                )
+                fresh = f"{condition} AND key >= {upto}"
+                chosen = f"SELECT {PLACED}, min(key) OVER ({groups}) AS other FROM tensor WHERE {fresh}"
                 with sketches(cursor, self.root, chosen, parameters) as sketch:
                     rows = [f"{sketch} JOIN tensor USING (key)"]
                     if cube:
@@ -759,7 +759,7 @@ class Catalog:
         first. Empty if the id is unknown. Whether the runs saw the same data follows from their configurations."""
         same = " AND ".join(f"a.{name} IS NOT DISTINCT FROM b.{name}" for name in TWIN_FIELDS)
         return self._frame(
-            f"SELECT a.* EXCLUDE (key) FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
+            f"SELECT a.* EXCLUDE ({HIDDEN}) FROM tensor a JOIN tensor b ON {same} JOIN run ON a.run_id = run.run_id"
             " WHERE b.tensor_id = ? ORDER BY run.started DESC, a.tensor_id",
             [tensor_id],
         )
@@ -797,7 +797,7 @@ class Catalog:
     def rows_of(self, tensor_ids: list[str]) -> pd.DataFrame:
         """The rows of `tensor` for these ids, in the order of the ids; unknown ids are left out."""
         return self._frame(
-            f"SELECT * EXCLUDE (key) FROM tensor WHERE {IN_LIST} ORDER BY list_position(?, tensor_id)",
+            f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE {IN_LIST} ORDER BY list_position(?, tensor_id)",
             [tensor_ids, tensor_ids],
         )
 
@@ -828,7 +828,7 @@ class Catalog:
         """The context in which a statement may read one of PUBLIC_TABLES: the sketches are not in the index."""
         if name != "sketch":
             return nullcontext()
-        return sketches(cursor, self.root, f"SELECT key, key AS other FROM tensor WHERE {condition}", parameters)
+        return sketches(cursor, self.root, f"SELECT {PLACED}, key AS other FROM tensor WHERE {condition}", parameters)
 
     def path(self, tensor_id: str) -> Path:
         """The tensor's file. Raises CatalogError if the id is unknown, its values were not kept, or the run names a
@@ -919,7 +919,7 @@ def _public(name: str, ids: str) -> str:
     if name == "run":
         return f"SELECT * EXCLUDE (damage) FROM {SOUND_RUNS}"
     if name == "tensor":
-        return "SELECT * EXCLUDE (key) FROM tensor WHERE true"
+        return f"SELECT * EXCLUDE ({HIDDEN}) FROM tensor WHERE true"
     return f"SELECT {ids}, {name}.* EXCLUDE (key) FROM {name} JOIN tensor USING (key) WHERE true"
 
 

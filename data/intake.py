@@ -29,7 +29,7 @@ from binade.data.events import check_events
 from binade.data.filter import FIELDS
 from binade.data.runs import RUNNING, RunError, RunInfo, check_losses, read_notes, read_run, run_names
 from binade.data.segment import MERGED, SegmentError, read_manifest, read_tables, segment_names
-from binade.data.sketches import places, sketches
+from binade.data.sketches import PLACED, places, sketches
 from binade.data.text import describe
 
 T = TypeVar("T")
@@ -275,7 +275,9 @@ class Intake:
             directory = run.directory / "segments" / name
             try:
                 segment.tables.update(read_tables(directory, run.manifest_of(name)))
-                segment.tables["sketch_rows"] = places(segment.tables.pop("sketch"))
+                at = places(segment.tables.pop("sketch"), len(segment.tables["tensor"]))
+                for column in at.column_names:
+                    segment.tables["tensor"] = segment.tables["tensor"].append_column(column, at[column])
             except (OSError, ValueError, TypeError, MemoryError, pa.ArrowException) as error:
                 if directory.exists():
                     self._refuse(segment, error, {run.run_id: found})
@@ -383,7 +385,7 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
     tables: dict[str, list[pa.Table]] = {}
     names = []
     for segment in segments:
-        rows = pc.max(segment.tables["sketch_rows"]["stop"]).as_py() or 0
+        rows = pc.max(segment.tables["tensor"]["sketch_stop"]).as_py() or 0
         names.append(dict(zip(SEGMENT, (first, segment.run_id, segment.name, segment.mtime, 0, rows), strict=True)))
         for name, table in segment.tables.items():
             if name == "tensor":
@@ -395,8 +397,6 @@ def _add(cursor: duckdb.DuckDBPyConnection, segments: list[_Segment]) -> None:
             else:
                 keys = pc.add(table["row"], pa.scalar(first, pa.int32()))
                 table = table.drop_columns("row")
-            if name == "sketch_rows":
-                table = table.add_column(0, "segment", pa.repeat(pa.scalar(first, pa.int32()), len(table)))
             tables.setdefault(name, []).append(table.add_column(0, "key", keys))
         first += len(segment.tables["tensor"])
     for name, parts in tables.items():
@@ -444,7 +444,7 @@ def _sum_up(cursor: duckdb.DuckDBPyConnection, root: Path, cube: str) -> None:
             f" SELECT (SELECT coalesce(max(key) + 1, 0) FROM {cube}) + row_number() OVER (ORDER BY first) - 1, {names}"
             f" FROM (SELECT {names}, min(key) AS first {new} GROUP BY ALL) AS tensor ANTI JOIN {cube} ON {same}"
         )
-        part = f"SELECT tensor.key, {cube}.key AS other FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
+        part = f"SELECT {PLACED}, {cube}.key AS other FROM tensor JOIN {cube} ON {same} WHERE tensor.key >= {upto}"
         size = 0
         for table in SUMMED[cube]:
             if table == "sketch":
@@ -477,7 +477,7 @@ def _count(cursor: duckdb.DuckDBPyConnection, table: str) -> int:
 
 def _drop(cursor: duckdb.DuckDBPyConnection, run_id: str) -> None:
     with transaction(cursor):
-        for table in ("sketch_rows", "score", "block", "trace"):
+        for table in ("score", "block", "trace"):
             cursor.execute(f"DELETE FROM {table} WHERE key IN (SELECT key FROM tensor WHERE run_id = ?)", [run_id])
         for cube, tables in SUMMED.items():
             for table in tables:

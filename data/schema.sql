@@ -91,6 +91,8 @@ CREATE TABLE tensor (
     flush_to_zero DOUBLE,               -- of the nonzero elements
     underflow_of_all DOUBLE,            -- the same, of all elements
     saturated     DOUBLE,               -- of all elements
+    sketch_start  BIGINT,               -- its sketch: rows sketch_start to sketch_stop - 1 of those that its segment was
+    sketch_stop   BIGINT,               -- written with; null without a sketch; only the index knows them
     -- an axis is one that the shape has: pages count on it
     CHECK (contracted_axis IS NULL OR coalesce(contracted_axis BETWEEN -len(shape) AND len(shape) - 1, false)),
     CHECK (shard_axis IS NULL OR coalesce(shard_axis BETWEEN -len(shape) AND len(shape) - 1, false))
@@ -102,14 +104,6 @@ CREATE TABLE sketch (
     key           INTEGER,
     bin           SMALLINT,
     count         BIGINT
-);
-
--- Where the sketch of each tensor is that has one: rows start to stop - 1 of those that its segment was written with.
-CREATE TABLE sketch_rows (
-    key           INTEGER,
-    segment       INTEGER,              -- its number
-    start         BIGINT,
-    stop          BIGINT
 );
 
 -- What each format would do to a tensor, blocks along the axis that the GEMM contracts. A tensor may enter several.

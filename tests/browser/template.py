@@ -6,7 +6,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import importlib
 import json
 import os
 import signal
@@ -36,12 +35,9 @@ def _template() -> subprocess.Popen[str]:
 
 def _main() -> None:
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # as `binade serve`, before pyarrow is imported
-    import binade.app.main  # noqa: F401
-    from binade.app.pages.registry import PAGES
+    from binade.app.preloading import import_pages
 
-    for page in PAGES.values():
-        if page.layout:
-            importlib.import_module(page.layout)
+    import_pages()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the apps
     for line in sys.stdin:

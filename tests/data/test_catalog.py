@@ -636,6 +636,9 @@ class TestIndexFile:
             connection.execute(intake.SCHEMA.read_text())
             for table, expected in TABLES.items():
                 described = [(name, kind) for name, kind, *_ in connection.execute(f"DESCRIBE {table}").fetchall()]
+                if table == "tensor":
+                    assert described[-2:] == [("sketch_start", "BIGINT"), ("sketch_stop", "BIGINT")]
+                    del described[-2:]
                 fields = expected if table == "tensor" else list(expected)[1:]
                 assert described == [("key", "INTEGER"), *((f.name, types[str(f.type)]) for f in fields)]
 

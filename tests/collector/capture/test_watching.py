@@ -49,8 +49,8 @@ def trained(
             end_step(recorder)
     with Catalog.open(root) as catalog:
         counts = catalog._frame(
-            "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(s.key)::BIGINT AS sketched FROM tensor "
-            "LEFT JOIN (SELECT key FROM sketch_rows) s USING (key) GROUP BY ALL ORDER BY ALL"
+            "SELECT iteration, count(*) AS tensors, count(path) AS kept, count(sketch_start)::BIGINT AS sketched"
+            " FROM tensor GROUP BY ALL ORDER BY ALL"
         )
     return recorder, {row.pop("iteration"): row for row in counts.to_dict("records")}
 
