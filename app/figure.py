@@ -185,9 +185,10 @@ class Figure(_Item):
             datasets[name] = content(table, stream)
             return {"name": name}
 
-        alt.data_transformers.register("kept", keep)
-        with _altair, alt.data_transformers.enable("kept"):
-            spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
+        with _altair:  # Altair's registry is shared by all threads
+            alt.data_transformers.register("kept", keep)
+            with alt.data_transformers.enable("kept"):
+                spec = self.chart.to_dict(validate=schemapi.DEBUG_MODE)
         _label_numbers(spec)
         return spec | {"datasets": spec.get("datasets", {}) | datasets}
 

@@ -806,7 +806,7 @@ class Catalog:
         """A whole table of the index (see PUBLIC_TABLES), for `sandbox`. Raises CatalogError for another."""
         if name not in PUBLIC_TABLES:
             raise CatalogError(f"there is no table {name!r}: {', '.join(PUBLIC_TABLES)}")
-        with self._cursor() as cursor, self._sketches(cursor, name, "true", []):
+        with self._cursor() as cursor, transaction(cursor), self._sketches(cursor, name, "true", []):
             return cursor.sql(_public(name, "tensor_id")).to_arrow_table()
 
     @_repairing
@@ -815,7 +815,7 @@ class Catalog:
         and their runs. A table without rows is left out. Raises OSError."""
         condition, parameters = self._selection(where)
         chosen = {"run": f"run_id IN (SELECT run_id FROM tensor WHERE {condition})"}
-        with self._cursor() as cursor:
+        with self._cursor() as cursor, transaction(cursor):
             for name in PUBLIC_TABLES:
                 sql = f"{_public(name, 'tensor.run_id, tensor_id')} AND {chosen.get(name, condition)}"
                 with self._sketches(cursor, name, condition, parameters):

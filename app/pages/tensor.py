@@ -48,7 +48,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
     row = rows[rows["tensor_id"] == tensor_id].iloc[0]
-    key = "labels", where, tensor_id if len(rows) > MAX_LISTED else ""
+    key = "labels", opened.state(), where, tensor_id if len(rows) > MAX_LISTED else ""
     labels = opened.kept(key, lambda: full_labels(rows, given_names(opened)))
     selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(values["format"]), labels=labels)
     return VIEWS[values["view"]].draw(selected, values)

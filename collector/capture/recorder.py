@@ -30,7 +30,7 @@ from binade.collector.capture.monitor import Alert, Monitor
 from binade.collector.capture.reduction import Reduction
 from binade.collector.capture.tried import Tried, try_formats
 from binade.collector.capture.watching import Stats, WatchOptions
-from binade.collector.capture.writing import Pending, Writing
+from binade.collector.capture.writing import Pending, Writing, signals_later
 from binade.collector.models.parallel import PeerLostError
 from binade.collector.models.site import Site
 from binade.collector.recipes.recipe import BF16, Part
@@ -311,16 +311,18 @@ class Recorder:
         if not self.enabled:
             return
         failure: Exception | None = None
+        later: Exception | None = None
         try:
-            if error is None and (self._merges or not self.positioned):
-                self._publish_reduced()
-            self._publish()
-        except Exception as refused:  # of an earlier write; the rest is still written
-            failure = refused
-        try:
-            later = self._writing.close()
-        except KeyboardInterrupt as cancelled:  # or the other ranks ended, and so must this one
-            error, later = error or cancelled, self._writing.close()
+            with signals_later():  # SIGTERM, if another rank was killed, finds this one ending already
+                try:
+                    if error is None and (self._merges or not self.positioned):
+                        self._publish_reduced()
+                    self._publish()
+                except Exception as refused:  # of an earlier write; the rest is still written
+                    failure = refused
+                later = self._writing.close()
+        except KeyboardInterrupt as cancelled:
+            error = error or cancelled
         if self._reduction:
             self._reduction.close()
         self.entered = False
@@ -330,6 +332,8 @@ class Recorder:
                 self.ranks.wait()  # until the others have written their rows
             except PeerLostError as lost:
                 failure = lost
+            except KeyboardInterrupt as cancelled:
+                error = cancelled
         cause = error or failure
         state = DONE if cause is None else CANCELLED if isinstance(error, KeyboardInterrupt) else FAILED
         try:

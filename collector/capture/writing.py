@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import signal
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread, main_thread
 from types import MappingProxyType
 from typing import Any
 
@@ -98,8 +99,8 @@ class Writing:
         self._unnamed: dict[Path, str] = {}  # written, and not in a segment yet: the SHA-256 of each
         self._rows: list[TensorRow] = []  # that wait to be written
         self._began = self._wrote = time.monotonic()
-        self._ended = _acquired()  # released by the thread
-        Thread(target=self._work, name="recorder", daemon=True).start()
+        self._thread = Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
         atexit.register(self._end)  # without `close`, the queued tasks are still done
 
     def offer(self, relative: Path, x: Tensor, describe: Description) -> bool:
@@ -162,8 +163,7 @@ class Writing:
 
     def _end(self) -> None:
         self._tasks.put(None)
-        with self._ended:  # after an interrupted Thread.join, Python 3.11 takes a running thread for an ended one
-            pass
+        self._thread.join()
 
     def _raise(self) -> None:
         """Raise the first failure; later ones are dropped."""
@@ -186,7 +186,6 @@ class Writing:
         if unnamed or self._published > published:
             self._attempt(self._update_status)
         self._attempt(lambda: self._send(None))
-        self._ended.release()
 
     def _attempt(self, task: Callable[[], None]) -> bool:
         """Whether the task succeeded; any failure is raised in the training loop later."""
@@ -298,6 +297,27 @@ class Writing:
                 path = self._writer.directory / relative
                 self._bytes -= path.stat().st_size
                 path.unlink()
+
+
+@contextmanager
+def signals_later() -> Iterator[None]:
+    """A context whose end delivers the signals SIGINT and SIGTERM that came within it. An interrupted Thread.join takes
+    a running thread for an ended one, in Python 3.11."""
+    if current_thread() is not main_thread():  # which alone handles signals
+        yield
+        return
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    caught = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in caught:
+        signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in caught.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def copy_later(x: Tensor) -> tuple[Tensor, Callable[[], None]]:

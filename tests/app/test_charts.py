@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from typing import Any
 from xml.etree import ElementTree
@@ -424,3 +425,16 @@ def test_rows_of_a_chart_are_those_that_altair_would_write():
     )
     shown = Figure("a", alt.Chart(table).mark_bar().encode(x="float:Q"), table, "").spec["datasets"]
     assert list(shown.values()) == [to_values(table)["values"]]
+
+
+def test_figures_drawn_by_two_threads_keep_their_own_data():
+    """A page is drawn while a picture of another is exported."""
+    table = pd.DataFrame({"value": range(1000)})
+    figures = [Figure("a", alt.Chart(table + n).mark_bar().encode(x="value:Q"), table, "") for n in range(40)]
+    pages, exported = figures[:20], figures[20:]
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(lambda: [each.page_spec for each in pages])
+        specs = [each.spec for each in exported]
+        specs += drawn.result()
+    for each in specs:
+        assert list(each["datasets"]) == [each["data"]["name"]]

@@ -9,7 +9,7 @@ from binade.app.preloading import Preloading
 
 def test_sessions_begin_when_the_pages_are_imported():
     imported, seen = Event(), []
-    importing = Thread(target=imported.wait)
+    importing = Thread(target=imported.wait, daemon=True)
 
     async def app(scope, receive, send):
         seen.append((scope["type"], importing.is_alive()))
