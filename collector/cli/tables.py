@@ -174,7 +174,7 @@ def _over_seeds(section: Section) -> Iterator[Table]:
         titles = {rung.recipe: rung.title for rung in rungs}
         yield Table(
             f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token",
-            ("rung", *SEEDS),
+            ("step", *SEEDS),
             tuple((rung.title, *_spread(gaps, rung.recipe, rung.against, titles)) for rung in rungs),
         )
     on_ladders = {rung.recipe for ladder in section.ladders for rung in ladder.rungs}

@@ -82,7 +82,7 @@ COLUMNS = {
     "run_id": Column("Directory", width=330),
 }
 RUNGS = {
-    "rung": Column("Rung", width=130),
+    "rung": Column("Step", width=130),
     "seeds": Column("Seeds", width=60),
     "gap": Column("Mean gap", "%+.5f", 90, help="Of loss − bf16’s loss, in nats per token, over iterations and seeds"),
     "deviation": Column("sd", "%.5f", 75, help="Sample standard deviation of the seeds’ mean gaps"),
@@ -90,7 +90,7 @@ RUNGS = {
         "Change",
         "%+.5f",
         85,
-        help="Change from the previous step; for a recipe without one ingredient, from the whole recipe",
+        help="Change from the previous step; for a recipe without one ingredient, from the full recipe",
     ),
     "verdict": Column("Verdict", width=220, help=SEPARATED),
     "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),

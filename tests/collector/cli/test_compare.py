@@ -409,7 +409,7 @@ def ablation(text: str) -> dict[str, list[str]]:
     """The cells of the table of an ablation by rung: two blanks or more part them."""
     (block,) = [block for block in text.split("\n\n") if block.startswith("Ablation of te_nvfp4: ")]
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in block.splitlines()[1:]]
-    assert lines[0] == ["rung", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
+    assert lines[0] == ["step", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
     return {line[0]: line[1:] for line in lines[1:]}
 
 
@@ -488,7 +488,7 @@ class TestSeeds:
         comparison = compared()
         assert [row.figures.get(MEAN) for row in only(comparison).values()] == [None, 0.5, 0.25]
         (found,) = comparison.sections[0].ladders
-        assert [rung.title for rung in found.rungs] == ["bf16", "whole recipe", "without tiles"]
+        assert [rung.title for rung in found.rungs] == ["bf16", "full recipe", "without tiles"]
 
 
 class TestRows:
