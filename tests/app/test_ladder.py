@@ -1,4 +1,4 @@
-"""The view Ablation of the page Recipes: what it makes of an ablation with several seeds, and what it says is missing."""
+"""The view Ablation of the page Recipes: what it makes of several seeds, and what it says is missing."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class TestVerdict:
         make_ladder(tmp_path, [0], ["without tiles"])
         drawn = draw()
         assert drawn.problems == (
-            "Without a bf16 run on the same data, runs with seed 2 have no gap.",
+            "There is no bf16 run on the same data for seed 2, so runs with that seed have no gap.",
             "Not every step has 2 seeds: without tiles 1.",
         )
         assert "without tiles is not separated" in drawn.verdict or "separates no step" in drawn.verdict

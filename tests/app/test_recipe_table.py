@@ -133,9 +133,9 @@ class TestSchedule:
             ("", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("0", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("90%", "", "row 1 of the schedule: the row changes nothing: write a recipe"),
-            ("90%", "mxfp9", "row 1 of the schedule: recipe 'mxfp9' is unknown"),
-            ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: format 'mxfp9'"),
-            ("90%", "linear.forward", "row 1 of the schedule: recipe 'linear.forward' is unknown"),
+            ("90%", "mxfp9", "row 1 of the schedule: unknown recipe 'mxfp9'"),
+            ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: unknown format 'mxfp9'"),
+            ("90%", "linear.forward", "row 1 of the schedule: unknown recipe 'linear.forward'"),
             ("90%", "linear.forward = bf16; x y = 3", "write changes as in linear.forward = bf16"),
             ("90%", "nvidia_nvfp4", r"has its own keep: write nvidia_nvfp4\(without=keep\)"),
         ],
@@ -160,8 +160,8 @@ def test_an_edited_recipe_does_not_pass_for_the_published_one():
 @pytest.mark.parametrize(
     ("operand", "column", "value", "message"),
     [
-        ("linear.forward.input", "spec", "mxfp9", "linear.forward.input: format 'mxfp9'"),
-        ("linear.forward.input", "spec", None, "linear.forward.input: format ''"),
+        ("linear.forward.input", "spec", "mxfp9", "linear.forward.input: unknown format 'mxfp9'"),
+        ("linear.forward.input", "spec", None, "linear.forward.input: unknown format ''"),
         ("pv.dvalue.grad_output", "spec", "nvfp4(block=row)", "pv.dvalue.grad_output: block=row is not possible"),
         ("linear.forward.input", "rounded", True, "linear.forward.input: of = "),
         ("linear.wgrad.input", "spec", "nvfp4(hadamard=32)", "linear: the operands of wgrad are rotated differently"),
@@ -235,7 +235,7 @@ class TestWarnings:
         assert recipe_table.warnings_of(recipe) == ["from memory, source not read", "partly uncertain"]
         assert recipe_table.details(recipe) == {"Not certain": ("which layers",)}
         assert recipe_table.warnings_of(parse_recipe("quartet2")) == []
-        assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased: it clips"]
+        assert recipe_table.warnings_of(parse_recipe("te_nvfp4")) == ["stochastic rounding is biased, because it clips"]
 
     def test_the_what_if_page_labels_it(self):
         (rounding,) = [control for control in question.CONTROLS if control.name == "rounding"]

@@ -135,7 +135,8 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
 def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     places = _places(weights)
     edge = places["at_bin_edge"].mean()
-    at_edge = f"{edge:.1%} of up to {EDGE_SAMPLE:,} weights per tensor lie at the edge of their bin" if pd.notna(edge) else ""
+    sampled = f"up to {EDGE_SAMPLE:,} weights per tensor"
+    at_edge = f"{edge:.1%} of {sampled} lie at the edge of their bin" if pd.notna(edge) else ""
     if places["oscillating"].isna().all():
         return f"{at_edge}." if at_edge else ""
     first = places.iloc[0]
