@@ -19,8 +19,9 @@ def import_pages() -> None:
 
 @dataclass(frozen=True)
 class Preloading:
-    """ASGI middleware: starts a thread that imports with the server. Sessions begin when it has ended, so that no two
-    threads import at once. Meanwhile the browser gets the files that it needs to show a page."""
+    """ASGI middleware: starts a thread that imports with the server. A session starts only after the import has
+    finished, so that no two threads import at once. Meanwhile the browser gets the files that it needs to show a page.
+    """
 
     app: ASGIApp
     importing: Thread

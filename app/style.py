@@ -115,7 +115,8 @@ OWN_METRICS = {
     "outlier_persistence": Metric(
         "Persistence",
         "Jaccard index (channels in both sets over channels in either) of the hot channels in two successive recorded "
-        "iterations: the 1 % with the largest absmax, but at least 8, and no more than 64 or a quarter of all",
+        "iterations: the 1 % with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
+        "whichever is smaller",
     ),
     "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
     "oscillating": Metric(

@@ -23,7 +23,7 @@ class EventKind(StrEnum):
     """What happened."""
 
     TRIGGER = "trigger"  # a trigger's condition held
-    CAPTURE = "capture"  # steps are recorded whole because of it
+    CAPTURE = "capture"  # steps are recorded in full because of it
     NON_FINITE = "non-finite"  # an operation produced the first NaN or Inf
     SCHEDULE = "schedule"  # what is quantized has changed
 

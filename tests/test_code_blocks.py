@@ -95,7 +95,10 @@ def test_the_recipe_of_the_docs_is_one(tmp_path: Path):
     (toml,) = (block for block in BLOCKS["recipes.md"] if block.startswith("title ="))
     (tmp_path / "mine.toml").write_text(toml)
     recipe = parse_recipe(str(tmp_path / "mine.toml"))
-    assert recipe.about.title == "NVFP4, forward GEMMs in bf16 for the last tenth" and recipe.keep == "first, last 2"
+    assert (
+        recipe.about.title == "NVFP4, forward GEMMs in bf16 for the last tenth of training"
+        and recipe.keep == "first, last 2"
+    )
 
 
 def test_the_lists_name_nothing_that_the_docs_do_not_have():

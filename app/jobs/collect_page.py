@@ -239,7 +239,7 @@ def _summary() -> None:
         found = jobs.estimate(runs, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
         a, b = st.columns(2)
-        a.metric("Time" if found.measured else "Estimated time", duration_text(found.seconds))
+        a.metric("Estimated time" if found.measured else "Time (rough estimate)", duration_text(found.seconds))
         b.metric("Tensors", f"{found.tensors:,}")
         free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
         a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")

@@ -34,7 +34,8 @@ COLUMNS = {
     "rounded": st.column_config.CheckboxColumn(
         "Rounded",
         width=96,
-        help="Round the rounded forward operand again instead of the original, if it enters the forward GEMM",
+        help="Round the operand’s rounded forward value instead of the original. Only for backward operands that "
+        "also enter the forward GEMM",
     ),
     "spec": st.column_config.TextColumn(
         "Spec",

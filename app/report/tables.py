@@ -38,10 +38,11 @@ COLUMNS = {
     "tensor_id": "Worst tensor", "gap": "Mean gap (nats)", "last": "Last gap (nats)", "label": "Run’s recipe",
     "parts": "Rounded", "iterations": "Iterations", "only": "Rounded alone", "loss": "Loss (nats)", "format": "Format",
     "theoretical": "Quantile of the distribution (in its scale)", "sample": "Quantile of the values (in its scale)",
-    "share": "Share (%)", "mass": "Probability held (%)", "head": "Head", "entropy": "Mean entropy (bits)",
+    "share": "Share (%)", "mass": "Probability mass lost (%)", "head": "Head", "entropy": "Mean entropy (bits)",
     "lowest": "Lowest entropy (bits)", "highest": "Highest entropy (bits)", "uniform": "Even attention (bits)",
     "precision": "Precision", "tier": "Precision", "code": "Code", "codes": "Codes", "used": "Codes used",
     "count": "Values", "low": "Lowest", "q1": "25 %", "median": "Median", "q3": "75 %", "high": "Highest",
+    "rung": "Step",
 }  # fmt: skip
 SHARES = ("share", "mass")
 # What places are called in a table that has this column; their unit is that of the chart's axis.

@@ -358,7 +358,7 @@ def _import(opened: Catalog) -> None:
     if session:
         for problem in pins.missing_runs(opened.root, session):
             st.warning(plain(problem), icon=":material/link_off:")
-        st.button("Open Sessions", on_click=_turn_to, args=("saved",))
+        st.button("Show saved sessions", on_click=_turn_to, args=("saved",))
 
 
 def _import_file(opened: Catalog, given: UploadedFile) -> tuple[Session | None, str]:

@@ -251,7 +251,7 @@ class Recorder:
         self._recorded: int | None = None  # the latest iteration of which a micro-batch was
         self._asked = True  # whether `at` was asked to record
         self._captured_for = 0  # how many captures the triggers have asked for that were begun
-        self._capture = range(0)  # the iterations that are recorded whole since a trigger fired
+        self._capture = range(0)  # the iterations that are recorded in full since a trigger fired
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
         self._recomputed: set[Pass] = set()
@@ -473,7 +473,7 @@ class Recorder:
         self._record(Observed(name, x.detach()), site, identity, moment, (), None, None, Shard(), merged=False)
 
     def _begin_capture(self) -> None:
-        """Record whole steps if a trigger has fired: from this step on, or the next if this one has begun."""
+        """Record steps in full if a trigger has fired: from this step on, or the next if this one has begun."""
         if not self.entered or self._captured_for == self._monitor.requested:
             return
         self._captured_for = self._monitor.requested
@@ -745,7 +745,7 @@ class Recorder:
 
     @property
     def _merges(self) -> bool:
-        """Whether the ranks merge what they record whole."""
+        """Whether the ranks merge what they record in full."""
         return self.entered and self._reduction is not None and self._reduction.merges
 
     def _is_merged(self, moment: Moment) -> bool:
@@ -936,7 +936,7 @@ def _check_record(
         raise ConfigError(f"{name} is a scalar: expected a tensor with at least one axis, such as x.reshape(1)")
     for option, value in (("layer", layer), ("expert", expert)):
         if not (isinstance(value, int) and 0 <= value < 2**31) and (option, value) != ("expert", None):
-            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected a whole number from 0")
+            raise ConfigError(f"{option}={value!r} of {name} is not an index: expected an integer of 0 or more")
     if not (isinstance(module, str) and module):
         raise ConfigError(f"module={module!r} of {name} is not a module: expected a word, such as module='norm'")
     for option, word, known in (("operation", operation, tuple(Operation)), ("phase", phase, tuple(Phase))):

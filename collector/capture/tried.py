@@ -31,7 +31,7 @@ class Tried:
     loss: Callable[[], tuple[float, float]] | None = None
 
     def predict(self, operand: Observed, gradient: Tensor, loss_scale: float, squares: Tensor | None = None) -> None:
-        """Predict the change of the loss from the operand's gradient, which holds the loss times loss_scale. squares:
+        """Predict the change in the loss from the operand's gradient, which holds the loss times loss_scale. squares:
         of an operand that all tokens share, the root of the sum of their squared gradients; the square of their sum
         would count what they have in common once for each pair of tokens."""
         x = operand.tensor

@@ -1,4 +1,4 @@
-"""The costs and savings of each recipe: loss against bf16, error by kind of operand, size of the operands, time.
+"""The costs and savings of each recipe: loss compared with bf16, error by kind of operand, size of the operands, time.
 
 `compare(root)` computes it from the index and the loss files; collector/tables.py shows it. No torch here.
 

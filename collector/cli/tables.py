@@ -174,7 +174,7 @@ def _over_seeds(section: Section) -> Iterator[Table]:
         titles = {rung.recipe: rung.title for rung in rungs}
         yield Table(
             f"Ablation of {one_line(ladder.name)}: mean gap to bf16 over seeds, in nats per token",
-            ("rung", *SEEDS),
+            ("step", *SEEDS),
             tuple((rung.title, *_spread(gaps, rung.recipe, rung.against, titles)) for rung in rungs),
         )
     on_ladders = {rung.recipe for ladder in section.ladders for rung in ladder.rungs}
@@ -214,8 +214,9 @@ def notes(section: Section) -> list[str]:
     if section.reference is None:
         found.append("No bf16 run with these settings finished an iteration, so there is no gap.")
     elif section.unreferenced:
-        missing = ", ".join(map(str, section.unreferenced))
-        found.append(f"No bf16 run with seed {missing} finished an iteration, so runs with it have no gap.")
+        s, that = ("s", "those seeds") if len(section.unreferenced) > 1 else ("", "that seed")
+        seeds = f"seed{s} {', '.join(map(str, section.unreferenced))}"
+        found.append(f"No bf16 run with {seeds} finished an iteration, so runs with {that} have no gap.")
     if section.reference is not None and section.reference.state != DONE:
         found.append(f"The bf16 run is {section.reference.state}: gaps cover only the iterations that it finished.")
     gaps = [row.gaps for row in section.rows if row.gaps]
@@ -230,7 +231,7 @@ def notes(section: Section) -> list[str]:
         if row.seed != usual:
             found.append(f"{row.label}: seed {row.seed} is shown.")
         if row.runs > len(row.seeds):
-            found.append(f"{row.label}: {row.runs} runs; the longest (of several, the newest) is shown, {row.run_id}.")
+            found.append(f"{row.label}: {row.runs} runs; the longest is shown (ties go to the newest): {row.run_id}.")
         if (spread := row.figures.get("loss_spread_nats")) is not None:
             found.append(f"{row.label}: at the last iteration of all its runs, losses differ by {spread:.2g}.")
     if len({row.figures.get("operand_values") for row in section.rows} - {None}) > 1:

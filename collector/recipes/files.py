@@ -167,7 +167,7 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
             if isinstance(cell, dict):
                 _only(cell, ("spec", "of"), where)
                 if cell.get("of", "rounded") != "rounded":
-                    raise RecipeError(f'{where}: of = {cell["of"]!r} is unknown: write of = "rounded", or leave it out')
+                    raise RecipeError(f'{where}: unknown of = {cell["of"]!r}: expected of = "rounded", or no of')
                 if names[name] not in OF_ROUNDED:
                     raise RecipeError(
                         f'{where}: of = "rounded" is for backward operands that enter the forward product too'
@@ -183,7 +183,8 @@ def _operands(part: str, table: Mapping[str, Any]) -> Iterable[tuple[str, Spec |
 def _only(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:
     known = tuple(known)
     if unknown := [name for name in given if name not in known]:
-        raise RecipeError(f"{unknown[0]!r} is not known in {where}: {', '.join(known)}")
+        expected = "one of " * (len(known) > 1) + ", ".join(known)
+        raise RecipeError(f"unknown key {unknown[0]!r} in {where}: expected {expected}")
 
 
 def _table(value: object, where: str) -> dict[str, Any]:

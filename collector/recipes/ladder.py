@@ -27,7 +27,7 @@ GEMMS = DGRAD | WGRAD
 @dataclass(frozen=True)
 class Rung:
     """title: its name in a table; recipe: its text; against: the recipe that it is compared with: the step before, or,
-    with one ingredient off, the whole recipe; "" for bf16."""
+    with one ingredient off, the full recipe; "" for bf16."""
 
     title: str
     recipe: str
@@ -36,7 +36,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """name is the text of the whole recipe. The first rung is bf16."""
+    """name is the text of the full recipe. The first rung is bf16."""
 
     name: str
     rungs: tuple[Rung, ...]
@@ -98,7 +98,7 @@ def _text(base: str, off: Off) -> str:
 def _ladder(name: str, texts: Mapping[Off, str]) -> Ladder:
     """The ladder of these texts, given by the ingredients they turn off."""
     steps = [off for off in (GEMMS, WGRAD, DGRAD, WHOLE) if off in texts]
-    if DGRAD in steps[1:]:  # not a step on the way from forward to the whole recipe
+    if DGRAD in steps[1:]:  # not a step on the way from forward to the full recipe
         steps.remove(DGRAD)
     before = [BF16, *(texts[off] for off in steps)]
     rungs = [Rung(_title(off, texts), texts[off], other) for off, other in zip(steps, before, strict=False)]
@@ -114,5 +114,5 @@ def _title(off: Off, texts: Mapping[Off, str]) -> str:
     if off == WGRAD and GEMMS in texts:
         return "+ dgrad"
     if off == WHOLE:
-        return "+ wgrad" if WGRAD in texts else "whole recipe"
+        return "+ wgrad" if WGRAD in texts else "full recipe"
     return f"without {min(off)}"

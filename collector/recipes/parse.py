@@ -64,9 +64,9 @@ def _by_format(name: str) -> Draft:
     else:
         known = [*PUBLISHED, *(prefix + fmt for prefix in PREFIXES for fmt in (*FORMATS, *FORMATS.aliases))]
         near = get_close_matches(re.split(r"[ (]", name)[0].lower(), known)
-        meant = f"; did you mean {', '.join(near)}?" if near else ":"
+        meant = f" (did you mean {', '.join(near)}?)" if near else ""
         raise RecipeError(
-            f"recipe {name!r} is unknown{meant} `binade list recipes` lists all recipes; a recipe file ends in .toml"
+            f"unknown recipe {name!r}{meant}: expected a name from `binade list recipes`, or a file that ends in .toml"
         )
     draft = Draft()
     for part in PREFIXES[prefix]:

@@ -106,7 +106,7 @@ class Selection:
         known = dict.fromkeys(site.module for site in sites)
         for module in self.modules:
             if module not in known:
-                raise SelectionError(f"module {module!r} is unknown: the model has {', '.join(known)}")
+                raise SelectionError(f"unknown module {module!r}: expected one of {', '.join(known)}")
         found = {site for term in self.terms for site in term.of(sites)} if self.terms else set(sites)
         chosen = frozenset(site for site in found if not self.modules or site.module in self.modules)
         if not chosen:

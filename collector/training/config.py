@@ -106,7 +106,7 @@ class RunConfig(WatchOptions):
     dataset: str = option("wikipedia", group=MODEL, metavar="NAME|PATH", label="Dataset",
         help=f"{', '.join(DATASETS)}, or the path to a .jsonl, .jsonl.gz or .parquet file, or to Megatron’s .bin/.idx")
     tokenizer: str | None = option(None, group=MODEL, metavar="NAME|PATH",
-        default_help=f"the model's own if it is a path, else {BYTE}; not used with .bin/.idx",
+        default_help=f"that of the model if --model is a path, else {BYTE}; .bin/.idx needs none",
         help=f"{BYTE}, or the path to a tokenizer.json, a directory that contains one, or a GGUF file")
     vocab_size: int | None = option(None, group=MODEL, metavar="N", minimum=1, default_help="the model's own",
         help="Vocabulary size of the model")

@@ -185,7 +185,7 @@ class TestCollect:
         runs = chosen(at)
         assert [run.recipe for run in runs] == ["nvfp4(block=16x16, rounding=stochastic)", "nvidia_nvfp4"]
         assert runs[0].scores == ("nvfp4(scale=4over6, error=mae)",)
-        assert sum(each.value.count("badge[stochastic rounding is biased: it clips]") for each in at.markdown) == 2
+        assert sum(each.value.count("badge[stochastic rounding is biased, because it clips]") for each in at.markdown) == 2
         assert "NVIDIA NVFP4 pre-training" in words(at) and "partly uncertain" in words(at)
         assert "arXiv 2509.25149 (excerpt)" in words(at)  # and so on, in the popover
         at.multiselect(key="collect_scores").set_value(["nvfp4(scale=best)"])
@@ -236,7 +236,7 @@ class TestCollect:
         at.toggle(key="collect_edit").set_value(True)
         rerun(at)
         for said in at.error:  # by the editor, and by the summary
-            assert "recipe 'mxfp9' is unknown" in said.value.lower()
+            assert "unknown recipe 'mxfp9'" in said.value.lower()
         assert len(at.error) == 2 and at.button(key="launch_refused").disabled
 
     def test_launch_queues_what_is_shown(self, visit: Visit, root: Path):

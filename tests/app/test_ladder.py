@@ -1,4 +1,4 @@
-"""The view Ladder of the page Recipes: what it makes of an ablation with several seeds, and what it says is missing."""
+"""The view Ablation of the page Recipes: what it makes of several seeds, and what it says is missing."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class TestVerdict:
         make_ladder(tmp_path, [0], ["without tiles"])
         drawn = draw()
         assert drawn.problems == (
-            "Without a bf16 run on the same data, runs with seed 2 have no gap.",
+            "There is no bf16 run on the same data for seed 2, so runs with that seed have no gap.",
             "Not every step has 2 seeds: without tiles 1.",
         )
         assert "without tiles is not separated" in drawn.verdict or "separates no step" in drawn.verdict
@@ -209,7 +209,7 @@ def test_the_filter_chooses_the_runs(root: Path, draw: Draw):
         recipes = ("te_nvfp4", "te_nvfp4(without=tiles)")
         values = {"view": "ladder", "ladder": "te_nvfp4", "gradient": "grad_weight", "at": 0}
         drawn = RECIPES.draw(Selection(opened, Filter(recipe=recipes)), values)
-    assert drawn.tables["ladder"]["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+    assert drawn.tables["ladder"]["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
 
 
 def test_the_page_shows_one_chart_one_table_and_the_sentence(visit: Visit, root: Path):
@@ -225,11 +225,11 @@ def test_of_several_ablations_one_is_chosen(visit: Visit, tmp_path: Path):
         run.append_loss({"iteration": 0, "loss": 5.5, "time": 0.0})
     at = visit(tmp_path, "recipes", view="ladder", ladder="te_nvfp4")
     assert at.selectbox(key="ladder").options == ["linear_mxfp8", "te_nvfp4"]
-    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
     at.selectbox(key="ladder").set_value("linear_mxfp8").run()
     assert at.dataframe[0].value["rung"].tolist() == ["bf16", "without wgrad", "+ wgrad"]
     at = visit(tmp_path, "recipes", view="ladder", ladder="linear_mxfp8", recipe=["te_nvfp4", RECIPE["without tiles"]])
-    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "whole recipe", "without tiles"]
+    assert at.dataframe[0].value["rung"].tolist() == ["bf16", "full recipe", "without tiles"]
 
 
 def test_a_pin_draws_the_ladder_again(root: Path, drawn: Drawn):

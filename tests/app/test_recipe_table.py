@@ -133,9 +133,9 @@ class TestSchedule:
             ("", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("0", "bf16", "row 1 of the schedule: .* an iteration from 1"),
             ("90%", "", "row 1 of the schedule: the row changes nothing: write a recipe"),
-            ("90%", "mxfp9", "row 1 of the schedule: recipe 'mxfp9' is unknown"),
+            ("90%", "mxfp9", "row 1 of the schedule: unknown recipe 'mxfp9'"),
             ("90%", "linear.forward = mxfp9", "row 1 of the schedule: linear.forward.input: unknown format 'mxfp9'"),
-            ("90%", "linear.forward", "row 1 of the schedule: recipe 'linear.forward' is unknown"),
+            ("90%", "linear.forward", "row 1 of the schedule: unknown recipe 'linear.forward'"),
             ("90%", "linear.forward = bf16; x y = 3", "write changes as in linear.forward = bf16"),
             ("90%", "nvidia_nvfp4", r"has its own keep: write nvidia_nvfp4\(without=keep\)"),
         ],
@@ -239,7 +239,7 @@ class TestWarnings:
 
     def test_the_what_if_page_labels_it(self):
         (rounding,) = [control for control in question.CONTROLS if control.name == "rounding"]
-        assert "biased, because it clips" in rounding.titles["stochastic"]
+        assert "biased: it clips" in rounding.titles["stochastic"]
 
 
 def test_published_recipes_are_offered():

@@ -1,4 +1,4 @@
-"""Does the predicted change of the loss come true? Predictions of one recorded pass against measured losses.
+"""Does the predicted change in the loss come true? Predictions of one recorded pass against measured losses.
 
     python -m tests.bench.bench_loss MODEL [--operand weight] [--formats mxfp4,mxfp8] [--tokens 512] [--batches N]
                                      [--others N] [--every K] [--apart] [--signs] [--backward]
@@ -233,7 +233,7 @@ def measure(
     batch: Batch,
     signs: tuple[int, ...],
 ) -> np.ndarray:
-    """The changes of the loss, [formats, layers, signs]. Each pass begins at the block of the rounded layer."""
+    """The changes in the loss, [formats, layers, signs]. Each pass begins at the block of the rounded layer."""
     tokens, labels = batch
     inputs: list[tuple[Tensor, ...]] = []
     hooks = [layer.register_forward_pre_hook(lambda _, given: inputs.append(given)) for layer in model.layers]

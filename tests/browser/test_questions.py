@@ -259,7 +259,7 @@ def test_which_part_costs_the_most_loss(visitor: Visitor, catalog: Catalog):
     costs = recipes_compute.costs(gaps, table)
     alone = costs[costs["only"].notna()]
     assert set(alone["only"]) == {"QK", "PV", "linear"}
-    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} raises the loss most")
+    assert visitor.answer.startswith(f"Rounded alone, {alone['only'].iloc[0]} raises the loss the most")
     bars = {mark["run"]: mark for mark in visitor.marks("costs") if "rounded" in mark}
     for row in costs.itertuples():
         assert number(bars[row.label]["mean gap to bf16 (nats per token)"]) == pytest.approx(row.gap, abs=6e-6)

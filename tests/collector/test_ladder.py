@@ -36,13 +36,13 @@ EXPECTED = {
     "nvidia_nvfp4": [*BOTH, "without rounding", "without rotation", "without tiles", "without keep"],
     "te_nvfp4": [*BOTH, "without rounding", "without rotation", "without tiles"],
     "quartet2": [*BOTH, "without scale", "without rounding", "without rotation", "without rounded"],
-    "torchao_rowwise_gw_hp": ["without dgrad", "whole recipe", "without scale"],
+    "torchao_rowwise_gw_hp": ["without dgrad", "full recipe", "without scale"],
     "deepseek_v3": [*BOTH, "without tiles", "without rounded"],
     "hifp8_scaled": [*BOTH, "without scale"],
     "FA_linear_mxfp4": BOTH,
     "linear_nvfp4(block=16x16)": [*BOTH, "without tiles"],
     "nvidia_nvfp4(without=keep)": [*BOTH, "without rounding", "without rotation", "without tiles"],
-    "FA_nvfp4(rounding=stochastic)": ["whole recipe", "without rounding"],
+    "FA_nvfp4(rounding=stochastic)": ["full recipe", "without rounding"],
 }
 
 
@@ -57,7 +57,7 @@ def test_a_file_has_its_rungs(tmp_path: Path):
     (tmp_path / "own.toml").write_text(OWN)
     rungs = ladder(str(tmp_path / "own.toml")).rungs
     names = ["scale", "rounding", "rotation", "tiles", "rounded", "keep", "schedule"]
-    assert [r.title for r in rungs] == ["bf16", "without dgrad", "whole recipe", *(f"without {n}" for n in names)]
+    assert [r.title for r in rungs] == ["bf16", "without dgrad", "full recipe", *(f"without {n}" for n in names)]
     assert all(parse_recipe(rung.recipe).quantized for rung in rungs[1:])
     assert not parse_recipe(rungs[-1].recipe).schedule and not parse_recipe(rungs[-2].recipe).keep
 
@@ -95,7 +95,7 @@ def test_part_of_a_ladder_is_what_is_there():
     (found,) = ladders(["te_nvfp4", "te_nvfp4(without=tiles)", "bf16"])
     assert found.rungs == (
         Rung("bf16", "bf16"),
-        Rung("whole recipe", "te_nvfp4", "bf16"),
+        Rung("full recipe", "te_nvfp4", "bf16"),
         Rung("without tiles", "te_nvfp4(without=tiles)", "te_nvfp4"),
     )
     assert ladders(["bf16", "te_nvfp4", "mxfp8", "linear_mxfp8"]) == []

@@ -139,7 +139,7 @@ def test_a_part_can_be_set_alone(name, given, expected):
     "name", ["", "FA", "FA_", "linear_", "mxfp9", "fa_mxfp8", "linear_FA_mxfp8", "mxfp8 ", "FA_FA_mxfp8", "MXFP8"]
 )
 def test_unknown_recipes_are_refused(name):
-    with pytest.raises(RecipeError, match=r"is unknown.* `binade list recipes`"):
+    with pytest.raises(RecipeError, match=r"unknown recipe .*: expected a name from `binade list recipes`"):
         parse_recipe(name)
 
 

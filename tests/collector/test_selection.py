@@ -115,7 +115,7 @@ HAS = "which has layers 1 to 12 and sites such as layer12.qkv, layer12.core, lay
         ("\udcff", (), "is not valid Unicode"),
         (",", (), "',' names no layer"),
         (" ", (), "' ' names no layer"),
-        ("", ("fc3",), "module 'fc3' is unknown: the model has qkv, core, proj, fc1, fc2"),
+        ("", ("fc3",), "unknown module 'fc3': expected one of qkv, core, proj, fc1, fc2"),
         ("core", ("qkv", "fc1"), "core has no qkv, fc1: the model has layers 1 to 12 and sites such as"),
     ],
 )

@@ -39,7 +39,8 @@ CONTROLS = (
     ),
     Control(
         name="by", label="Granularity", param=One(tuple(GROUPS)), titles=BY, widget="list", row="advise",
-        help="What shares one choice. Its GEMMs and their operands can still get different formats",
+        help="The part of the model that shares one choice of formats. Its GEMMs and operands can still get different "
+        "formats",
     ),
     Control(name="parts", label="Chosen for", param=One(tuple(PARTS)), titles=PARTS, widget="list", row="advise"),
 )  # fmt: skip
@@ -123,7 +124,7 @@ def confirmed(opened: Catalog, found: Advice) -> tuple[pd.DataFrame, str]:
 
 
 def _held(advised: pd.Series, plain: pd.DataFrame) -> str:
-    """Whether an advised recipe did better than the best single format of at most as many bits."""
+    """Whether an advised recipe did better than the best single format with no more bits."""
     others = plain[plain["bits"] <= advised["bits"] + AS_MANY].sort_values("predicted")
     if others.empty:
         return f"{advised['recipe']} was trained, but no single format with no more bits was."

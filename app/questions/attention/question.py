@@ -48,7 +48,7 @@ class Maps:
         name = next(iter(self.heads))
         place, note = self.rows[name], self.heads[name].note
         known = ("layer", place["layer_index"]), ("iteration", place["iteration"]), ("run", place["recipe"])
-        words = ", ".join(f"{word} {value}" for word, value in known if not pd.isna(value)) or "layer unknown"
+        words = ", ".join(f"{word} {value}" for word, value in known if not pd.isna(value)) or "unknown location"
         return f"{words} · {note}" if note else words
 
     def source(self, name: str) -> str:
@@ -121,7 +121,7 @@ def heads(selected: SelectedTensor, maps: Maps) -> Drawn:
         focused = entropy.iloc[int(entropy["entropy"].fillna(1e9).argmin())]
         verdict = (
             f"In {selected.spec}, head {worst['head']:.0f} loses the most: {worst['flush_to_zero']:.2%} of its "
-            f"nonzero probabilities are flushed, with {worst['mass']:.2%} of the probability mass. "
+            f"nonzero probabilities are flushed; they hold {worst['mass']:.2%} of the probability mass. "
             f"Most focused: head {focused['head']:.0f}, {focused['entropy']:.2f} bits."
         )
         first = maps.source("attention_probs")

@@ -55,7 +55,7 @@ CONTROLS = (
         name="tolerance", label="Tolerance", param=One(TOLERANCES),
         titles={str(TOLERANCE): "2⁻⁵", BITWISE: "0 (bitwise)"},
         options=(BITWISE, "0.0001", "0.001", str(TOLERANCE), "0.1"), widget="list", row="runs",
-        help="2⁻⁵: four units in the last place of bfloat16. Sums in another order may differ by that",
+        help="2⁻⁵: four units in the last place of bfloat16. Summing in a different order can cause such differences",
     ),
 )  # fmt: skip
 

@@ -36,7 +36,7 @@ WHAT = {
     "both": "the quantized run’s tensor, rounded: both",
 }
 COLUMNS = {
-    "what": Column("Against bf16’s tensor", width=330, text=lambda row: WHAT[row["what"]]),
+    "what": Column("Compared with bf16’s tensor", width=330, text=lambda row: WHAT[row["what"]]),
     "sqnr_db": Column(),
     "relative_error": Column(format="%.4f"),
     "cosine": Column(format="%.5f"),
@@ -118,13 +118,13 @@ def compared(selected: SelectedTensor, given: Candidates, run: str) -> Drawn:
     label = given.labels[run]
     caption = (
         f"{selected.source()}\nThe same tensor (by identity) of {given.reference_label} and of {label}; rounded "
-        f"to {fmt}. Errors are against bf16’s tensor. Relative error: {METRICS['relative_error'].definition}."
+        f"to {fmt}. Each is compared with bf16’s tensor. Relative error: {METRICS['relative_error'].definition}."
     )
     items: list[Item] = []
     histogram = log2_histogram([d for d in found.distributions if d.total])
     if not histogram.empty:
         groups = [d.group for d in found.distributions]
-        chart = distribution_charts.histogram(histogram, f"{selected.label} · {label} against bf16", "values")
+        chart = distribution_charts.histogram(histogram, f"{selected.label} · {label} compared with bf16", "values")
         items.append(Figure("three_way", chart, histogram, caption, height=360 + style.legend_height(groups)))
     return Drawn((*items, Table("three_way", found.table, COLUMNS, note=NOTE)), found.verdict)
 

@@ -14,6 +14,7 @@ from binade.app.questions.shared.selection import Board
 from binade.app.questions.training import charts as training_charts
 from binade.app.style import MEASURES
 from binade.data.tensor_kinds import label_of
+from binade.quant.traces import EDGE_SAMPLE
 
 NO_WEIGHTS = (
     "The filter selects no weight that was sampled before and after rounding: choose a quantized run recorded with "
@@ -134,7 +135,8 @@ def _of_gradients(board: Board, gradients: pd.DataFrame) -> list[Item]:
 def _of_weights_verdict(weights: pd.DataFrame, iterations: int) -> str:
     places = _places(weights)
     edge = places["at_bin_edge"].mean()
-    at_edge = f"{edge:.1%} of the weights lie at the edge of their bin" if pd.notna(edge) else ""
+    sampled = f"up to {EDGE_SAMPLE:,} weights per tensor"
+    at_edge = f"{edge:.1%} of {sampled} lie at the edge of their bin" if pd.notna(edge) else ""
     if places["oscillating"].isna().all():
         return f"{at_edge}." if at_edge else ""
     first = places.iloc[0]

@@ -24,7 +24,7 @@ from binade.quant.metrics import METRICS
 AGAINST = (*laws.LAWS, "tensor", "selection")
 TITLES = LAW_TITLES | {"tensor": "another tensor", "selection": "the filter’s selection"}
 COLUMNS = {
-    "law": Column("Law", width=100, text=lambda row: TITLES[row["law"]]),
+    "law": Column("Distribution", width=100, text=lambda row: TITLES[row["law"]]),
     "ks": Column("KS distance", "%.4f"),
     "parameters": Column("Fitted", width=260),
 }

@@ -151,7 +151,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
         axis=alt.Axis(tickCount=8),
     )
     tooltip = [
-        alt.Tooltip("rung:N"),
+        alt.Tooltip("rung:N", title="step"),
         alt.Tooltip("recipe:N"),
         alt.Tooltip("gap:Q", title="mean gap (nats per token)", format="+.5f"),
         alt.Tooltip("low:Q", title="95 % interval from", format="+.5f"),
@@ -168,7 +168,7 @@ def ladder(table: pd.DataFrame, seeds: pd.DataFrame, name: str) -> alt.LayerChar
     dots = (
         alt.Chart(seeds)
         .mark_point(filled=True, size=26, opacity=0.6, color=style.GREY, yOffset=9)
-        .encode(x=x, y=y, tooltip=["rung:N", "seed:N", alt.Tooltip("gap:Q", format="+.5f")])
+        .encode(x=x, y=y, tooltip=[alt.Tooltip("rung:N", title="step"), "seed:N", alt.Tooltip("gap:Q", format="+.5f")])
     )
     base = alt.Chart(shown)
     bars = base.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q"), x2="high:Q", y=y, color=color, tooltip=tooltip)

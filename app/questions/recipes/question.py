@@ -82,7 +82,7 @@ COLUMNS = {
     "run_id": Column("Directory", width=330),
 }
 RUNGS = {
-    "rung": Column("Rung", width=130),
+    "rung": Column("Step", width=130),
     "seeds": Column("Seeds", width=60),
     "gap": Column("Mean gap", "%+.5f", 90, help="Of loss − bf16’s loss, in nats per token, over iterations and seeds"),
     "deviation": Column("sd", "%.5f", 75, help="Sample standard deviation of the seeds’ mean gaps"),
@@ -90,7 +90,7 @@ RUNGS = {
         "Change",
         "%+.5f",
         85,
-        help="Change from the previous step; for a recipe without one ingredient, from the whole recipe",
+        help="Change from the previous step; for a recipe without one ingredient, from the full recipe",
     ),
     "verdict": Column("Verdict", width=220, help=SEPARATED),
     "cosine": Column("Cosine", "%.4f", 75, help=f"To bf16’s gradient: {MEASURES['cosine'].definition}"),
@@ -221,12 +221,12 @@ def _answer(costs: pd.DataFrame, base: str) -> str:
         named = [f"{row.parts} {row.gap:+.4f}" for row in alone.head(NAMED).itertuples()]
         rest = f" and {len(alone) - NAMED} more" * (len(alone) > NAMED)
         return (
-            f"Rounded alone, {alone['only'].iloc[0]} raises the loss most: {', '.join(named)}{rest} "
+            f"Rounded alone, {alone['only'].iloc[0]} raises the loss the most: {', '.join(named)}{rest} "
             f"(nats per token, mean gap to bf16{several})."
         )
     first = costs.iloc[0]
     advice = "To compare the parts, collect FA_… and linear_… recipes."
-    return f"{first['label']} raises the loss most: {first['gap']:+.4f} nats per token. {advice}"
+    return f"{first['label']} raises the loss the most: {first['gap']:+.4f} nats per token. {advice}"
 
 
 def _noise(costs: pd.DataFrame) -> str:
@@ -351,7 +351,9 @@ def _missing(runs: pd.DataFrame, rungs: pd.DataFrame) -> list[str]:
     """A sentence for everything that the ladder lacks."""
     found = []
     if alone := sorted(set(runs.loc[runs["gap"].isna(), "seed"])):
-        found.append(f"Without a bf16 run on the same data, runs with seed {', '.join(alone)} have no gap.")
+        s, that = ("s", "those seeds") if len(alone) > 1 else ("", "that seed")
+        seeds = f"seed{s} {', '.join(alone)}"
+        found.append(f"There is no bf16 run on the same data for {seeds}, so runs with {that} have no gap.")
     number = rungs.loc[rungs["recipe"] != BF16, "seeds"]
     if fewer := [f"{row.rung} {row.seeds}" for row in rungs[1:].itertuples() if row.seeds < number.max()]:
         found.append(f"Not every step has {number.max()} seeds: {', '.join(fewer)}.")
@@ -421,7 +423,8 @@ def report(selection: ReportSelection) -> Iterator[Section]:
         return
     found = cost(opened, where, runs)
     tables = [
-        ReportTable(name, "Loss against bf16’s", frame.drop(columns=[*PARTS])) for name, frame in found.tables.items()
+        ReportTable(name, "Loss compared with bf16", frame.drop(columns=[*PARTS]))
+        for name, frame in found.tables.items()
     ]
     yield Section("comparisons", "", found.figures, tables, verdict=found.verdict, problems=found.problems)
     for each in ladders(runs["recipe"].dropna()):
@@ -465,7 +468,7 @@ def _ladder_section(selection: ReportSelection, runs: pd.DataFrame, chosen: Ladd
 
 
 RECIPES = Question(
-    text="Which part raises the loss most?",
+    text="Which part raises the loss the most?",
     title="Recipes",
     icon=":material/balance:",
     help="QK, PV or linear layers: the loss and gradients of each recipe compared with bf16, and its ablation",

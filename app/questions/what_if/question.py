@@ -33,8 +33,8 @@ RULES = dict.fromkeys(rule for fmt in FORMATS.values() if len(fmt.scale_rules) >
 VALUES = {
     "scale": ("Scale", tuple(map(str, RULES))),
     "block": ("Block", ("8", "16", "32", "64", "128", "16x16", "32x32", "128x128", "row", "tensor")),
-    "error": ("4over6: error", ("mse", "mae")),
-    "bound": ("4over6: largest", ("256", "448")),
+    "error": ("4over6 error", ("mse", "mae")),
+    "bound": ("4over6 bound", ("256", "448")),
     "rounding": ("Rounding", tuple(map(str, Rounding))),
     "overflow": ("Overflow", tuple(map(str, Overflow))),
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),

@@ -305,7 +305,7 @@ def test_gradients_belong_to_their_pass(te, tmp_path):
 def test_recipes_that_would_replace_its_kernels_are_refused(te):
     model = build(te)
     before = state(model)
-    with pytest.raises(InstrumentError, match=r"layers\.0\.layernorm_qkv.* can only be watched.*exclude=\['layers"):
+    with pytest.raises(InstrumentError, match=r"layers\.0\.layernorm_qkv.* can only be recorded.*exclude=\['layers"):
         with instrument(model, "mxfp8"):
             pass
     with pytest.raises(InstrumentError, match=r"layers\.0\.proj \(Linear\) can only be watched"):

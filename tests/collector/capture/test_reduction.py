@@ -138,7 +138,7 @@ def train(root: Path, x: torch.Tensor, watch: str | None = "every 2 steps") -> N
 
 
 def record(root: Path, x: torch.Tensor, **options: object) -> None:
-    """Two iterations, recorded whole."""
+    """Two iterations, recorded in full."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
     with Recorder(root, iterations=2, scores=("mxfp4",), **options) as recorder, instrument(model, "bf16", recorder):

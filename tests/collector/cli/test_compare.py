@@ -409,7 +409,7 @@ def ablation(text: str) -> dict[str, list[str]]:
     """The cells of the table of an ablation by rung: two blanks or more part them."""
     (block,) = [block for block in text.split("\n\n") if block.startswith("Ablation of te_nvfp4: ")]
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in block.splitlines()[1:]]
-    assert lines[0] == ["rung", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
+    assert lines[0] == ["step", "seeds", "mean gap", "sd", "95 % interval", "change", "verdict"]
     return {line[0]: line[1:] for line in lines[1:]}
 
 
@@ -469,7 +469,7 @@ class TestSeeds:
         assert rows["mxfp8"].gaps.values == (0.5, 0.25) and rows["mxfp8"].seeds == (1, 2, 3)
         assert rows["mxfp4"].gaps is None
         text = render(compared(), "text")
-        assert "No bf16 run with seed 3 finished an iteration, so runs with it have no gap." in text
+        assert "No bf16 run with seed 3 finished an iteration, so runs with that seed have no gap." in text
         (block,) = [block for block in text.split("\n\n") if block.startswith("Mean gap to bf16 over seeds")]
         assert block.splitlines()[2].split("  ")[0] == "mxfp8" and "not separated from bf16" in block
         assert "Ablation of" not in text
@@ -480,7 +480,7 @@ class TestSeeds:
             made("mxfp8", [loss], seed=1)
         (_, row) = only(compared()).values()
         assert row.runs == 2 and row.gaps.values == (0.25,)
-        assert "2 runs; the longest (of several, the newest) is shown" in " ".join(render(compared(), "text").split())
+        assert "2 runs; the longest is shown (ties go to the newest)" in " ".join(render(compared(), "text").split())
 
     def test_layers_kept_in_bf16_make_no_other_bf16(self, made, compared):
         for recipe, loss in (("bf16", 5.0), ("te_nvfp4", 5.5), ("te_nvfp4(without=tiles)", 5.25)):
@@ -488,7 +488,7 @@ class TestSeeds:
         comparison = compared()
         assert [row.figures.get(MEAN) for row in only(comparison).values()] == [None, 0.5, 0.25]
         (found,) = comparison.sections[0].ladders
-        assert [rung.title for rung in found.rungs] == ["bf16", "whole recipe", "without tiles"]
+        assert [rung.title for rung in found.rungs] == ["bf16", "full recipe", "without tiles"]
 
 
 class TestRows:
@@ -501,7 +501,7 @@ class TestRows:
         assert (row.runs, row.run_id) == (3, newest.run_id)
         assert (row.figures["loss_nats"], row.figures["loss_spread_nats"]) == (3.25, 0.375)
         text = render(compared(), "text")
-        longest = f"mxfp8: 3 runs; the longest (of several, the newest) is shown, {newest.run_id}."
+        longest = f"mxfp8: 3 runs; the longest is shown (ties go to the newest): {newest.run_id}."
         assert longest in " ".join(text.split())
         assert "losses differ by 0.38." in text
 
