@@ -316,8 +316,8 @@ def signals_later() -> Iterator[None]:
     finally:
         for number, handler in caught.items():
             signal.signal(number, handler)
-        for number in came[:1]:
-            signal.raise_signal(number)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def copy_later(x: Tensor) -> tuple[Tensor, Callable[[], None]]:

@@ -185,7 +185,8 @@ class TestCollect:
         runs = chosen(at)
         assert [run.recipe for run in runs] == ["nvfp4(block=16x16, rounding=stochastic)", "nvidia_nvfp4"]
         assert runs[0].scores == ("nvfp4(scale=4over6, error=mae)",)
-        assert sum(each.value.count("badge[stochastic rounding is biased, because it clips]") for each in at.markdown) == 2
+        badge = "badge[stochastic rounding is biased, because it clips]"
+        assert sum(each.value.count(badge) for each in at.markdown) == 2
         assert "NVIDIA NVFP4 pre-training" in words(at) and "partly uncertain" in words(at)
         assert "arXiv 2509.25149 (excerpt)" in words(at)  # and so on, in the popover
         at.multiselect(key="collect_scores").set_value(["nvfp4(scale=best)"])

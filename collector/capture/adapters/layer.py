@@ -47,7 +47,7 @@ class Layer:
     attach   makes the module's products run as the given quantization says, and returns the undo function
     path     the module's name in its site where two layers of the model would have the same site
     is_head  whether it is the LM head, which is left alone unless requested
-    kernels  why it can only be watched, if it cannot be quantized
+    kernels  why it can only be recorded, if it cannot be quantized
     exchanges  whether the adapter communicates instead of the module: all ranks then stay attached, whichever of them
                record
     part     which of the module's layers, where it has several: the weight and the expert

@@ -308,13 +308,13 @@ def test_recipes_that_would_replace_its_kernels_are_refused(te):
     with pytest.raises(InstrumentError, match=r"layers\.0\.layernorm_qkv.* can only be recorded.*exclude=\['layers"):
         with instrument(model, "mxfp8"):
             pass
-    with pytest.raises(InstrumentError, match=r"layers\.0\.proj \(Linear\) can only be watched"):
+    with pytest.raises(InstrumentError, match=r"layers\.0\.proj \(Linear\) can only be recorded"):
         with instrument(model, "linear_mxfp8", exclude=["layers.0.l*"]):
             pass
     with instrument(model, "FA_mxfp8", exclude=["*.core_attention"]):
         pass
     assert state(model) == before
-    assert {row.format for row in coverage(model, "mxfp8") if "only be watched" in row.reason} == {""}
+    assert {row.format for row in coverage(model, "mxfp8") if "only be recorded" in row.reason} == {""}
     assert {row.recorded for row in coverage(model)} == {"layer*.qkv", "layer*.core", "layer*.proj", "layer*.fc1"}
 
 
