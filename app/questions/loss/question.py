@@ -1,4 +1,4 @@
-"""How much does rounding raise the loss? The predicted change in the loss by operand, and its SQNR."""
+"""Does rounding raise the loss? The predicted change in the loss by operand, and its SQNR."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def report(selection: ReportSelection) -> Iterator[Section]:
 
 
 LOSS = Question(
-    text="How much does rounding raise the loss?",
+    text="Does rounding raise the loss?",
     title="Loss",
     icon=":material/trending_down:",
     help="Predicted change in the loss by operand, and its SQNR",
