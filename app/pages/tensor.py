@@ -42,24 +42,24 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     tensor_id = in_filter(opened, where, values["tensor"], values["format"])
     if values["tensor"] not in (None, tensor_id):
         return Drawn(problems=(f"The tensor {values['tensor']} does not match the filter: {where.sentence()}.",))
-    rows = listed(opened, where, tensor_id)
+    rows, labels = listed(opened, where, tensor_id)
     try:
         x = opened.load(tensor_id)
     except (CatalogError, TensorFileError) as error:
         return Drawn(problems=(f"The values of the tensor cannot be read: {error}.",))
     row = rows[rows["tensor_id"] == tensor_id].iloc[0]
-    key = "labels", opened.state(), where, tensor_id if len(rows) > MAX_LISTED else ""
-    labels = opened.kept(key, lambda: full_labels(rows, given_names(opened)))
     selected = SelectedTensor(opened, where, row=row, x=x, spec=Spec.of(values["format"]), labels=labels)
     return VIEWS[values["view"]].draw(selected, values)
 
 
-def listed(opened: Catalog, where: Filter, tensor_id: str) -> pd.DataFrame:
-    """The filter's tensors, as many as can be listed, and the selected one."""
-    found = opened.tensors(where, limit=MAX_LISTED)
-    if tensor_id in set(found["tensor_id"]):
-        return found
-    return pd.concat([opened.rows_of([tensor_id]), found], ignore_index=True)
+def listed(opened: Catalog, where: Filter, tensor_id: str) -> tuple[pd.DataFrame, dict[str, str]]:
+    """The filter's tensors, as many as can be listed, with the selected one; and the label of each, by its ID."""
+    rows = opened.tensors(where, limit=MAX_LISTED)
+    if tensor_id not in set(rows["tensor_id"]):
+        rows = pd.concat([opened.rows_of([tensor_id]), rows], ignore_index=True)
+    names = given_names(opened)
+    key = "labels", where, tuple(names.items()), tensor_id if len(rows) > MAX_LISTED else ""
+    return rows, opened.kept(key, lambda: full_labels(rows, names))
 
 
 def in_filter(opened: Catalog, where: Filter, wanted: str | None, fmt: str) -> str:

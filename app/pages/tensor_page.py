@@ -14,8 +14,6 @@ from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
 from binade.app.params import One, Params
-from binade.app.questions.shared.labels import full_labels
-from binade.app.questions.shared.runs import given_names
 from binade.app.questions.shared.selection import SelectedTensor
 from binade.app.questions.view import show_question
 from binade.app.state import LARGE, view_page
@@ -34,12 +32,7 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
         return
     state = st.session_state
     state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
-
-    def named() -> tuple[pd.DataFrame, dict[str, str]]:
-        listed = tensor.listed(opened, where, state["tensor"])
-        return listed, full_labels(listed, given_names(opened))
-
-    listed, labels = opened.kept(("listed", where, state["tensor"]), named)
+    listed, labels = tensor.listed(opened, where, state["tensor"])
     if len(listed) >= tensor.MAX_LISTED:
         st.caption(f"{tensor.MAX_LISTED:,} tensors are listed: narrow the filter to see others.")
     left, right = st.columns([3.4, 1])

@@ -352,7 +352,7 @@ def measure(
     gradient: Tensor | None = None,
 ) -> np.ndarray | None:
     """The error of y against x in one pass: sums of x², y², xy and (y-x)² in float64, the largest |y-x|, and how many
-    elements of x are finite, not zero, not zero but zero in y, and saturated. None if there is no kernel for this spec
+    elements of x are finite, nonzero, flushed to zero in y, and saturated. Returns None if no kernel supports this spec
     and these tensors, a build is not worth it, or saturation depends on more than a block's scale.
 
     x, y and gradient of one shape; scales as `quantize_dequantize` returns them. absmax is used by schemes that
