@@ -1,6 +1,6 @@
 """A server that is clicked for minutes, or for hours:
 
-    python -m tests.siege.soak --minutes 240 [--seed N] [--svg FILE]
+    python -m tests.siege.soak --minutes 240 [--pause SECONDS] [--seed N] [--svg FILE]
 
 Prints the memory of the server and its children, and draws it.
 """
@@ -52,9 +52,9 @@ def _resident(port: int) -> float:
     raise AssertionError("no server listens")
 
 
-def clicked(root: Path, minutes: float, chance: random.Random) -> pd.DataFrame:
-    """Click through a root's app in one session after another; after each click the minutes since the start and the
-    server's megabytes."""
+def clicked(root: Path, minutes: float, chance: random.Random, pause: float = 0.0) -> pd.DataFrame:
+    """Click through a root's app in one session after another, with so many seconds between a page and the next click;
+    after each click the minutes since the start and the server's megabytes."""
     start, found = time.monotonic(), list[tuple[float, float]]()
     with driver.serving(root) as address, sync_playwright() as playwright:
         browser = driver.launch(playwright)
@@ -65,6 +65,7 @@ def clicked(root: Path, minutes: float, chance: random.Random) -> pd.DataFrame:
                 page.goto(f"{address}/{chance.choice(PAGES)}")
                 driver.settle(page)
                 found.append(((time.monotonic() - start) / 60, _resident(port)))
+                page.wait_for_timeout(1000 * pause)
             page.context.close()
         browser.close()
     return pd.DataFrame(found, columns=["minutes", "megabytes"])
@@ -94,13 +95,14 @@ def soak(attempt: Attempt) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.siege.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=240)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between a page and the next click")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--svg", type=Path, help="draw the memory there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "runs"
         collect_recipes(root)
-        found = clicked(root, args.minutes, random.Random(args.seed))
+        found = clicked(root, args.minutes, random.Random(args.seed), args.pause)
     memory = found["megabytes"].tolist()
     start, end = ends(memory)
     said = f"{len(memory):,} clicks in {found['minutes'].iloc[-1]:.0f} minutes: {start:.0f} to {end:.0f} MB"
