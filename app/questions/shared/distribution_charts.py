@@ -100,8 +100,9 @@ def _qq(
 ) -> alt.LayerChart:
     groups = groups or style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
-    drawn_at = (np.append(table[name].to_numpy(float), np.linspace(*ends, 20)) for name in ("theoretical", "sample"))
-    place = style.free_place(*drawn_at, groups)
+    on_line = np.linspace(ends[0], ends[1], 20)
+    x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
+    place = style.free_place(x, y, groups)
     line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(
         strokeDash=[5, 4], color=style.GREY, strokeWidth=1.5
     )
