@@ -172,7 +172,7 @@ class Figure(_Item):
         """The specification for a page, with its data as Arrow streams in `datasets`."""
         spec = self._spec(lambda table, stream: stream)
         _wrap_titles(spec)
-        return spec
+        return spec | {"config": spec.get("config", {}) | CENTERED}
 
     def _spec(self, content: Callable[[pa.Table, bytes], Any]) -> dict[str, Any]:
         """The specification. content: what `datasets` has of a table and its Arrow stream, whose hash is its name."""
@@ -340,15 +340,20 @@ class Drawn:
         return next((figure for figure in self.figures if figure.name == name), None)
 
 
-# An axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M.
-NUMBER_LABELS = (
-    "datum.value == 0 ? '0' : max(abs(domain('{0}')[0]), abs(domain('{0}')[1])) < 1e-2 ? format(datum.value, '~e')"
-    " : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label"
-)
+# Streamlit's theme moves the first and the last label of an axis into the plot, away from their ticks and cells.
+CENTERED = {name: {"labelFlush": False} for name in ("axisY", "axisXDiscrete")}
+# By type of scale. A linear axis that ends at 0.00002 shows 2e−5, one that ends at 5200000 shows 5.2M. A logarithmic
+# one shows 0.1, 1, 10, or 1e-8, 1e-6 if its ends are smaller or larger; some of its ticks have no label.
+NUMBER_LABELS = {
+    "linear": "datum.value == 0 ? '0' : max(abs(domain('{0}')[0]), abs(domain('{0}')[1])) < 1e-2"
+    " ? format(datum.value, '~e') : abs(datum.value) >= 1e5 ? format(datum.value, '~s') : datum.label",
+    "log": "datum.label == '' ? '' : domain('{0}')[0] > 9e-4 && domain('{0}')[1] < 1e5 ? format(datum.value, '~r')"
+    " : replace(format(datum.value, '~e'), '+', '')",
+}
 
 
 def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
-    """Label the linear axes of numbers in a specification, unless they or another layer define the labels. labelled:
+    """Label the axes of numbers in a specification, unless they or another layer define the labels. labelled:
     the channels whose axis does."""
     if isinstance(spec, list):
         for each in spec:
@@ -358,9 +363,9 @@ def _label_numbers(spec: Any, labelled: frozenset[str] = frozenset()) -> None:
         for channel in {"x", "y"} - labelled:
             given = spec.get("encoding", {}).get(channel, {})
             axis, scale = given.get("axis", {}), given.get("scale") or {}
-            linear = given.get("type") == "quantitative" and scale.get("type", "linear") == "linear"
-            if linear and axis is not None:
-                given["axis"] = axis | {"labelExpr": NUMBER_LABELS.format(channel)}
+            labels = NUMBER_LABELS.get(scale.get("type", "linear"))
+            if given.get("type") == "quantitative" and labels and axis is not None:
+                given["axis"] = axis | {"labelExpr": labels.format(channel)}
         _label_numbers(spec.get("layer", []), labelled)
         for part in ("hconcat", "vconcat", "concat", "spec"):
             _label_numbers(spec.get(part, []))
@@ -373,7 +378,7 @@ def _wrap_titles(spec: dict[str, Any]) -> None:
         _wrap_titles(layer)
     title = spec.get("title")
     if isinstance(title, dict):
-        for name, letters in (("text", NARROW // 11), ("subtitle", NARROW // 8)):
+        for name, letters in (("text", NARROW // 13), ("subtitle", NARROW // 8)):
             lines = [title[name]] if isinstance(title.get(name), str) else title.get(name, [])
             if any(len(line) > letters for line in lines):
                 broken = [part for line in lines for part in textwrap.wrap(line, letters)]

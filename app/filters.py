@@ -130,6 +130,12 @@ def _explain_hidden(chosen: Filter, everything: Counts, possible: Counts) -> Non
         st.caption(f"The filter hides {total - kept:,} of {total:,} tensors.")
 
 
+def hides_everything() -> bool:
+    """Whether the filter hides all tensors."""
+    hidden, total = st.session_state["hidden"]
+    return bool(hidden == total)
+
+
 def explain_nothing(where: Filter) -> None:
     """Say that the filter selects no tensor, and offer to clear it."""
     st.info(f"No tensor matches: {plain(where.sentence())}.", icon=":material/filter_alt_off:")

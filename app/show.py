@@ -16,7 +16,7 @@ import streamlit as st
 from binade.app import exports
 from binade.app.address import plain
 from binade.app.figure import Column, Drawn, Facts, Figure, Table
-from binade.app.filters import offer_to_clear, only
+from binade.app.filters import only
 from binade.app.report.rendering import RenderError
 from binade.app.sessions import draft
 from binade.app.state import catalog
@@ -212,8 +212,6 @@ def problems(drawn: Drawn) -> None:
     """Say what cannot be drawn."""
     for problem in drawn.problems:
         st.info(plain(problem), icon=":material/block:")
-    if drawn.problems and not drawn.figures:
-        offer_to_clear()
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import streamlit as st
 
-from binade.app.address import follow, plain
-from binade.app.filters import sidebar
+from binade.app.address import follow, plain, write
+from binade.app.filters import explain_nothing, hides_everything, sidebar
 from binade.app.params import Params
 from binade.data.access import check_writable, read_only
 from binade.data.cache import Cache, Done, give_memory_back
@@ -163,6 +163,8 @@ def view_page(
     name: str, title: str, params: Callable[[Catalog], Params]
 ) -> Callable[[Callable[[Catalog, Filter, Params], None]], Callable[[], None]]:
     """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
+    The function is called only if the filter selects a tensor; otherwise the page says that none matches.
+
     name: of the page in PAGES; params: what `address.follow` reads and the function gives to `address.write`."""
 
     def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
@@ -171,7 +173,12 @@ def view_page(
         def page(opened: Catalog) -> None:
             declared = params(opened)
             follow(opened, name, declared)
-            draw(opened, sidebar(opened), declared)
+            where = sidebar(opened)
+            if hides_everything():
+                write(where, declared)
+                explain_nothing(where)
+            else:
+                draw(opened, where, declared)
 
         return page
 

@@ -145,12 +145,14 @@ MEASURES = {
 }
 
 
+def short_exponent(number: str) -> str:
+    """1.2e-7 of 1.2e-07, 1e5 of 1.0e+05."""
+    return re.sub(r"(\.0)?e(-?)\+?0*(?=\d)", r"e\2", number)
+
+
 def _power(value: float) -> str:
-    """1.2e-7, without the zeros that Python puts before an exponent; inf."""
-    if math.isinf(value):
-        return str(value)
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+    """1.2e-7; inf."""
+    return short_exponent(f"{value:.1e}")
 
 
 def short(value: float | None) -> str:
@@ -202,11 +204,14 @@ def colors(groups: list[str], by: str = "", own: Mapping[str, str] | None = None
     return [(own or {}).get(group, color) for group, color in zip(groups, styles(groups, by)[0], strict=True)]
 
 
-DECADES = alt.Axis(format="~e", labelOverlap=True, tickCount=6)  # of a logarithmic axis
+DECADES = alt.Axis(labelOverlap=True, tickCount=6)  # of a logarithmic axis
 SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
-LEGEND_WIDTH = 400  # pixels that every chart has for a legend above it
+LEGEND_WIDTH = 310  # pixels that every chart has for a legend above it, even on a phone
+LEGEND_LABEL = 380  # pixels of the longest label of a legend
 BESIDE = 18  # letters of the longest label of a legend that stands beside the lines; with longer ones it stands above
 WITHIN = 6  # groups of a legend that stands in a corner of the plot
+NARROWEST = 320, 180  # pixels of the plot of a chart that stands beside another
+Place = Literal["right", "corner", "top"]  # of a legend: beside the plot, in its upper left corner, above it
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that stands beside another
@@ -225,6 +230,11 @@ POWERS_OF_TWO = (
 )
 
 
+def power_of_two(exponent: float) -> str:
+    """2⁻¹²"""
+    return "2" + f"{exponent:.0f}".translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def binades(title: str, ticks: int = 8) -> alt.Axis:
     """The axis of a field that is a log₂, labelled with powers of two."""
     return alt.Axis(title=title, labelExpr=POWERS_OF_TWO, tickMinStep=1, tickCount=ticks)
@@ -238,30 +248,43 @@ def columns(groups: list[str]) -> int:
 def legend_height(groups: list[str]) -> int:
     """The height in pixels that a chart's legend needs: 0 if it is next to the lines, and for a single group, which has
     no legend."""
-    if len(groups) < 2 or _orient(groups, within=True) != "top":
+    if len(groups) < 2 or _orient(groups, "corner") != "top":
         return 0
     return 22 * math.ceil(len(groups) / columns(groups))
 
 
-def _orient(groups: list[str], within: bool) -> Literal["top", "right", "top-left"]:
-    if max(len(group) for group in groups) > BESIDE or (within and len(groups) > WITHIN):
+def _orient(groups: list[str], place: Place) -> Literal["top", "right", "top-left"]:
+    if max(len(group) for group in groups) > BESIDE or (place == "corner" and len(groups) > WITHIN):
         return "top"
-    return "top-left" if within else "right"
+    return "top-left" if place == "corner" else place
 
 
-def legend(groups: list[str], title: str, line: bool = False, within: bool = False) -> alt.Legend | None:
-    """A legend to the right of the plot, or in its upper left corner (within); above it if the labels are long."""
+def free_place(x: np.ndarray, y: np.ndarray, groups: list[str]) -> Place:
+    """The upper left corner if a legend there hides none of these points, else above the plot."""
+    width, height = NARROWEST
+    known = np.isfinite(x) & np.isfinite(y)
+    x, y = x[known], y[known]
+    if not len(x):
+        return "corner"
+    right = x.min() + (x.max() - x.min()) * (50 + 8 * max(len(group) for group in groups)) / width
+    bottom = y.max() - (y.max() - y.min()) * (24 + 16 * len(groups)) / height
+    return "top" if ((x < right) & (y > bottom)).any() else "corner"
+
+
+def legend(groups: list[str], title: str, line: bool = False, place: Place = "right") -> alt.Legend | None:
+    """A legend; above the plot if the labels are long."""
     if len(groups) < 2:
         return None
-    orient = _orient(groups, within)
+    orient = _orient(groups, place)
     above = orient == "top"
     return alt.Legend(
         title=None if above else title,
         orient=orient,
         columns=columns(groups) if above else 1,
         offset={"top": 2, "right": 10, "top-left": 4}[orient],
-        labelLimit=LEGEND_WIDTH - 20,
+        labelLimit=LEGEND_LABEL,
         rowPadding=1,
+        symbolOpacity=1,
         symbolType="stroke" if line else alt.Undefined,
         symbolSize=SYMBOL if line else alt.Undefined,
     )
@@ -273,21 +296,21 @@ def color(
     shown: bool = True,
     line: bool = False,
     own: Mapping[str, str] | None = None,
-    within: bool = False,
+    place: Place = "right",
 ) -> alt.Color:
-    """The colour of the column group; shown: with a legend; own: as in `colors`; within: as in `legend`."""
+    """The colour of the column group; shown: with a legend; own: as in `colors`; place: as in `legend`."""
     scale = alt.Scale(domain=groups, range=colors(groups, title, own))
-    return alt.Color("group:N", scale=scale, legend=legend(groups, title, line, within) if shown else None)
+    return alt.Color("group:N", scale=scale, legend=legend(groups, title, line, place) if shown else None)
 
 
-def dash(groups: list[str], title: str, within: bool = False) -> alt.StrokeDash:
+def dash(groups: list[str], title: str, place: Place = "right") -> alt.StrokeDash:
     scale = alt.Scale(domain=groups, range=[DASHES[n] for n in styles(groups, title)[1]])
-    return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, True, within))
+    return alt.StrokeDash("group:N", scale=scale, legend=legend(groups, title, True, place))
 
 
-def shape(groups: list[str], title: str, within: bool = False) -> alt.Shape:
+def shape(groups: list[str], title: str, place: Place = "right") -> alt.Shape:
     scale = alt.Scale(domain=groups, range=[SHAPES[n] for n in styles(groups, title)[1]])
-    return alt.Shape("group:N", scale=scale, legend=legend(groups, title, within=within))
+    return alt.Shape("group:N", scale=scale, legend=legend(groups, title, place=place))
 
 
 def choice(field: str) -> alt.Parameter:
@@ -362,10 +385,16 @@ DRAG = "[pointerdown{}, window:pointerup] > window:pointermove!"
 
 
 def brushed(
-    chart: alt.Chart, groups: list[str], x: str, inside: str, title: alt.TitleParams, share: str = "datum.share"
+    chart: alt.Chart,
+    groups: list[str],
+    x: str,
+    inside: str,
+    title: alt.TitleParams,
+    place: Place,
+    share: str = "datum.share",
 ) -> alt.LayerChart:
-    """The chart of groups with interaction: drag over a range of x to see how many of each group's values lie in it,
-    zoom with a pinch or Ctrl and the wheel, pan with Alt, Shift-click as in `only`.
+    """The chart of groups, whose legend stands at `place`, with interaction: drag over a range of x to see how many of
+    each group's values lie in it, zoom with a pinch or Ctrl and the wheel, pan with Alt, Shift-click as in `only`.
 
     The chart's data have the columns group, count and share. As Vega's expressions, inside: the part of a row that lies
     in `at`, share: of the group's values that are the row's.
@@ -387,7 +416,7 @@ def brushed(
         translate=DRAG.format("[event.altKey]"),
         zoom="wheel![event.ctrlKey]",
     )
-    corner = len(groups) > 1 and _orient(groups, within=True) == "top-left"
+    corner = len(groups) > 1 and _orient(groups, place) == "top-left"
     named = " + '  ' + datum.group" if len(groups) > 1 else " + ' values'"
     right = 50 + 8 * max(len(group) for group in groups) if corner else 8  # of a legend
     shown = alt.Chart(chart.data).transform_filter(f"isDefined({at})")

@@ -27,7 +27,7 @@ LEFT = "left_on_collect"  # a copy of the fields, which Streamlit drops while an
 MOST_SEEDS = 20
 SEEDS = "Runs of each recipe, each with its own seed. Their spread shows which differences are due to chance"
 TARGETS = "The targets of binade.toml. Jobs for a cluster are submitted as one array"
-COMMAND = 38  # characters of a line of the command
+COMMAND = 31  # characters of a line of the command in a window of 1280 pixels
 REFUSED = (ConfigError, ValueError)  # RecipeError and UnknownFormatError are ValueErrors
 FAILED = (JobError, ReadOnlyError, RunError, SubmissionError, OSError)
 HERE, CLUSTER = "", "--launcher slurm"  # the choices beside the targets: this machine, and a cluster without a target
@@ -239,7 +239,7 @@ def _summary() -> None:
         found = jobs.estimate(runs, root, start.target or "", at_once)
         st.markdown(f"**{count} job{'s' * (count != 1)}**, one run each" if count > 1 else "**One job**, one run")
         a, b = st.columns(2)
-        a.metric("Estimated time" if found.measured else "Time (rough estimate)", duration_text(found.seconds))
+        a.metric("Time", duration_text(found.seconds))
         b.metric("Tensors", f"{found.tensors:,}")
         free = "" if found.memory_free is None else f"; {bytes_text(found.memory_free)} are free"
         a.metric("Memory", bytes_text(found.memory), help=f"Weights, gradients, optimizer, activations{free}")

@@ -133,13 +133,14 @@ def kept_options(base: RunConfig) -> list[str]:
 
 
 def wrapped(command: str, letters: int) -> str:
-    """A command wrapped to lines of about this many characters, before options, with backslashes for a shell."""
+    """A command wrapped before options to lines of at most this many characters, with backslashes for a shell. A longer
+    option has its own line."""
     words = shlex.split(command)
     starts = [0, *(index for index, word in enumerate(words) if word.startswith("--")), len(words)]
     options = [shlex.join(words[start:end]) for start, end in pairwise(starts)]
     lines = [options[0]]
     for option in options[1:]:
-        if len(lines[-1]) + 1 + len(option) > letters:
+        if len(f"{lines[-1]} {option} \\") > letters:
             lines[-1] += " \\"
             lines.append(f"    {option}")
         else:

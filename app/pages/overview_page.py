@@ -11,7 +11,6 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import go, link, plain, write
 from binade.app.figure import Drawn, Figure
-from binade.app.filters import explain_nothing
 from binade.app.formatting import big, bytes_text, first_formats
 from binade.app.pages import overview
 from binade.app.params import Params
@@ -45,13 +44,10 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     write(where, params)
     formats = first_formats(opened)
     totals = opened.totals(where)
-    if totals.tensors and totals.runs <= TOUR_RUNS:
+    if totals.runs <= TOUR_RUNS:
         _tour(where)
     _totals(opened, totals, where)
     _questions(where)
-    if not totals.tensors:
-        explain_nothing(where)
-        return
     _panels(opened, where)
     if formats:
         _worst(opened, where, formats)

@@ -26,6 +26,7 @@ from binade.data.runs import IMPORT, RunError, write_notes
 from binade.data.text import one_line
 
 MOST_RUNS, MOST_EVENTS = 200, 200  # whose events and losses are read, and that are shown
+MOST_REASONS = 20  # of runs that did not end normally
 SPARKS = 40  # points of a small line in the table
 STATES = {
     "done": "✓ done",
@@ -95,7 +96,6 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
     number, text = st.column_config.NumberColumn, st.column_config.TextColumn
     columns = {
         "state": text("State", width=95),
-        "reason": text("Reason", width=220, help="Why it did not end normally; double-click to read all of it"),
         "source": text("Imported from", width=220, help="Directory of the tensors that another tool has logged"),
         "name": text("Name", width=220),
         "recipe": text("Recipe", width=125, help="What was rounded, if the name of the recipe does not say so"),
@@ -119,8 +119,10 @@ def _table(runs: pd.DataFrame, named: pd.DataFrame, course: Mapping[str, list[fl
         "note": text("Note", width=220),
         "run_id": text("Run", width=330),
     }
-    shown = [name for name in columns if name not in ("reason", "source", "name", "note") or table[name].notna().any()]
+    shown = [name for name in columns if name not in ("source", "name", "note") or table[name].notna().any()]
     st.dataframe(table, hide_index=True, placeholder="–", column_order=shown, column_config=columns)
+    for run in table.dropna(subset=["reason"]).head(MOST_REASONS).itertuples():  # too long for a cell
+        st.caption(plain(f"{run.state} · {run.run_id}: {run.reason}"))
 
 
 def _notes(opened: Catalog, runs: pd.DataFrame, named: pd.DataFrame) -> None:

@@ -9,7 +9,6 @@ import streamlit as st
 from torch import Tensor
 
 from binade.app.address import link, write
-from binade.app.filters import explain_nothing
 from binade.app.pages import tensor
 from binade.app.pages.card_view import show_card
 from binade.app.pages.tensor import VIEWS
@@ -26,10 +25,6 @@ from binade.quant.specs import Spec, known_specs
 
 @view_page("tensor", "Tensor", tensor.params)
 def page(opened: Catalog, where: Filter, params: Params) -> None:
-    if not opened.totals(where).tensors:
-        explain_nothing(where)
-        write(where, params)
-        return
     state = st.session_state
     state["tensor"] = tensor.in_filter(opened, where, state.get("tensor"), state.get("format") or "")
     listed, labels = tensor.listed(opened, where, state["tensor"])

@@ -7,7 +7,6 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import plain, write
 from binade.app.figure import Drawn
-from binade.app.filters import explain_nothing
 from binade.app.pages import worst
 from binade.app.pages.worst import VIEWS
 from binade.app.params import One, Params
@@ -26,9 +25,6 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     assert isinstance(formats, One)
     _controls(formats)
     write(where, params)
-    if not opened.totals(where).tensors:
-        explain_nothing(where)
-        return
     st.caption(f"Shown: {plain(where.sentence())}.")
     values = {name: st.session_state[name] for name in params}
     board = worst.board(Selection(opened, where), values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from binade.app import show
 from binade.app.address import go, plain
 from binade.app.control import Control
 from binade.app.figure import Controls, Drawn, Facts, Figure, Item, Table, Text
+from binade.app.filters import offer_to_clear
 from binade.app.params import Many, Whole
 from binade.app.questions.question import Question
 from binade.app.questions.shared.selection import SelectedTensor, Selection
@@ -29,6 +30,22 @@ def show_question(question: Question, selected: Selection, values: dict[str, Any
     drawn = _draw_stoppable(question, selected, values) if question.slow else _draw(question, selected, values)
     if drawn is not None:
         show_answer(drawn, selected.where, values)
+        if not drawn.figures and not drawn.tables and not isinstance(selected, SelectedTensor):
+            _explain_absence(question, selected, values)
+
+
+def _explain_absence(question: Question, selected: Selection, values: dict[str, Any]) -> None:
+    """Say whether there is an answer without the filter, and offer to clear it if there may be one."""
+    everything = replace(selected, where=Filter(), tensors=())
+    if not selected.where.items():
+        return
+    if question.slow:
+        offer_to_clear()
+    elif _draw(question, everything, values).figures:
+        st.info("The filter hides what this view shows.", icon=":material/filter_alt_off:")
+        offer_to_clear()
+    else:
+        st.caption("This is not due to the filter: all tensors together give the same answer.")
 
 
 def show_controls(controls: Iterable[Control], gap: Literal["small", "large"] = "small") -> dict[str, Any]:

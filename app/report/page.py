@@ -25,7 +25,7 @@ from binade.app.theme import DARK, FONT, LIGHT, MONO, THEMES, Theme
 
 HERE = Path(__file__).parent
 LONG = 12  # lines of a text that is folded away
-SHOWN_ROWS = 100  # of a chart's numbers; of a table all
+SHOWN_ROWS, SHOWN_COLUMNS = 100, 24  # of a chart's numbers; of a table all
 CSV_CELLS = 60_000  # a table with more is in the ZIP alone, if there is one
 
 
@@ -41,8 +41,8 @@ def page(sections: tuple[Section, ...], embedded: Mapping[str, str], bundle: str
     }  # fmt: skip
     return environment.get_template("page.html").render(
         top, sections=sections, archived=archived, themes=themes, scripts=(bundle, own), style=_style(),
-        hashes=[_hash(bundle), _hash(own)], long=LONG, shown_rows=SHOWN_ROWS,
-        embedded=embedded, height=HEIGHT, fits=fits, note=note, rows=_rows, axis_of=axis_of,
+        hashes=[_hash(bundle), _hash(own)], long=LONG,
+        embedded=embedded, height=HEIGHT, fits=fits, note=note, rows=_rows, first_numbers=_first_numbers,
     )  # fmt: skip
 
 
@@ -82,6 +82,15 @@ def note(figure: Figure) -> str:
     for line in figure.caption.splitlines():
         text = text.replace(line, "")
     return "" if text.strip() in figure.caption else text.strip()
+
+
+def _first_numbers(figure: Figure) -> tuple[dict[str, Any], str]:
+    """The first rows and columns of a figure's numbers, and how many there are if these are not all."""
+    table = figure.table
+    sides = zip((SHOWN_ROWS, SHOWN_COLUMNS), table.shape, ("rows", "columns"), strict=True)
+    less = " and ".join(f"the first {most} of {count:,} {what}" for most, count, what in sides if count > most)
+    listed = _rows(table.iloc[:SHOWN_ROWS, :SHOWN_COLUMNS], axis_of(figure.spec))
+    return listed, f"{less[0].upper()}{less[1:]}; all are in the CSV" if less else ""
 
 
 def _rows(frame: pd.DataFrame, axis: str = "") -> dict[str, Any]:

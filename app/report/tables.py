@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from binade.app.params import TITLES
-from binade.app.style import MEASURES
+from binade.app.style import MEASURES, short_exponent
 
 
 def shown(frame: pd.DataFrame, axis: str = "") -> pd.DataFrame:
@@ -80,5 +80,5 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return "∞" if value == math.inf else "−∞" if value == -math.inf else f"{value:.6g}"
+        return "∞" if value == math.inf else "−∞" if value == -math.inf else short_exponent(f"{value:.6g}")
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -52,7 +52,7 @@ class Plan:
 class Estimate:
     """Of one run or several: seconds, bytes of memory (of the largest), bytes on disk.
 
-    basis explains where the time comes from; measured is False for the rule of thumb. refusals say what does not fit.
+    basis explains where the time comes from. refusals say what does not fit.
     """
 
     seconds: float
@@ -62,7 +62,6 @@ class Estimate:
     disk_free: int
     tensors: int
     basis: str
-    measured: bool
     within_budget: bool
     refusals: tuple[str, ...]
 
@@ -97,7 +96,6 @@ def estimate(runs: Sequence[RunConfig], root: Path, target: str = "", at_once: i
         disk_free=disk_free,
         tensors=sum(plan.tensors for plan in plans),
         basis=unknown[0] if unknown else times[0][1],
-        measured=not unknown,
         within_budget=all(plan.within_budget for plan in plans),
         refusals=tuple(refusals),
     )

@@ -387,6 +387,30 @@ def test_legends_have_room(length):
     assert style.columns(groups) * (length * 7 + 44) <= style.LEGEND_WIDTH or style.columns(groups) == 1
 
 
+@pytest.mark.parametrize("tallest", [0, 1, 2])
+def test_a_legend_in_the_plot_covers_no_line(tallest: int):
+    """It stands in the upper left corner only if the tallest of three parts of the axis is not the left one."""
+    rows = [
+        {"group": group, "low": 10.0 * part, "high": 10.0 * part + 10, "share": 0.8 if part == tallest else 0.1}
+        for group in ("mxfp8", "mxfp4")
+        for part in range(3)
+    ]
+    drawn = json.dumps(spec(distribution_charts.histogram(pd.DataFrame(rows).assign(count=1), "", "run")))
+    assert ('"orient": "top"' in drawn) == (tallest == 0) and ('"orient": "top-left"' in drawn) == (tallest > 0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"), [(0.01, 100, {"0.01", "0.1", "1", "10", "100"}), (1e-7, 1e-5, {"1e-7", "1e-6", "1e-5"})]
+)
+def test_logarithmic_axes_have_short_numbers(low: float, high: float, labels: set[str]):
+    y = alt.Y("y:Q", title=None, scale=alt.Scale(type="log", domain=[low, high]), axis=style.DECADES)
+    chart = alt.Chart(pd.DataFrame({"y": [low, high]})).mark_point().encode(y=y)
+    drawn = Figure("log", chart, pd.DataFrame(), "").spec
+    svg = ElementTree.fromstring(vl_convert.vegalite_to_svg(drawn | {"height": 300}))
+    shown = {each.text for each in svg.iter("{http://www.w3.org/2000/svg}text") if each.text}
+    assert labels <= shown and not any("+" in text or "e0" in text for text in shown)
+
+
 def test_altair_hashes_its_schemas_once(monkeypatch):
     def chart() -> dict[str, Any]:
         return alt.Chart(pd.DataFrame({"a": [1.0]})).mark_bar().encode(x="a:Q", color=alt.value("red")).to_dict()

@@ -201,6 +201,14 @@ def test_large_tables_are_said_to_be_in_a_zip_that_is_there():
     assert "see the ZIP" not in without and "made with --zip" in without
 
 
+def test_long_and_wide_tables_are_cut_off_and_say_so():
+    rows, columns = page.SHOWN_ROWS + 1, page.SHOWN_COLUMNS + 1
+    section = Section("x", figures=[Figure("y", BARS, pd.DataFrame(np.zeros((rows, columns))), "c")])
+    text = page.page((section,), {"x/y": ""}, "", False)
+    assert f"The first {rows - 1} of {rows} rows and the first {columns - 1} of {columns} columns; all are" in text
+    assert text.count("<td") == (rows - 1) * (columns - 1)
+
+
 def test_hifp8_precisions_are_those_of_the_values(root):
     with Catalog.open(root) as opened:
         table = hifp8.precision_shares(opened, Filter(), "tensor_name").set_index(["group", "precision"])["count"]

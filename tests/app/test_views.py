@@ -41,8 +41,7 @@ def test_worst(visit: Visit, collected: Path, view: str, metric: str):
 def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, tmp_path: Path):
     at = visit(collected, "worst", phase="post", layer_type="linear")
     assert re.match(r"The filter selects [\d,]+ tensors, but no operand of a GEMM;", at.info[0].value)
-    nothing = visit(collected, "worst", operation="backward", tensor_name="input")
-    assert nothing.info[0].value == "No tensor matches: operation backward, tensor input."
+    assert "The filter hides what this view shows." in words(at)
     with Recorder(tmp_path) as recorder:
         for layer, scores in ((1, ()), (1, ()), (2, ("mxfp4",))):
             where = {"layer": layer, "module": "fc1", "operation": "forward", "phase": "pre", "dim": -1}
@@ -54,6 +53,19 @@ def test_what_is_there_instead_of_scores_is_said(visit: Visit, collected: Path, 
         assert worst.draw(unscored, {"view": "board", "metric": "absmax", "format": "mxfp4"}).figures
         other = worst.draw(Selection(catalog, Filter()), {"view": "board", "metric": "sqnr_db", "format": "nvfp4"})
         assert "3 selected operands are scored in mxfp4, not in nvfp4" in other.problems[0]
+
+
+@pytest.mark.parametrize("page", ["overview", "worst", "surfaces", "difference"])
+def test_a_filter_without_tensors_is_said_on_every_page(visit: Visit, collected: Path, page: str):
+    at = visit(collected, page, operation="backward", tensor_name="input")
+    assert [info.value for info in at.info] == ["No tensor matches: operation backward, tensor input."]
+    assert charts(at) == 0 and any(button.label.startswith("Clear the filter: ") for button in at.button)
+
+
+def test_what_was_not_recorded_is_not_blamed_on_the_filter(visit: Visit, collected: Path):
+    at = visit(collected, "provenance", layer_index="1")
+    assert "has recorded a NaN" in at.info[0].value and "not due to the filter" in words(at)
+    assert not any(button.label.startswith("Clear the filter: ") for button in at.button)
 
 
 @pytest.mark.parametrize("view", tensor.VIEWS)

@@ -11,23 +11,25 @@ from binade.app.questions.shared.board_charts import layer_color, with_layer_nam
 MOST = 60  # columns of a heatmap
 
 
-def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str, subtitle: str) -> alt.Chart:
+def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str, subtitle: str) -> alt.LayerChart:
     """Chart of compute.shares: a column for each value of `by`, its blocks by bin."""
     values = sorted(table[by].unique())
     step = -(-len(values) // MOST)
     shown = table[table[by].isin(values[::step])].astype({by: int})
-    result: alt.Chart = (
+    scale = alt.Scale(range=style.RAMP, interpolate="rgb", type="sqrt")
+    cells = (
         alt.Chart(shown)
-        .mark_rect()
+        .mark_rect(strokeWidth=0.8)
         .encode(
             x=alt.X(f"{by}:O", title=word, axis=alt.Axis(labelAngle=0, labelOverlap=True)),
             y=alt.Y("low:Q", title=axis, scale=alt.Scale(zero=False, nice=False), bin="binned"),
             y2="high:Q",
             color=alt.Color(
                 "share:Q",
-                scale=alt.Scale(range=style.RAMP, interpolate="rgb", type="sqrt"),
+                scale=scale,
                 legend=alt.Legend(title="share of blocks", format=".0%", gradientLength=180),
             ),
+            stroke=alt.Stroke("share:Q", scale=scale, legend=None),  # covers the seams between cells
             tooltip=[
                 alt.Tooltip(f"{by}:O", title=word),
                 alt.Tooltip("low:Q", title=f"{axis}, from"),
@@ -36,9 +38,9 @@ def distribution(table: pd.DataFrame, by: str, word: str, axis: str, title: str,
                 alt.Tooltip("count:Q", title="blocks", format=","),
             ],
         )
-        .properties(title=style.title(title, subtitle))
     )
-    return result
+    result: alt.LayerChart = alt.layer(cells).resolve_scale(stroke="independent")
+    return result.properties(title=style.title(title, subtitle))
 
 
 def lines(table: pd.DataFrame, column: str, axis: str, title: str, subtitle: str) -> alt.Chart | alt.LayerChart:

@@ -35,8 +35,7 @@ def scale_exponents(table: pd.DataFrame, spec: Spec, subtitle: str | list[str]) 
         .encode(
             x=alt.X(
                 "low:Q",
-                title="block scale, log₂",
-                axis=alt.Axis(tickMinStep=1),
+                axis=style.binades("block scale"),
                 scale=alt.Scale(nice=False, padding=8, zero=False),
             ),
             x2="high:Q",

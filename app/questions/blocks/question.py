@@ -14,7 +14,7 @@ from binade.app.questions.blocks import charts, compute
 from binade.app.questions.question import Question, not_in_report
 from binade.app.questions.shared.rounded import Subject, about_format
 from binade.app.questions.shared.selection import SelectedTensor
-from binade.app.style import MEASURES, short
+from binade.app.style import MEASURES, power_of_two, short
 from binade.quant.metrics import METRICS
 
 METRIC_TITLES = {
@@ -141,7 +141,7 @@ def block_figure(selected: SelectedTensor, found: Blocks, number: int) -> Figure
     lines = f"line {line:,}" if tall == 1 else f"lines {line * tall:,} to {(line + 1) * tall - 1:,}"
     last = place * wide + (wide if tall > 1 else len(values)) - 1
     where = f"{lines}, values {place * wide:,} to {last:,} along the contracted axis"
-    scale = "" if pd.isna(row["scale_exponent"]) else f" · scale 2^{row['scale_exponent']:.0f}"
+    scale = "" if pd.isna(row["scale_exponent"]) else f" · scale {power_of_two(row['scale_exponent'])}"
     text = MEASURES["sqnr_db"].text(row["sqnr_db"])
     chart = charts.block_values(values, selected.spec, f"Block {number:,}: {text} dB{scale}", where)
     words = f"{found.caption}\nBlock {number:,}: {where}{scale}."

@@ -32,8 +32,8 @@ TOLERANCES = (str(TOLERANCE), BITWISE, "0.0001", "0.001", "0.1")
 COLUMNS = {
     "order": Column("Order", "%d", 60),
     "place": Column("Tensor", width=450),
-    "difference": Column("Relative difference", "%.2e", 130),
-    "largest": Column("Largest difference", "%.2e", 130),
+    "difference": Column("Relative difference", "%.3g", 145),
+    "largest": Column("Largest difference", "%.3g", 140),
     "by": Column("By", width=65),
 }
 

@@ -10,7 +10,6 @@ import streamlit as st
 from binade.app import show
 from binade.app.address import plain, write
 from binade.app.figure import Column
-from binade.app.filters import explain_nothing
 from binade.app.formatting import big, bytes_text
 from binade.app.params import Params
 from binade.app.questions.distribution.question import DISTRIBUTION, MAX_SELECTED
@@ -52,10 +51,6 @@ def page(opened: Catalog, where: Filter, params: Params) -> None:
     totals = opened.totals(where)
     _totals(totals, where)
     rows, shown, config = opened.kept(("displayed", where), lambda: _displayed(opened, where))
-    if rows.empty:
-        explain_nothing(where)
-        write(where, params)
-        return
     chosen = _table(totals.tensors, where, rows, shown, config)
     write(where, params, tensor=chosen)
     values = {name: st.session_state[name] for name in params}

@@ -48,18 +48,17 @@ def histogram(
     ]
     x_axis = alt.X("low:Q", title=x, scale=alt.Scale(nice=False, zero=False), axis=ticks)
     y_axis = alt.Y("share:Q", title=y, axis=alt.Axis(format="~%", tickCount=5), stack=None)
-    color = style.color(groups, by, line=True, within=True)
+    place = style.free_place(table["low"].to_numpy(float), table["share"].to_numpy(float), groups)
+    color = style.color(groups, by, line=True, place=place)
     if len(groups) == 1:
         bars = alt.Chart(table).mark_rect(strokeWidth=0)
         drawn = bars.encode(x=x_axis, x2="high:Q", y=y_axis, y2=alt.datum(0), color=color, tooltip=tooltip)
     else:
         tooltip = [alt.Tooltip("group:N", title=by), *tooltip]
         lines = alt.Chart(_outline(table)).mark_line(interpolate="step-after", strokeWidth=1.8)
-        drawn = lines.encode(
-            x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, within=True), tooltip=tooltip
-        )
+        drawn = lines.encode(x=x_axis, y=y_axis, color=color, strokeDash=style.dash(groups, by, place), tooltip=tooltip)
     share = "datum.share" if linear else "datum.share * (datum.high - datum.low)"
-    return style.brushed(drawn, groups, "low", IN_BIN, title, share)
+    return style.brushed(drawn, groups, "low", IN_BIN, title, place, share)
 
 
 def explained(subtitle: str | list[str], table: pd.DataFrame) -> str | list[str]:
@@ -101,6 +100,9 @@ def _qq(
 ) -> alt.LayerChart:
     groups = groups or style.groups_of(table)
     ends = [float(table["theoretical"].min()), float(table["theoretical"].max())]
+    on_line = np.linspace(ends[0], ends[1], 20)
+    x, y = (np.append(table[name].to_numpy(float), on_line) for name in ("theoretical", "sample"))
+    place = style.free_place(x, y, groups)
     line = alt.Chart(pd.DataFrame({"x": ends, "y": ends})).mark_line(
         strokeDash=[5, 4], color=style.GREY, strokeWidth=1.5
     )
@@ -118,12 +120,12 @@ def _qq(
                 "theoretical:Q", title=titles[0], scale=alt.Scale(nice=False, zero=False), axis=alt.Axis(tickCount=8)
             ),
             y=alt.Y("sample:Q", title=titles[1], scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=5)),
-            color=style.color(groups, by, within=True),
-            shape=style.shape(groups, by, within=True),
+            color=style.color(groups, by, place=place),
+            shape=style.shape(groups, by, place),
             tooltip=tooltip,
         )
     )
-    drawn = style.brushed(points, groups, "theoretical", IN_QQ, title)
+    drawn = style.brushed(points, groups, "theoretical", IN_QQ, title, place)
     result: alt.LayerChart = line.encode(x="x:Q", y="y:Q") + drawn
     return result.properties(title=title)
 

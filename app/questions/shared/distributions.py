@@ -230,7 +230,7 @@ def log2_histogram(found: list[Distribution]) -> pd.DataFrame:
         return pd.DataFrame(columns=["group", "low", "high", "share", "count"])
     binades = [(first // 8, (first + len(counts) - 1) // 8) for _, first, counts in counted]
     span = max(last for _, last in binades) - min(first for first, _ in binades) + 1
-    parts = 8 if span * 8 * len(counted) <= 4000 else 1
+    parts = 8 if span * 8 * len(counted) <= 2400 else 1
     tables = []
     for d, first, counts in counted:
         place = (first + np.arange(len(counts))) * parts // 8

@@ -65,13 +65,14 @@ def heatmap(
     shown = np.where(np.isposinf(values), high, np.where(np.isneginf(values), low, values))
     url = "data:image/png;base64," + base64.b64encode(png(shown, low, high, reverse)).decode()
     corner = pd.DataFrame({"x": [x[1]], "x2": [x[2]], "y": [y[1]], "y2": [y[2]], "url": [url]})
+    whole = alt.Axis(tickMinStep=1)  # rows and columns are counted
     picture = (
         alt.Chart(corner)
         .mark_image(aspect=False)
         .encode(
-            x=alt.X("x:Q", title=x[0], scale=alt.Scale(domain=[x[1], x[2]], nice=False, zero=False)),
+            x=alt.X("x:Q", title=x[0], axis=whole, scale=alt.Scale(domain=[x[1], x[2]], nice=False, zero=False)),
             x2="x2:Q",
-            y=alt.Y("y:Q", title=y[0], scale=alt.Scale(domain=[y[2], y[1]], nice=False, zero=False)),
+            y=alt.Y("y:Q", title=y[0], axis=whole, scale=alt.Scale(domain=[y[2], y[1]], nice=False, zero=False)),
             y2="y2:Q",
             url="url:N",
         )

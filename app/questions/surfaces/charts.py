@@ -67,14 +67,18 @@ def _cells(shown: pd.DataFrame, paint: dict[str, Any], tooltip: list[alt.Tooltip
     choice = style.choice("tensor_id")
     where = [
         alt.Tooltip("layer:O"),
-        alt.Tooltip("iteration:Q", title="from iteration"),
-        alt.Tooltip("last:Q", title="to"),
+        alt.Tooltip("first_measured:Q", title="from iteration"),
+        alt.Tooltip("last_measured:Q", title="to"),
     ]
+    # The last cell is as wide as the others, and may reach beyond the last iteration.
+    label = f"datum.value > {shown['last_measured'].max()} ? '' : datum.label"
     drawn: alt.Chart = (
         alt.Chart(shown)
         .mark_rect(cursor="pointer", strokeWidth=0.8)
         .encode(
-            x=alt.X("start:Q", title="iteration", axis=alt.Axis(tickMinStep=1, format="d"), scale=_FIT),
+            x=alt.X(
+                "start:Q", title="iteration", axis=alt.Axis(tickMinStep=1, format="d", labelExpr=label), scale=_FIT
+            ),
             x2="end:Q",
             y=alt.Y("layer:O", title="layer", axis=alt.Axis(labelOverlap=True, ticks=False, domain=False)),
             **paint,

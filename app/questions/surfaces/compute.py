@@ -40,7 +40,8 @@ def of_kind(where: Filter, kind: tuple[str, str], runs: Sequence[str]) -> Filter
 
 def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.DataFrame:
     """Of the runs of the filter, in the iterations that all of them have: `Catalog.surface`, with as many iterations to
-    a cell as leave at most CELLS of them, and last, the last iteration of the cell. Empty of less than two iterations.
+    a cell as leave at most CELLS of them. Also last, the last iteration of the cell, and first_measured and
+    last_measured, those of its iterations that were recorded. Empty of less than two iterations.
     """
     counted = opened.distinct(("iteration", "run_id"), where).dropna().groupby("iteration").size()
     iterations = counted.index[counted == max(len(where.run_id), 1)].to_numpy().astype(int)
@@ -51,7 +52,12 @@ def surface(opened: Catalog, where: Filter, metric: str, fmt: str = "") -> pd.Da
     # Measurements every 100 iterations leave no gaps between cells.
     width = max(-(-int(iterations[-1] - iterations[0] + 1) // columns), int(np.median(np.diff(iterations))))
     table = opened.surface(metric, width, where, fmt)
-    return table.assign(last=table["iteration"] + width - 1)
+    measured = pd.Series(iterations).groupby(iterations // width * width)
+    return table.assign(
+        last=table["iteration"] + width - 1,
+        first_measured=table["iteration"].map(measured.min()),
+        last_measured=table["iteration"].map(measured.max()),
+    )
 
 
 def difference(table: pd.DataFrame, run: str, against: str, measure: Measure) -> pd.DataFrame:

@@ -104,9 +104,10 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     events = events_of({labels[each]: opened.root / each for each in shown})
     events = events[events["iteration"].between(change["iteration"].min(), change["last"].max())]
     width = int(change["last"].iloc[0] - change["iteration"].iloc[0]) + 1
+    several = (change["first_measured"] != change["last_measured"]).any()
     worst = "lowest" if measure.low_is_bad else "largest"
     subtitle = labels[run]
-    if width > 1:
+    if several:
         subtitle += f" · the {worst} of each {width} iterations"
     if against:
         subtitle = f"{labels[run]} compared with {labels[against]}" + subtitle.removeprefix(labels[run])
@@ -123,14 +124,14 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     layers = change["layer_index"].nunique()
     caption = source(where, f"{len(change):,} cells of {layers} layers; the {worst} of all tensors of a cell")
     figure = Figure(
-        "surface", chart, change, f"{caption}\n{measure.label}: {measure.definition}.", note=note,
+        "surface", chart, change.drop(columns="last"), f"{caption}\n{measure.label}: {measure.definition}.", note=note,
         hint="Click a cell to open its tensor.", height=charts.height(layers), choose="tensor_id",
     )  # fmt: skip
     return Drawn((figure,), answer)
 
 
 def _when(cell: pd.Series) -> str:
-    first, last = int(cell["iteration"]), int(cell["last"])
+    first, last = int(cell["first_measured"]), int(cell["last_measured"])
     when = f"iteration {first}" if first == last else f"iterations {first} to {last}"
     return f"layer {int(cell['layer_index'])}, {when}"
 
