@@ -120,7 +120,7 @@ _altairs_view_name, alt.Chart._compute_hash = alt.Chart._compute_hash, _view_nam
 
 @dataclass(frozen=True, kw_only=True)
 class _Item:
-    """group: items of one group stand side by side, after controls of the group beneath them. width: its share."""
+    """group: items of one group are shown side by side; controls of the group come below them. width: its share."""
 
     group: str = ""
     width: float = 1

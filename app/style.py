@@ -105,12 +105,12 @@ class Measure:
 OWN_METRICS = {
     "loss_change": Metric(
         "Predicted loss change",
-        "Σg·e + N·½Σg²e², g the gradient of the loss through this operand, e its rounding error, N the tokens of the "
-        "micro-batch; the mean over micro-batches",
+        "mean over micro-batches of Σg·e + N·½Σg²e², where g is the gradient of the loss through this operand, e its "
+        "rounding error and N the number of tokens in the micro-batch",
         "nats",
     ),
     "absmax": Metric("absmax", "largest magnitude"),
-    "std": Metric("Standard deviation", "of the population"),
+    "std": Metric("Standard deviation", "population standard deviation: divided by n, not n − 1"),
     "rms": Metric("rms", "root of the mean square of the finite values"),
     "outlier_persistence": Metric(
         "Persistence",
@@ -118,7 +118,7 @@ OWN_METRICS = {
         "iterations: the 1 % with the largest absmax, but at least 8, and at most 64 or a quarter of all channels, "
         "whichever is smaller",
     ),
-    "hot_ratio": Metric("Hottest channel", "its absmax over the median channel’s"),
+    "hot_ratio": Metric("Hottest channel", "its absmax divided by that of the median channel"),
     "oscillating": Metric(
         "Oscillating weights",
         "share of the sampled weights with Σ|ΔQ(w)| / Σ|Δw| ≥ 16 over the last 50 recorded iterations",
@@ -133,7 +133,7 @@ OWN_METRICS = {
     ),
     "gradient_to_noise": Metric(
         "Gradient to noise",
-        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), ĝ the gradient with rounding; below √3 noise dominates the step",
+        "‖g‖ / ‖ĝ − g‖ = 10^(SQNR/20), where ĝ is the gradient with rounding; below √3, noise dominates the step",
     ),
     "zero_share": Metric("Zeros", "share of the elements that are exactly 0", "%", percent=True),
     "non_finite": Metric("NaN and Inf", "share of the elements that are NaN or infinite", "%", percent=True),

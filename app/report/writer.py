@@ -114,7 +114,7 @@ def make(opened: Catalog, request: Request, progress: Progress) -> int:
 
 def _check(opened: Catalog, request: Request) -> None:
     if not opened.totals().tensors:
-        found = "holds no recorded tensor" if opened.root.is_dir() else "does not exist"
+        found = "contains no recorded tensors" if opened.root.is_dir() else "does not exist"
         advice = "give a directory of runs with --tensor-save-dir, or collect a run with binade quick mxfp8"
         raise ReportError(f"{opened.root} {found}: {advice}")
     if not opened.totals(request.where).tensors:

@@ -115,7 +115,7 @@ def _view(catalog: Catalog, pin: Pin, runs: Sequence[str] | None) -> tuple[Drawn
     tensors: Sequence[str] = [] if "tensor" in params else pin.params.get("tensor", [])
     problems = (*problems, *absent, *unknown)
     if gone := _gone(catalog, pin, where, params, tensors):
-        return Drawn(problems=(*problems, f"Not drawn, because it is missing: {gone}.")), False
+        return Drawn(problems=(*problems, f"Not drawn, because something is missing: {gone}.")), False
     if not where.run_id:
         where = catalog.narrowed(where)  # captions state the filter
     drawn = page.draw(Selection(catalog, where, tuple(tensors)), values)

@@ -18,8 +18,8 @@ def entropy(table: pd.DataFrame, subtitle: str | list[str]) -> alt.LayerChart:
     tooltip = [
         alt.Tooltip("head:O", title="head"),
         alt.Tooltip("entropy:Q", title="mean entropy (bits)", format=".3f"),
-        alt.Tooltip("lowest:Q", title="lowest of a query", format=".3f"),
-        alt.Tooltip("highest:Q", title="highest of a query", format=".3f"),
+        alt.Tooltip("lowest:Q", title="lowest over queries", format=".3f"),
+        alt.Tooltip("highest:Q", title="highest over queries", format=".3f"),
     ]
     base = alt.Chart(table.assign(floor=0.0)).encode(x=BY_HEAD, tooltip=tooltip)
     choice = style.choice("head")

@@ -129,8 +129,8 @@ def _precisions_height(table: pd.DataFrame) -> int:
 
 GROUPS = 24
 LIMITS = (
-    "By magnitude: below 2⁻²³ flushed to zero, to 2⁻¹⁵ denormal, then 1, 2 and 3 mantissa bits from 2⁻¹⁵, 2⁻⁷ and 2⁻³, "
-    "2 bits again from 2⁴, 1 from 2⁸, clipped from 2¹⁵."
+    "By magnitude: values below 2⁻²³ are flushed to zero, and those up to 2⁻¹⁵ are denormal. From 2⁻¹⁵, 2⁻⁷ and 2⁻³ "
+    "on they get 1, 2 and 3 mantissa bits, from 2⁴ on again 2, from 2⁸ on 1. From 2¹⁵ on they are clipped."
 )
 
 
@@ -158,7 +158,7 @@ def precisions(opened: Catalog, where: Filter, by: str) -> Figure | None:
         return None
     best = table[table["precision"] == THREE].set_index("group")["share"].sort_values(kind="stable")
     kept = [group for group in table["group"].unique() if group in set(best.index[:GROUPS])]
-    left = f" · the {GROUPS} of {len(best)} with the fewest at 3 bits" if len(best) > GROUPS else ""
+    left = f" · the {GROUPS} of {len(best)} groups with the fewest values at 3 bits" if len(best) > GROUPS else ""
     shown = table[table["group"].isin(kept)]
     chart = _precisions_chart(shown, f"by {TITLES[by].lower()} · from sketches{left}")
     what = f"{big(int(shown['count'].sum()))} values by {TITLES[by].lower()}, from sketches"

@@ -170,7 +170,8 @@ NOISE = Question(
     text="Are gradients above the noise?",
     title="Noise",
     icon=":material/ssid_chart:",
-    help="Weights that flip between rounded values or lie at a bin’s edge, and gradients against their rounding noise",
+    help="Weights that flip between rounded values or lie at a bin’s edge, and gradients compared with their rounding "
+    "noise",
     page="worst",
     view="noise",
     ignores=frozenset(("metric",)),

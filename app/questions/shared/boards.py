@@ -54,7 +54,7 @@ def mean_changes(table: pd.DataFrame, by: tuple[str, ...]) -> pd.DataFrame:
 
 
 def _mean(values: pd.Series) -> float:
-    """NaN if one is: a mean of the others would be of other data."""
+    """NaN if any is NaN: the mean of the others would be over different data."""
     return float(values.mean(skipna=False))
 
 

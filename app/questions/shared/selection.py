@@ -86,7 +86,9 @@ class Board(Selection):
         else:
             there = f'The {operands:,} selected operands were recorded with scores=() or --scores "": none is scored.'
         return Drawn(
-            problems=(f"{there} A statistic of the values, such as {MEASURES['absmax'].label}, ranks every tensor.",)
+            problems=(
+                f"{there} To rank every tensor, choose a statistic of the values, such as {MEASURES['absmax'].label}.",
+            )
         )
 
 
