@@ -224,7 +224,7 @@ class RunInfo:
         if not self.config.get("checksums") or state == RUNNING or (state == CRASHED and is_import):  # it may drop rows
             return None
         if rows < counted:
-            return f"its segments hold {rows} tensors: status.json says {counted}, so a segment is missing"
+            return f"its segments contain {rows} tensors, but status.json says {counted}, so a segment is missing"
         names = _written(self.directory, segments)
         last = {found[1]: found[0] for name in sorted(names) if (found := SEGMENT.fullmatch(name))}
         for rank, name in last.items():

@@ -251,6 +251,6 @@ def load(path: Path, expected: str | None = None) -> Tensor:
     except Exception as error:  # a damaged pickle raises almost anything: KeyError, IndexError, struct.error
         raise TensorFileError(f"{path} cannot be read as a tensor file: {describe(error)}") from error
     if not isinstance(content, dict) or not isinstance(content.get("tensor"), torch.Tensor):
-        raise TensorFileError(f"{path} holds no tensor: expected a dict with the key 'tensor'")
+        raise TensorFileError(f"{path} contains no tensor: expected a dict with the key 'tensor'")
     tensor: Tensor = content["tensor"]
     return tensor

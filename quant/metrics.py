@@ -47,7 +47,7 @@ METRICS = {
     "mse": Metric("MSE", "mean (q−x)²"),
     "relative_error": Metric("Relative error", "‖q−x‖₂ / ‖x‖₂"),
     "cosine": Metric("Cosine", "⟨x,q⟩ / (‖x‖·‖q‖)"),
-    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 is unbiased in scale"),
+    "projection": Metric("Projection", "⟨q,x⟩ / ‖x‖²; 1 means that the scale is unbiased"),
     "max_abs_error": Metric("Max. abs. error", "max |q−x|"),
     "flush_to_zero": Metric("Flushed to zero", "share of the nonzero elements that become 0", "%", percent=True),
     "underflow_of_all": Metric(
@@ -56,12 +56,12 @@ METRICS = {
     "saturated": Metric(
         "Saturated", "share of the elements with |x/scale| above the format's largest finite value", "%", percent=True
     ),
-    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x being the bf16 gradient of the same iteration and data"),
+    "gradient_bias": Metric("Gradient bias", "‖q−x‖² / ‖x‖², x: the bf16 gradient of the same iteration and data"),
     "codes_used": Metric("Codes used", "number of the format's codes that occur"),
     "code_entropy_bits": Metric("Code entropy", "−Σp·log₂ p over the codes", "bits"),
-    "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks left out"),
-    "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks left out"),
-    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal distribution; the excess kurtosis is this − 3"),
+    "scale_exponent_min": Metric("Smallest scale exponent", "of the block scales; all-zero blocks are left out"),
+    "scale_exponent_max": Metric("Largest scale exponent", "of the block scales; all-zero blocks are left out"),
+    "kurtosis": Metric("Kurtosis", "E(x−μ)⁴/σ⁴: 3 for a normal distribution; subtract 3 for the excess kurtosis"),
     "crest_factor": Metric("Crest factor", "absmax / rms"),
     "dynamic_range": Metric("Dynamic range", "log₂(absmax / smallest nonzero magnitude)", "binades"),
     "outlier_ratio": Metric("Outliers", "share of the elements with |x−μ| > 6σ", "%", percent=True),
@@ -254,7 +254,7 @@ def _saturated(x: Tensor, spec: Spec, scales: Tensor | None, dim: int, absmax: T
     run = spec.run(x.shape[dim] if x.dim() else 1)
     if run is None:
         return (magnitude.float() > right / left).sum()  # a bfloat16 tensor would round the limit to bfloat16
-    assert scales is not None, "a block format's scales are needed"
+    assert scales is not None, "the scales of a block format are missing"
     line = Block(1, run)
     right = per_group(right, x, dim, line) if isinstance(right, Tensor) and right.dim() else right
     scales = scales.transpose(1, 2).reshape(-1, 1).double()  # [groups, 1], in to_blocks' order
@@ -365,7 +365,7 @@ def score_blocks_later(
         return lambda: errors, lambda: histograms(counts)
     if q is None:
         q, scales = apply(x, spec, dim, want_scales=True)
-    assert scales is not None, "a block format's scales are needed"
+    assert scales is not None, "the scales of a block format are missing"
     return errors_later(x, q, spec, scales, dim, absmax), block_histograms_later(x, q, spec, scales, dim)
 
 
@@ -441,7 +441,7 @@ def outlier_ratio(x: Tensor, k: float = 6.0) -> float:
 def channel_absmax(x: Tensor) -> Tensor:
     """max|x| over all axes but the last, which is the channel: [..., channels] -> [channels] float32. NaN shows."""
     if not x.dim() or not x.numel():
-        raise ValueError(f"a tensor with a channel axis and at least one token is needed, not shape {tuple(x.shape)}")
+        raise ValueError(f"expected a tensor with a channel axis and at least one token, not shape {tuple(x.shape)}")
     rows = x.detach().reshape(-1, x.shape[-1])
     if x.device.type == "cpu":
         return cell_absmax(rows, len(rows), 1)[0]
@@ -511,8 +511,8 @@ def stable_rank(a: Tensor) -> float:
     Raises ValueError for another number of axes, or for NaN or Inf.
     """
     if a.dim() != 2 or not a.numel():
-        raise ValueError(f"a matrix is needed, not a tensor of shape {tuple(a.shape)}")
+        raise ValueError(f"expected a matrix, not a tensor of shape {tuple(a.shape)}")
     if not bool(a.isfinite().all()):
-        raise ValueError("the matrix holds NaN or Inf: its singular values are undefined")
+        raise ValueError("the matrix contains NaN or Inf: its singular values are undefined")
     squares = torch.linalg.svdvals(a.detach().double()).square()
     return float(squares.sum() / squares[0]) if float(squares[0]) else math.nan

@@ -42,7 +42,9 @@ class Sketch:
     def __post_init__(self) -> None:
         bins, counts = np.asarray(self.bins, np.int64), np.asarray(self.counts, np.int64)
         if bins.shape != counts.shape or bins.ndim != 1:
-            raise ValueError(f"bins have shape {bins.shape}, counts {counts.shape}: one axis and one length are needed")
+            raise ValueError(
+                f"bins have shape {bins.shape}, counts {counts.shape}: expected one axis and the same length"
+            )
         order = np.argsort(np.where(bins >= SIGN_BIN, SIGN_BIN - 1 - bins, bins))
         kept = order[counts[order] > 0]
         object.__setattr__(self, "bins", bins[kept])

@@ -82,7 +82,7 @@ def summarize_later(
     overwritten before that. codes: the result of `counted(x)`, if it is known. Without the sketch, which takes the most
     time on a CPU, the summary has no bins."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"a torch.Tensor is needed, not {type(x).__name__}")
+        raise TypeError(f"expected a torch.Tensor, not {type(x).__name__}")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype {str(x.dtype).removeprefix('torch.')} cannot be summarized: float32, bfloat16, float16")
     chosen = resolve_backend(backend, x)

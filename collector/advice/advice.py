@@ -137,12 +137,13 @@ class Advice:
             )
         if self.costs.left:
             found.append(
-                f"{', '.join(self.costs.left)} stay in bf16: not both of their operands were recorded and scored."
+                f"{', '.join(self.costs.left)} stay in bf16, because at least one of their operands was not recorded "
+                "or not scored."
             )
         if not self.backward.empty:
             found.append(
-                "The effect of backward operands on the loss is not predicted: they are chosen for the least noise in "
-                "gradients."
+                "The effect of backward operands on the loss is not predicted: their formats are chosen for the least "
+                "noise in gradients."
             )
         return found
 

@@ -125,4 +125,4 @@ def _infeasible(
             )
     limit = f"{bits:g} bits" if bits is not None else f"a loss change of {cost:g}"
     also = f" with at most {most_bf16} layers in bf16" if most_bf16 is not None else ""
-    return f"no choice is within {limit}{also}: give more"
+    return f"no choice satisfies {limit}{also}: raise the limit"

@@ -70,7 +70,7 @@ def _scan(source: Source, state: tuple[int, ...]) -> Texts:
     kind = ParquetTexts if source.format == "parquet" else JsonLines
     texts = kind(source)
     if texts.bounds[-1] == 0:
-        raise ConfigError(f"dataset {source.name} holds no document")
+        raise ConfigError(f"dataset {source.name} contains no documents")
     return texts
 
 
@@ -151,7 +151,7 @@ def _text(line: bytes, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: its text holds half a surrogate pair, which is not a character") from error
+        raise ConfigError(f"{where}: its text contains half a surrogate pair, which is not a character") from error
     return text
 
 

@@ -256,9 +256,9 @@ def import_logs(
 def _checked(source: Path, root: Path) -> Path:
     source = Path(os.path.expanduser(source))
     if not os.path.exists(source):
-        raise ConfigError(f"there is no directory {source}: give one that holds tensor logs")
+        raise ConfigError(f"there is no directory {source}: give one that contains tensor logs")
     if not os.path.isdir(source):
-        raise ConfigError(f"{source} is not a directory: give the one that holds the tensor logs")
+        raise ConfigError(f"{source} is not a directory: give the one that contains the tensor logs")
     source = source.resolve()
     if not is_unicode(str(source)):
         raise ConfigError("the directory's name is not valid Unicode: rename it, or one above it")

@@ -19,7 +19,7 @@ from binade.collector.imports.log import Importer, Log, make, place
 
 NAME = "msprobe"
 DATA = "dump_tensor_data"
-STATISTICS = 'msprobe dumped statistics only, and Binade needs values: set "task": "tensor" in its config.json'
+STATISTICS = 'msprobe dumped only statistics, but Binade needs values: set "task": "tensor" in its config.json'
 # the first arguments of functions, by position
 LINEAR = ("input", "weight", "bias")
 CORE = ("query", "key", "value")

@@ -242,6 +242,6 @@ def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=patience
         )
     except subprocess.TimeoutExpired:
-        raise SubmissionError(f"{command[0]} has not answered for {patience} seconds") from None
+        raise SubmissionError(f"{command[0]} did not answer within {patience} seconds") from None
     except FileNotFoundError:
         raise SubmissionError(f"{command[0]} is not on this machine") from None

@@ -46,7 +46,9 @@ def _operand_formats(assignments: Iterable[str]) -> dict[str, str]:
     for text in assignments:
         operand, equals, requested = (word.strip() for word in text.partition("="))
         if not equals:
-            raise RecipeError(f"{text!r} sets no operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8")
+            raise RecipeError(
+                f"{text!r} does not set an operand: write PART.GEMM.OPERAND=FORMAT, as in qk.forward.key=mxfp8"
+            )
         if operand not in OPERANDS:
             raise RecipeError(f"unknown operand {operand!r}: expected one of {', '.join(OPERANDS)}")
         name = str(Spec.of(requested))
@@ -83,7 +85,9 @@ def split_without(name: str) -> tuple[str, list[str]]:
         return name, []
     ingredients = found[1].split("+")
     if unknown := [each for each in ingredients if each not in INGREDIENTS]:
-        raise RecipeError(f"without={unknown[0]} is not an ingredient of a recipe: {', '.join(INGREDIENTS)}")
+        raise RecipeError(
+            f"without={unknown[0]} is not an ingredient of a recipe: expected one of {', '.join(INGREDIENTS)}"
+        )
     return without_none(name), ingredients
 
 

@@ -98,7 +98,7 @@ class Resumed:
             if rows != position.tensors:
                 raise RunError(
                     f"{run.run_id} cannot be resumed: at its checkpoint rank {rank} had recorded {position.tensors} "
-                    f"tensors, but its segments hold {rows}, so they have been changed"
+                    f"tensors, but its segments contain {rows}, so they have been changed"
                 )
             for file, size in self._files(rank):
                 if _size(file) < size:

@@ -790,7 +790,7 @@ def check_device(x: Tensor) -> None:
     if x.is_cuda == INTERPRETED:
         have = "interpreted" if INTERPRETED else "compiled for CUDA"
         raise ValueError(
-            f"the Triton kernels are {have} in this process, the tensor is on {x.device}: "
+            f"the Triton kernels are {have} in this process, but the tensor is on {x.device}: "
             "set TRITON_INTERPRET=1 before the process starts to run on CPU tensors, unset it for CUDA"
         )
 

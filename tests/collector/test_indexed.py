@@ -69,7 +69,9 @@ def test_a_prefix_or_either_file(tmp_path, suffix):
 def test_half_a_pair_is_refused(tmp_path, suffix, missing):
     write_pair(tmp_path / "x", DOCUMENTS)
     (tmp_path / f"x{missing}").unlink()
-    with pytest.raises(ConfigError, match=f"x lacks .*x{missing}: a preprocessed dataset is a .bin and an .idx"):
+    with pytest.raises(
+        ConfigError, match=f"x lacks .*x{missing}: a preprocessed dataset consists of a .bin and an .idx"
+    ):
         opened(f"{tmp_path / 'x'}{suffix}")
     os.mkdir(tmp_path / f"x{missing}")
     with pytest.raises(ConfigError, match="lacks"):

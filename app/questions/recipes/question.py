@@ -277,7 +277,7 @@ def gradients(
         verdict += f" It rounds to HiFloat8 without a scale: {_with_scale(together, runs)}."
     what = f"{len(together):,} pairs of {name} tensors, iteration {at}, exact"
     caption = (
-        f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, x being bf16’s gradient of the same "
+        f"{source(where, what)}\nCosine: {MEASURES['cosine'].definition}, where x is bf16’s gradient of the same "
         f"iteration and data. Gradient bias: {MEASURES['gradient_bias'].definition}."
     )
     subtitle = f"{label_of(name)} · iteration {at} · {len(together):,} pairs"
