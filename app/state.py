@@ -24,9 +24,9 @@ from binade.data.runs import RunError, is_a_file, resolve_root
 from binade.data.sandbox import Sandbox
 
 SYNC_SECONDS = 2.0
-IDLE = 5  # times SYNC_SECONDS: a catalog that nobody looked at for longer is synchronized before it is shown
+IDLE = 5  # times SYNC_SECONDS: a catalog that nobody has looked at for longer is synchronized before it is shown
 REST = 50.0  # seconds after the last look: what was computed is dropped and its memory returned to the system
-PATIENCE = 20  # a page is drawn again at most once in this many times what it took to draw
+PATIENCE = 20  # the minimum time between two redraws of a page, as a multiple of the time that drawing took
 SHARED = 96 << 20  # bytes of results, tables and values that all sessions share
 # Where answers are computed: two at once, and one at a time of those that take long or a large tensor. The threads that
 # serve sessions wait, and a reader can stop waiting.

@@ -38,8 +38,8 @@ FORMAT_COLORS = {
 # For formats that have no colour above, in their order, so that a new format needs no change here.
 SPARE = ("#9d5c8f", "#7c8a1f", "#4f7f9e", "#b5703c", "#c0508a", "#2f8f7a")
 FORMAT_COLORS |= dict(zip((name for name in FORMATS if name not in FORMAT_COLORS), cycle(SPARE), strict=False))
-# For groups that are no formats: none of the colours above. All are readable on light and on dark. The first six can be
-# told apart without red or green cones, as can the formats that runs are most often trained in.
+# For groups that are not formats: none of the colours above. All are readable on light and on dark. The first six can
+# be told apart without red or green cones, as can the formats that runs are most often trained in.
 PALETTE = ["#6366f1", "#ab9218", "#18a0c6", "#ca1f85", "#4b6e22", "#cf7a78", "#a855c7", "#0d9488", "#b4633a", "#6b7a90"]
 MAX_GROUPS = len(PALETTE)
 MARKS = 5000  # that a browser is given at most
@@ -52,10 +52,10 @@ _RECIPE = re.compile(
     rf"((FA|linear|QK|PV|router)_)*({_FORMAT})(_scaled)?(\(.*\))?( at .*)?"
 )  # "mxfp8 at 08:31:18 UTC", "mxfp8(scale=ceil)"
 GREY = tensor_kinds.NEUTRAL  # of what belongs to no group: readable on light and on dark
-NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that stand beside formats
+NEUTRAL = {"as captured": GREY, "quantized run": PALETTE[2]}  # groups that are shown next to formats
 
 
-# Bright is much (or bad): viridis by its anchors, for heatmaps and for what has an order, as layers have.
+# Bright means much (or bad): the anchors of viridis, for heatmaps and for ordered groups such as layers.
 RAMP = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"]
 # For a difference: better, the same, worse.
 DIVERGING = ["#3457d5", "#9db2ee", "#e6e6ea", "#f0a3ad", "#c81e3f"]

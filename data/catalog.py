@@ -78,7 +78,7 @@ TWIN_FIELDS = tuple(name for name in FIELDS if name not in ("run_id", "recipe", 
 IN_LIST = "tensor.tensor_id IN (SELECT unnest(?::VARCHAR[]))"
 SIGNIFICANT = 2.0  # standard errors
 SOUND_RUNS = "run WHERE damage IS NULL"
-HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that only the index knows
+HIDDEN = "key, sketch_start, sketch_stop"  # columns of `tensor` that exist only in the index
 PUBLIC_TABLES = ("run", "tensor", "score", "sketch", "block", "trace")
 
 
@@ -299,7 +299,8 @@ class Catalog:
         return str(self.root), self._only, self.progress
 
     def restricted(self, run_ids: Iterable[str]) -> Catalog:
-        """This catalog as if its root held these runs only: for `runs` and for every method that takes a filter."""
+        """This catalog as if its root contained only these runs: for `runs` and for every method that takes a
+        filter."""
         part = copy(self)
         part._only = tuple(run_ids)
         return part

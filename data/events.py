@@ -1,4 +1,4 @@
-"""What happened in a run besides its losses, one JSON line per event in events.jsonl.
+"""Events of a run other than its losses, one JSON line per event in events.jsonl.
 
 Each rank but 0 has a file of its own in ranks/, so that each has one writer.
 """

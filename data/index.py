@@ -80,7 +80,7 @@ class Index:
                     f"CHECKPOINT; SET memory_limit = '{AT_REST}'",
                     f"SET memory_limit = '{INDEX_MEMORY}'",
                 ):
-                    with suppress(duckdb.Error):  # a full disk, or closed meanwhile: nothing is returned
+                    with suppress(duckdb.Error):  # a full disk, or closed in the meantime: nothing is returned
                         self._connection.execute(statements)
 
     def is_damage(self, error: duckdb.Error) -> bool:

@@ -31,7 +31,7 @@ MEMORY_BYTES = 512 * 10**6
 # Address space above what the open database takes: DuckDB's own limit, and as much again for what it does not count
 # and what the allocators of its threads hold in reserve.
 ADDRESS_SPACE = 2 * MEMORY_BYTES
-MAX_BYTES = 32 << 20  # of the rows that are handed on
+MAX_BYTES = 32 << 20  # of the rows that are returned
 COLUMNS = 1000  # more make the browser wait
 # Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these are returned as DuckDB's text.
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")

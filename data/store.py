@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST_BYTES = 256 << 20  # of a file that is read whole
+MOST_BYTES = 256 << 20  # of a file that is read as a whole
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 WITH_LOCKS = {"lustre": "mount it with -o flock", "nfs": "mount it with NFS 4, or start its lock service (rpc.statd)"}
-HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several share
+HOST = re.sub(r"[^\w-]", "_", socket.gethostname())  # a root may be on a disk that several machines share
 
 
 class TensorFileError(ValueError):

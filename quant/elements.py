@@ -40,7 +40,7 @@ class Rounding(StrEnum):
 
 
 class Overflow(StrEnum):
-    """The result for a value beyond the largest finite one."""
+    """What a value beyond the largest finite one becomes."""
 
     SATURATE = "saturate"
     """The largest finite value, as training frameworks do (OFP8 v1.0 calls it SATFINITE)."""

@@ -13,7 +13,7 @@ If a GEMM's operands are rotated (`hadamard`), it multiplies the rotated tensors
 Products themselves run in the tensors' dtype with torch's matmul (bfloat16 operands, float32 accumulation).
 
 A `tap` receives every operand and result, with the quantized tensor where there is one, and must not modify them.
-Nothing is copied for it.
+Tensors are not copied for it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Rounding:
     again: bool = False
 
     def operand(self, x: Tensor, which: str, dim: int, tap: Tap | None = None, name: str = "") -> Tensor:
-        """x as the product uses it, shown to the tap under a name."""
+        """The operand x as the product uses it; it is shown to the tap under this name."""
         spec = self.formats[which]
         if spec is None:
             if tap:

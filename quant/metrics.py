@@ -78,9 +78,9 @@ DISTANCES = {"ks": sketch.ks, "wasserstein": sketch.wasserstein, "js": sketch.js
 class Errors:
     """Error of q against x, over the finite elements of x. Sums in float64.
 
-    sqnr_db is +inf where q = x throughout, -inf where a finite x became infinite, and NaN where x is all zero (so are
-    relative_error, cosine, projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN without a
-    format.
+    sqnr_db is +inf if q equals x everywhere, -inf if a finite x became infinite, and NaN if x is all zero (as are
+    relative_error, cosine and projection); flush_to_zero is NaN where x has no nonzero element. saturated is NaN
+    without a format.
     """
 
     sqnr_db: float
@@ -214,7 +214,7 @@ def compare(
 
     With the format that y was rounded to (and its `options`, see `specs.OPTIONS`) also saturated, codes_used,
     code_entropy_bits and scale_exponent_min/max; without it they are NaN. Metrics that are not scalars or need a
-    decomposition have functions of their own: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
+    decomposition have their own functions: `usage`, `channel_absmax`, `block_crest_factor`, `stable_rank`.
 
     Raises ValueError for different shapes.
     """

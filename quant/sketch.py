@@ -92,7 +92,7 @@ def interval_quantiles(low: np.ndarray, high: np.ndarray, counts: np.ndarray, p:
     total = int(upto[-1]) if len(upto) else 0
     if not total:
         return np.full(p.shape, np.nan)
-    rank = p * total  # of the value sought; p = 0 asks for the first interval's low end, p = 1 for the last one's high
+    rank = p * total  # of the value to find; p = 0 is the low end of the first interval, p = 1 the high end of the last
     at = np.searchsorted(upto, np.maximum(np.ceil(rank - 1e-9 * rank), 1.0))
     share = np.clip((rank - (upto[at] - counts[at])) / counts[at], 0.0, 1.0)
     values: np.ndarray = low[at] + share * (high[at] - low[at])
@@ -125,7 +125,7 @@ def ks(a: Sketch, b: Sketch) -> float:
 
 def wasserstein(a: Sketch, b: Sketch) -> float:
     """Earth mover's distance ∫|F⁻¹ - G⁻¹| in the values' unit, each value moved to its bin's middle; NaN if either is
-    empty. Off by at most (mean|x| + mean|y|) / 16 (2^-129 more where there are float32 subnormals)."""
+    empty. The error is at most (mean|x| + mean|y|) / 16 (2^-129 more where there are float32 subnormals)."""
     if not (a.total and b.total):
         return np.nan
     both, f, g = _shared(a, b)

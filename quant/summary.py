@@ -150,7 +150,8 @@ def _summary(
     nans: int,
     infs: int,
 ) -> Summary:
-    """absmin is infinite if all values are zero. Without finite values, low to central are meaningless."""
+    """absmin is infinite if all values are zero. If there are no finite values, the fields from low to central are
+    meaningless."""
     if numel == nans + infs:
         low = high = mean = rms = math.nan
         central = (math.nan,) * 3

@@ -49,8 +49,8 @@ def section(opened: Catalog, runs: pd.DataFrame) -> Section:
 
 
 def again(config: dict[str, Any]) -> str:
-    """The command that reproduces one run; for a run of a batch, with its recipe alone. It leaves out the root, which
-    the caller chooses."""
+    """The command that reproduces one run; for a run of a batch, only with its own recipe. It leaves out the root,
+    which the caller chooses."""
     command = config.get("command")
     if not isinstance(command, str):
         return "not recorded"

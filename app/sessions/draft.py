@@ -77,7 +77,7 @@ def runs_of(pin: Pin) -> tuple[str, ...] | None:
     if (draft := current()) is None:
         return None
     saved = draft.saved.session if draft.saved else draft.session
-    if not draft.saved and not saved.runs:  # with runs, it was deleted meanwhile
+    if not draft.saved and not saved.runs:  # with runs, it was deleted in the meantime
         return None
     return saved.run_ids if pin.uncaptioned in [other.uncaptioned for other in saved.pins] else None
 

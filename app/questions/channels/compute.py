@@ -19,9 +19,9 @@ OUTLIER = 3  # a channel is called an outlier if its absmax is at least this man
 class Persistence:
     """
     hot     `Catalog.hot_channels`, with place
-    pairs   each tensor in two successive recorded iterations of its run: PLACE, iteration (the second), jaccard (how
-            many channels are hot in both, of those in either), kept (of those in the first) and chance, the Jaccard
-            index of two random sets of this size, k / (2n - k) of n channels
+    pairs   each tensor in two successive recorded iterations of its run: PLACE, iteration (the second), jaccard (the
+            share of the channels hot in either that are hot in both), kept (of those in the first) and chance, the
+            Jaccard index of two random sets of this size, k / (2n - k) of n channels
     places  by PLACE, the hottest first: place, row (its name without the layer), value (the mean of jaccard), kept and
             chance (means), always (of the hot channels of an iteration, the share that is hot in every one), hot_ratio
             (the median), channels, iterations and tensors (how many), and tensor_id, of the largest hot_ratio

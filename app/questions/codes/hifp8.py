@@ -39,7 +39,7 @@ def precision_shares(catalog: Catalog, where: Filter, by: str | None = None) -> 
     """What HiFloat8 would give the selection's values: columns group (a value of `by`, or "all"), precision (one of
     PRECISIONS, each present), count, share (of the group's finite values).
 
-    clipped holds what is 2**15 or more: the largest finite value too, which loses nothing.
+    clipped contains values of 2**15 or more, including the largest finite value, which loses nothing.
     """
     sketch = catalog.distribution(where, by)
     moments = catalog.moments(where, by)

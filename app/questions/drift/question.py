@@ -47,8 +47,8 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Candidates:
-    """The quantized runs that the tensor can be followed into, by run_id, their labels, what a list shows of them, the
-    rows of its twins there and in the bf16 run."""
+    """The quantized runs that have the same tensor, by run_id; their labels and titles in a list; and the rows of the
+    tensor there and in the bf16 run."""
 
     runs: list[str]
     labels: dict[str, str]

@@ -42,7 +42,7 @@ def costs(catalog: Catalog, where: Filter, fmt: str) -> Costs:
 
 
 def _halves(table: pd.DataFrame) -> float:
-    """The agreement of every other micro-batch with the rest. Runs of the same data are in the same half."""
+    """The agreement of every other micro-batch with the rest. Runs on the same data are in the same half."""
     batch = table.groupby(DATA, dropna=False, sort=True).ngroup()
     if batch.nunique() < 2:
         return math.nan
