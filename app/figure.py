@@ -39,10 +39,10 @@ Chart = (
     | alt.VConcatChart
 )
 WIDTH, HEIGHT = 760, 360  # pixels: of a picture, and of a chart that does not set its height
-INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, where nothing fits it to a page
-_altair = threading.Lock()  # its data transformers are one for all threads
+INNER_WIDTH = 600  # pixels, of a chart without its axes and legend, if it is not fitted to a page
+_altair = threading.Lock()  # all threads share its data transformers
 NARROW = 400  # pixels: a narrower chart has its title broken into lines
-LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels of a caption's letter on average, of its line, around it
+LETTER, LINE, MARGIN = 5.7, 16, 12  # pixels: average width of a caption's letter, height of a line, and margin
 
 
 class _FromDict(schemapi._FromDict):

@@ -35,7 +35,7 @@ MAX_BYTES = 32 << 20  # of the rows that are returned
 COLUMNS = 1000  # more make the browser wait
 # Python has no dates after 9999, no infinite ones, and no numbers such as BIGNUM: these are returned as DuckDB's text.
 NUMBER_OR_TEXT = re.compile(r"BOOLEAN|VARCHAR|FLOAT|DOUBLE|U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|DECIMAL\(.*\)")
-VALUE = 64  # bytes that a value takes in Python beside its own
+VALUE = 64  # bytes that a value takes in Python besides its own
 SHUT = (
     "SET enable_external_access = false",
     "SET disabled_filesystems = 'LocalFileSystem'",  # otherwise the open file of the index could be read as bytes

@@ -52,7 +52,7 @@ def pairs(table: pd.DataFrame, cost: str, specs: Sequence[str], tiles: bool = Fa
     """The pairs of specs that each group's GEMMs can take: group, layer, a and b (the specs of the first and second
     operand), cost, bits, values.
 
-    table: of `grouped`; cost: its column. specs: those allowed beside bf16. tiles: weights are rounded in tiles only.
+    table: of `grouped`; cost: its column. specs: those allowed besides bf16. tiles: weights are rounded in tiles only.
     """
     chosen = table[table["spec"].isin([*specs, BF16])]
     if tiles:

@@ -6,7 +6,8 @@ MindSpore), in a folder with dump.json, which lists them with statistics, stack.
     {Functional|Torch|Tensor|NPU|...}.{function}.{call}.{forward|backward}.{input|output|kwargs}.{index}
 
 As mindstudio-probe 26.2.0 writes them. With "task": "statistics" there are no values, only maximum, minimum, mean and
-norm of each tensor: no sketch, score or count of what a format flushes comes from these, so they are not indexed.
+norm of each tensor: sketches, scores and counts of flushed values cannot be computed from these, so they are not
+indexed.
 """
 
 from __future__ import annotations

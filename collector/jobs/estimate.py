@@ -144,7 +144,7 @@ def planned(config: RunConfig) -> Plan:
     watched = sum(each not in recorded for each in range(0, config.iterations, config.every)) if config.every else 0
     full = watched if config.stats == Stats.FULL else 0
     ring = min(config.ring, config.iterations) if config.trigger else 0
-    kept = len(config.ranks_with_values)  # of these the rows are their own; of the others one for each tensor
+    kept = len(config.ranks_with_values)  # these have their own rows; the others share one for each tensor
     rows_of_each = kept + 1 if config.merges_ranks else kept
     total = basic = values = nbytes = files = 0.0
     for spec in (each for each in specs if each.site in chosen):

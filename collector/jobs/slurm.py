@@ -28,7 +28,7 @@ from binade.collector.training.targets import Target
 from binade.data.json_files import STRICT, read_json
 from binade.data.python import package_path
 
-PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait meanwhile
+PATIENCE = 10  # seconds that a command of Slurm may take: local jobs wait in the meantime
 SUBMIT_PATIENCE = 60  # seconds that sbatch may take
 NOTICE = 90  # seconds before the time limit at which the ranks are asked to end
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")

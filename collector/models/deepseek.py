@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DeepseekShape(Shape):
     """A DeepSeek-V2's dimensions.
 
-    qk_nope, qk_rope   of a query or key head, the parts without and with position
+    qk_nope, qk_rope   the parts of a query or key head without and with position
     kv_lora_rank       width of the latent that keys and values are expanded from; q_lora_rank likewise, None for none
     expert_ffn         width of one SwiGLU branch of an expert; shared experts are one MLP of shared_experts times it
     routed_scale       what the chosen experts' probabilities are multiplied by (they are not normalized)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MOST_LAYERS = 1000  # far more than any published model has
-MOST = 10**9  # of tokens, where positions have no limit
+MOST = 10**9  # tokens, if positions have no limit
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 

@@ -109,7 +109,7 @@ class Resumed:
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}
         writer = RunWriter.reopen(run.directory, ranks=ranks, owner=owner, **first.counts, **status)
-        for name in sorted(later, reverse=True):  # the last one first, so that a run killed meanwhile has no gap
+        for name in sorted(later, reverse=True):  # the last one first, so that a run killed in the meantime has no gap
             remove_directory(segments[name])
         for folder in self.folder.parent.iterdir():  # a later checkpoint counts segments that are gone
             if folder.name > self.folder.name:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from binade.app import style
 
-MOST_POINTS = 300  # that are marked, beside the line through them
+MOST_POINTS = 300  # that are marked, in addition to the line through them
 
 
 def losses(table: pd.DataFrame, colors: Mapping[str, str] | None = None) -> alt.LayerChart:

@@ -70,7 +70,7 @@ def find(model: nn.Module) -> Iterator[Layer | Refused]:
 
 
 def _class(module: str, name: str) -> Any:
-    """A class of megatron.core; of a module that the model's own imports have not loaded, no class at all."""
+    """A class of megatron.core; () if its module has not been imported, so that no layer is an instance."""
     return getattr(sys.modules.get(f"megatron.core.{module}"), name, ())
 
 
