@@ -163,7 +163,8 @@ def view_page(
     name: str, title: str, params: Callable[[Catalog], Params]
 ) -> Callable[[Callable[[Catalog, Filter, Params], None]], Callable[[], None]]:
     """Turn a function of the catalog, the filter and the page's parameters into a page with the filter in its sidebar.
-    name: of the page in PAGES; params: what `address.follow` reads and the function gives to `address.write`."""
+    name: of the page in PAGES; params: the parameters that `address.follow` reads and the function passes to
+    `address.write`."""
 
     def decorate(draw: Callable[[Catalog, Filter, Params], None]) -> Callable[[], None]:
         @catalog_page(title, shows="version")
@@ -195,7 +196,7 @@ def has_changed(opened: Catalog, shows: str, before: int) -> bool:
 
 
 def redraw_when(changed: Callable[[], bool], every: float) -> None:
-    """Draw the page again when it has changed, checked every so many seconds (never for 0).
+    """Draw the page again when it has changed, which is checked at this interval in seconds (never for 0).
 
     The fragment itself draws nothing: a fragment that draws can send elements for a part of the page that no longer
     exists, which breaks the page in the browser.

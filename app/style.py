@@ -206,7 +206,7 @@ DECADES = alt.Axis(format="~e", labelOverlap=True, tickCount=6)  # of a logarith
 SYMBOL = 300  # square pixels of a line in a legend: as long as most dashes and their gaps
 LEGEND_WIDTH = 400  # pixels that every chart has for a legend above it
 BESIDE = 18  # letters of the longest label of a legend beside the lines; with longer labels, it is above them
-WITHIN = 6  # groups of a legend that stands in a corner of the plot
+WITHIN = 6  # groups of a legend in a corner of the plot
 DIRECT = 8  # lines that are labelled at their ends
 LABEL = 14  # pixels between two such labels
 LABEL_WIDTH, LABEL_HEIGHT = 0.3, 0.08  # of a point, as shares of the plot of a chart that is next to another

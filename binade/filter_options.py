@@ -46,7 +46,7 @@ def query_filter(text: str) -> Filter:
 
 def filter_params() -> list[click.Parameter]:
     return [
-        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter in a URL of the app"),
+        Option(["--query"], type=query_filter, metavar="URL", help="Use the filter from a URL of the app"),
         *(
             Option(
                 [f"--{name.replace('_', '-')}", name],

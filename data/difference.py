@@ -1,7 +1,7 @@
 """Two runs of the same model and data, tensor by tensor: from other machines, versions, backends or parallel layouts.
 
-Tensors are matched by what they are, whichever rank or shard holds them. It reads the runs' own files, not an index, so
-that the two may lie in different roots.
+Tensors are matched by what they are, regardless of the rank or shard that has them. This module reads the runs' own
+files, not an index, so the two runs may be in different roots.
 """
 
 from __future__ import annotations

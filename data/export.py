@@ -128,7 +128,7 @@ class Point:
 
     @property
     def step(self) -> int:
-        """The iteration; 0 of an imported tensor whose log does not tell it."""
+        """The iteration; 0 for an imported tensor whose log does not contain it."""
         return self.place["iteration"] or 0
 
     @property

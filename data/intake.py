@@ -185,7 +185,7 @@ class Intake:
         return added
 
     def _count(self, cursor: duckdb.DuckDBPyConnection, runs: list[_OnDisk]) -> None:
-        """Mark the runs that lack a segment, or of which the index holds fewer tensors than they say."""
+        """Mark the runs that lack a segment, or for which the index has fewer tensors than their status says."""
         counted = [found for found in runs if found.run.missing((), -1) and found.run.run_id not in self._damaged]
         rows = cursor.execute(
             "SELECT run_id, count(*) FROM tensor WHERE run_id IN (SELECT unnest(?)) GROUP BY run_id",

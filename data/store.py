@@ -1,8 +1,8 @@
 """Atomic writes of files and directories, and tensor files.
 
 A tensor file is {"tensor", "tensor_info", "metadata"} in torch's zip format. It loads with torch.load(path,
-weights_only=True, mmap=True), here and in anyone's script; nothing is unpickled that weights_only does not allow. torch
-is imported only to read or write a tensor, so that queries of the index need not wait for it.
+weights_only=True, mmap=True), here and in any other script; nothing is unpickled that weights_only does not allow.
+torch is imported only to read or write a tensor, so that queries of the index need not wait for it.
 """
 
 from __future__ import annotations

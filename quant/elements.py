@@ -36,7 +36,8 @@ class Rounding(StrEnum):
     HALF_AWAY = "half_away"
     """To the nearest, ties away from zero, as HiFloat8 defines it (arXiv 2409.16626)."""
     STOCHASTIC = "stochastic"
-    """Up with a probability equal to the relative distance from the lower neighbor; the noise follows from a seed."""
+    """Up with a probability equal to the relative distance from the lower neighbor; the noise is generated from a
+    seed."""
 
 
 class Overflow(StrEnum):

@@ -70,7 +70,7 @@ class Rounding:
 
     formats     the spec of each
     backend     see `quantizer.fake_quantize`
-    seed        of this call: random signs follow from it and the GEMM, stochastic rounding from it and the operand
+    seed        of this call: random signs depend on it and the GEMM, stochastic rounding on it and the operand
     histories   the absmax history of each operand with delayed scaling, by its name in GemmFormats; kept by the caller
     again       whether the forward product is recomputed: delayed scaling then uses the former scale
     """

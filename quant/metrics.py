@@ -374,7 +374,7 @@ class Usage:
     """Which of a format's codes and block scales a tensor uses.
 
     codes                   the codes that occur, ascending; code_counts: how often. The padding of short blocks and
-                            blocks that hold NaN or Inf are left out. -0 is a code of its own
+                            blocks that contain NaN or Inf are left out. -0 is a code of its own
     codes_used              how many codes occur, of the format's `codes_total`
     code_entropy_bits       -Σp·log2 p over them; at most the element's bits
     scale_exponents         floor(log2 scale) of the block scales that occur; scale_counts: of how many blocks. All-zero
@@ -506,7 +506,7 @@ def block_crest_factor(x: Tensor, dim: int = -1, block_size: int = 32) -> Tensor
 
 
 def stable_rank(a: Tensor) -> float:
-    """‖A‖F² / ‖A‖₂² of a matrix [m, n], in float64; 1 to min(m, n), NaN of a zero matrix.
+    """‖A‖F² / ‖A‖₂² of a matrix [m, n], in float64; 1 to min(m, n), NaN for a zero matrix.
 
     Raises ValueError for another number of axes, or for NaN or Inf.
     """

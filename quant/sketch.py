@@ -70,7 +70,7 @@ def merge(sketches: Iterable[Sketch]) -> Sketch:
 
 
 def quantiles(sketch: Sketch, p: np.ndarray | float) -> np.ndarray:
-    """Quantiles at probabilities p in [0, 1], float64, of p's shape; NaN of an empty sketch.
+    """Quantiles at probabilities p in [0, 1], float64, of p's shape; NaN for an empty sketch.
 
     The p-quantile is the smallest value v of the sample with #(values <= v) >= p·n (numpy's "inverted_cdf"). The
     result lies in v's own bin, values taken as spread evenly over it: |result - v| <= max(|v| / 8, 2^-129).

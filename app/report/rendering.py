@@ -88,7 +88,7 @@ class Renderers:
         return self._pool.submit(self._picture, request)
 
     def paper(self, spec: dict[str, Any], mm: float) -> Future[Paper]:
-        """Draw a Vega-Lite specification so wide. The future raises RenderError."""
+        """Draw a Vega-Lite specification at this width. The future raises RenderError."""
         return self._pool.submit(self._paper, {"spec": spec, "mm": mm})
 
     def bundle(self) -> Future[str]:
@@ -144,7 +144,7 @@ def render(
 
 
 def on_paper(spec: dict[str, Any], mm: float) -> dict[str, str]:
-    """The drawing without a caption, so wide."""
+    """The drawing without a caption, at this width."""
     import vl_convert
 
     svg = supported(_numbered(vl_convert.vegalite_to_svg(spec)))

@@ -66,7 +66,7 @@ def _saved(opened: Catalog) -> None:
         )
         return
     if len(found) > MAX_LISTED:
-        text = st.text_input("Find", placeholder="a part of the name").strip().lower()
+        text = st.text_input("Find", placeholder="part of the name").strip().lower()
         found = [version for version in found if text in version.session.name.lower()]
         if len(found) > MAX_LISTED:
             st.caption(f"The latest {MAX_LISTED} of {len(found):,}.")

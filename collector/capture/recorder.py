@@ -250,7 +250,7 @@ class Recorder:
         self._first: int | None = None
         self._recorded: int | None = None  # the latest iteration of which a micro-batch was
         self._asked = True  # whether `at` was asked to record
-        self._captured_for = 0  # how many captures the triggers have asked for that were begun
+        self._captured_for = 0  # how many captures the triggers have requested that were begun
         self._capture = range(0)  # the iterations that are recorded in full since a trigger fired
         self._done: int | None = None  # the last iteration that ended, without `at`
         self._published_at = 0.0
@@ -616,7 +616,7 @@ class Recorder:
 
     def tap(self, layer: Layer, part: Part, product: Product, moment: Moment, again: bool = False) -> Tap | None:
         """The observer of one call of one product at that moment; None if that is not recorded. again: the forward
-        product is a recomputation, of which only the gradients are recorded."""
+        product is a recomputation, for which only the gradients are recorded."""
         if not moment.recording or ("attention" if layer.is_core else "linear") not in self.places:
             return None
         key = layer.site, product, moment

@@ -132,7 +132,7 @@ def _tensors(rows: Iterable[TensorRow]) -> list[Parts]:
 
 
 def _outlying(tensors: Iterable[Parts]) -> Set[Replica]:
-    """The replicas that stand out by most tensors: at most one in FEW."""
+    """The replicas that stand out in the most tensors: at most one in FEW."""
     found: Counter[Replica] = Counter()
     replicas: set[Replica] = set()
     for parts in tensors:

@@ -1,7 +1,7 @@
 """Documents as text, from JSON lines, Parquet or a list.
 
 Opening a file reads all of it once: damage is found before training starts, and the SHA-256 of all texts, joined by
-NUL, identifies the data independently of the file. After that, memory holds the position of each document (8 bytes a
+NUL, identifies the data independently of the file. After that, memory holds the position of each document (8 bytes per
 document; for Parquet, one row group) rather than the texts. A .jsonl.gz is unpacked into an anonymous temporary file in
 $TMPDIR, because gzip has no random access. A process scans an unchanged file only once.
 """

@@ -217,10 +217,10 @@ def import_logs(
 
     scores   formats or specs to try on every tensor: along the axis that its GEMM contracts, the last axis if that is
              unknown
-    workers  processes; None for one a core
+    workers  processes; None for one per core
 
-    Raises ConfigError if source is no directory, UnknownFormatError or SpecError, RunError if root cannot be written or
-    the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
+    Raises ConfigError if source is not a directory, UnknownFormatError or SpecError, RunError if root cannot be written
+    or the same import is running; later OSError or KeyboardInterrupt, with the run marked accordingly and what was
     imported kept.
     """
     start = time.monotonic()

@@ -1,7 +1,7 @@
 """Estimates the cost of a run: seconds, bytes of memory, bytes on disk. No torch.
 
-Disk   from the sizes of the recorded tensors: two bytes a value, four outside of products, within the byte budget, plus
-       the index's rows. Assumes that tokens are spread evenly over routed experts.
+Disk   from the sizes of the recorded tensors: two bytes per value, four outside of products, within the byte budget,
+       plus the index's rows. Assumes that tokens are spread evenly over routed experts.
 Memory as the collector checks it before it starts (collector.training.memory).
 Time   from the iterations of earlier runs of the same model, size, device and backend under the same root: those of the
        same recipe if there are any, else those that quantize about as many operands. Warm-up, recorded and unrecorded

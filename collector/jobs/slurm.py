@@ -87,7 +87,7 @@ class ClusterJob:
 
 
 def script(target: Target, root: Path, folder: Path, working: Path, first: int, count: int, name: str = "") -> str:
-    """The sbatch script for the jobs from `first` on, whose directories lie in `folder`. Raises ConfigError for text
+    """The sbatch script for the jobs from `first` on, whose directories are in `folder`. Raises ConfigError for text
     that Slurm or the script would misinterpret."""
     for what, place in (("root", root), ("working directory", working)):
         if not str(place).isprintable() or set(str(place)) & set("%\\"):

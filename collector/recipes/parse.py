@@ -6,9 +6,9 @@
     FA_linear_<format>  both
     <format>            everything: linear layers, QKᵀ and PV, forward and backward
 
-Wherever a format stands, a spec may stand: `linear_nvfp4(block=16x16)`. Gradients take `mxfp8_e5m2` under `mxfp8`, with
-the same options; under `mxfp8_e4m3` they take E4M3. The LM head and the embedding stay in bf16. The router stays in
-float32 unless it is given a format.
+A spec can be used in place of any format: `linear_nvfp4(block=16x16)`. Under `mxfp8`, gradients are rounded to
+`mxfp8_e5m2`, with the same options; under `mxfp8_e4m3`, to E4M3. The LM head and the embedding stay in bf16. The router
+stays in float32 unless it is given a format.
 
     <published>         a recipe of `collector/recipes/*.toml`, see collector.recipes.files
     <path>.toml         one of the user's own

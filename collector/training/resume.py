@@ -104,7 +104,7 @@ class Resumed:
                 if _size(file) < size:
                     raise RunError(f"{run.run_id} cannot be resumed: {file.name} is shorter than at its checkpoint")
         first = self.positions[0]
-        # The counts before the segments, since rows that are not counted are not taken for damage.
+        # The counts before the segments, since uncounted rows are not treated as damage.
         for path in (run.directory / "ranks").glob("rank*.json"):
             path.unlink()
         status = {name: getattr(first, name) for name in ("iteration", "loss_first", "loss_last")}

@@ -89,7 +89,7 @@ class Runs(ABC):
         return best
 
     def _tried(self, largest: Tensor, absmax: Tensor) -> tuple[Tensor, ...]:
-        """The scales of groups with these largest magnitudes, of which `_scale` chooses."""
+        """The scales of groups with these largest magnitudes, from which `_scale` chooses."""
         scaling = SCALINGS[self.spec.scale]
         wanted, stored = scaling.wanted(largest, self.spec, absmax), scaling.stored
         if not wanted:

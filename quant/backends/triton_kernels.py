@@ -143,8 +143,8 @@ def to_grid(v, k, TIERS: tl.constexpr, TAPER: tl.constexpr, EMAX: tl.constexpr, 
 
 @triton.jit
 def to_fine_grid(v, k, LOWEST: tl.constexpr, BITS: tl.constexpr):
-    """As `to_grid`, stochastically, for elements with one tier of so many mantissa bits that 16 more have no place:
-    what rounding to nearest leaves, positive or negative, is rounded stochastically."""
+    """As `to_grid`, stochastically, for elements with one tier that has so many mantissa bits that 16 more do not fit:
+    the remainder of rounding to nearest, positive or negative, is rounded stochastically."""
     ULP: tl.constexpr = 2.0**-BITS  # of a binade
     binade = tl.maximum((v.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 2.0**LOWEST)
     y = tl.fma(binade, -1.5 * 2.0**23 * ULP, tl.fma(binade, 1.5 * 2.0**23 * ULP, v))

@@ -68,7 +68,7 @@ def persistence(catalog: Catalog, where: Filter) -> Persistence:
 
 def by_iteration(found: Persistence) -> pd.DataFrame:
     """iteration, layer_index, value (the mean Jaccard index with the iteration before), tensors, and the tensor_id of
-    the hottest tensor of the layer then."""
+    the hottest tensor of the layer in that iteration."""
     by = ["iteration", "layer_index"]
     table = found.pairs.groupby(by).agg(value=("jaccard", "mean"), tensors=("jaccard", "size")).reset_index()
     hottest = found.hot.loc[found.hot.groupby(by)["hot_ratio"].idxmax().dropna(), [*by, "tensor_id"]]

@@ -152,7 +152,8 @@ def codebook(opened: Catalog, where: Filter) -> Figure | None:
 
 
 def precisions(opened: Catalog, where: Filter, by: str) -> Figure | None:
-    """The precision that values get, by group; of many groups those with the least share of 3 mantissa bits."""
+    """The precision that values get, by group; if there are many groups, those with the smallest share of 3 mantissa
+    bits."""
     table = precision_shares(opened, where, by)
     if table.empty:
         return None

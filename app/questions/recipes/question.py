@@ -308,8 +308,8 @@ def ladder(
     compared: Compare,
     done: Callable[[int, int], None] = lambda count, of: None,
 ) -> Drawn:
-    """An ablation: what each rung of the ladder costs, and whether the seeds can tell. name, at: of the gradients that
-    are compared, "" for none; compared and done are as in `gradients`."""
+    """An ablation: what each rung of the ladder costs, and whether the seeds separate it. name, at: of the gradients
+    that are compared, "" for none; compared and done are as in `gradients`."""
     gaps = compute.loss_gaps(table, losses_of(opened, table["run_id"].tolist()))
     runs, left_out = compute.ladder_runs(table, gaps, chosen)
     rungs = compute.rungs(runs, chosen)

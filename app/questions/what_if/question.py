@@ -40,7 +40,7 @@ VALUES = {
     "hadamard": ("Hadamard", ("16", "32", "64", "128")),
     "signs": ("Signs", ("fixed", "random")),
 }
-SCALES = ("scale", "block", "error", "bound")  # these stand in a row of their own
+SCALES = ("scale", "block", "error", "bound")  # these are in a separate row
 NAMES = {name: "block_size" if name == "block" else name for name in VALUES}  # "block" is a number on the same page
 HINTS = {
     "rounding": "nearest: ties to even. half_away: ties away from zero. stochastic: seeded; biased if values beyond "

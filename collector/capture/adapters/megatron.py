@@ -163,7 +163,7 @@ def _product(
     options: dict[str, Any],
 ) -> Tensor:
     """What _forward_impl computes. With communication in it the product is taken apart in the same way on every call,
-    recorded or not, so that ranks of which only some record agree on what they exchange."""
+    recorded or not, so that the ranks agree on what they exchange even if only some of them record."""
     from megatron.core import tensor_parallel
 
     reduced, sequence = options["allreduce_dgrad"], options["sequence_parallel"]
