@@ -80,7 +80,7 @@ def answer(connection: duckdb.DuckDBPyConnection, sql: str, limit: int) -> pa.Ta
         raise RefusedError(TOO_MUCH if "bad_alloc" in str(error) else one_line(error)) from None
     held = rows.nbytes + VALUE * rows.num_rows * rows.num_columns
     if held > MAX_BYTES:
-        raise RefusedError(f"the rows hold {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
+        raise RefusedError(f"the rows take {held / 1e6:.0f} MB: ask for fewer columns or shorter texts")
     return rows
 
 

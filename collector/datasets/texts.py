@@ -168,7 +168,7 @@ class ParquetTexts:
             raise ConfigError(f"dataset {source.name} needs one column {COLUMN!r}: its columns are {columns}")
         kind = schema.field(COLUMN).type
         if not _is_text(kind):
-            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} holds {kind}: expected text")
+            raise ConfigError(f"dataset {source.name}: column {COLUMN!r} contains {kind}: expected text")
         metadata = self._file.metadata
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
         self.bounds = np.cumsum([0, *rows])

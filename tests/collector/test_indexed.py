@@ -86,8 +86,8 @@ DAMAGE = {
     "version 2": (9, struct.pack("<Q", 2), "its version is 2"),
     "dtype code 0": (17, b"\0", "its dtype code is 0: expected 1 to 8"),
     "dtype code 9": (17, b"\t", "its dtype code is 9: expected 1 to 8"),
-    "float64": (17, b"\6", "it holds float64: expected token ids"),
-    "float32": (17, b"\7", "it holds float32: expected token ids"),
+    "float64": (17, b"\6", "it contains float64: expected token ids"),
+    "float32": (17, b"\7", "it contains float32: expected token ids"),
     "more sequences": (18, struct.pack("<Q", 8), "bytes: expected .* from its counts"),
     "2^64 - 1 sequences": (18, b"\xff" * 8, "bytes: expected .* from its counts"),
     "2^64 - 1 documents": (26, b"\xff" * 8, "bytes: expected .* from its counts"),
@@ -146,7 +146,7 @@ def test_data_cut_short_is_refused(tmp_path):
 )
 def test_an_empty_pair_is_refused(tmp_path, written, said):
     write_pair(tmp_path / "x", written)
-    with pytest.raises(ConfigError, match=f"x holds {said}"):
+    with pytest.raises(ConfigError, match=f"x contains {said}"):
         opened(tmp_path / "x")
 
 

@@ -183,9 +183,9 @@ def test_a_file_without_documents_is_refused(tmp_path, content):
 COLUMNS = {
     "no text": ({"body": ["a"]}, "one column 'text': its columns are body"),
     "no column": ({}, "one column 'text': its columns are none"),
-    "numbers": ({"text": [1, 2]}, "column 'text' holds int64"),
-    "bytes": ({"text": [b"a"]}, "column 'text' holds binary"),
-    "lists": ({"text": [["a"]]}, "column 'text' holds list"),
+    "numbers": ({"text": [1, 2]}, "column 'text' contains int64"),
+    "bytes": ({"text": [b"a"]}, "column 'text' contains binary"),
+    "lists": ({"text": [["a"]]}, "column 'text' contains list"),
     "null": ({"text": pa.array(["a", None], pa.string())}, "row 2 has no text: null"),
     "no row": ({"text": pa.array([], pa.string())}, "contains no documents"),
 }
