@@ -192,7 +192,7 @@ def _edited(name: str, columns: Mapping[str, Any], **settings: Any) -> pd.DataFr
 
 def _delete(place: Any, path: Path, picked: str) -> None:
     with place.popover("Delete", icon=":material/delete:", width="stretch"):
-        st.markdown(plain(f"Delete {path}? This cannot be undone. Queued jobs that name it will fail."))
+        st.markdown(plain(f"Delete {path}? This cannot be undone. Queued jobs that use it will fail."))
         st.button("Delete recipe", type="primary", key="recipe_delete", on_click=_deleted, args=(path, picked))
 
 

@@ -33,7 +33,8 @@ SECTIONS = (
     Section(
         "distributions",
         "Distributions",
-        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal, for each group of the "
+        text="Histograms of magnitudes (eighths of a binade) and Q–Q plots against a normal distribution, for each "
+        "group of the "
         "selection.",
     ),
     Section(

@@ -84,7 +84,8 @@ def definitions() -> Section:
         Table("terms", "Terms", terms),
     )
     text = (
-        "x is the tensor before, q the tensor after rounding. NaN and Inf are counted separately and left out of the "
+        "x is the tensor before rounding, q the tensor after it. NaN and Inf are counted separately and left out of "
+        "the "
         "sums."
     )
     return Section("definitions", "Definitions", tables=tables, text=text)

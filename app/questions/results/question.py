@@ -50,7 +50,7 @@ def draw(selection: Selection, values: dict[str, Any]) -> Drawn:
     measure = MEASURES["sqnr_db"]
     heat = Figure(
         "results",
-        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations of the filter together"),
+        depth_charts.depth(cells, measure, "SQNR of GEMM results", "all runs and iterations in the filter, combined"),
         table,
         words,
         note="Brighter cells are worse.",

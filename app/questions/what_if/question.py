@@ -79,7 +79,7 @@ COLUMNS = {
     ),
     "bits_per_value": Column("Bits per value", "%.3f", 94, "Including its share of the block’s scale"),
     "nbytes": Column(
-        "Size", width=75, help="Of all values in this format", text=lambda row: bytes_text(row["nbytes"])
+        "Size", width=75, help="Size of all values in this format", text=lambda row: bytes_text(row["nbytes"])
     ),
 }  # fmt: skip
 MOST_TENSORS = 12

@@ -100,7 +100,7 @@ def tokens(selected: SelectedTensor) -> Figure | None:
         return None
     values = compute.pooled(selected.x)
     cell = tuple(-(-n // m) for n, m in zip(matrix.shape, values.shape, strict=True))
-    taken = f"each cell the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "each cell a value"
+    taken = f"each cell is the largest of {cell[0]} × {cell[1]} values" if max(cell) > 1 else "one cell per value"
     chart = charts.tokens_by_channels(values, (matrix.shape[0], matrix.shape[1]), taken)
     caption = f"{selected.source()}\nlog2 of the largest magnitude of each cell ({taken}); gray: zero or not finite."
     note = "Bright columns are outlier channels."
