@@ -56,7 +56,7 @@ def schedule(*, layers: str = "", gemm: str = "", at: int | None = None, when: s
     GEMM, and for an invalid trigger.
     """
     if (at is None) == (when is None):
-        raise ConfigError("a schedule needs one of at=ITERATION and when=TRIGGER")
+        raise ConfigError("a schedule needs exactly one of at=ITERATION and when=TRIGGER")
     if gemm and gemm not in tuple(Gemm):
         raise ConfigError(f"gemm={gemm!r}: expected one of {', '.join(Gemm)}")
     if at is not None and at < 0:

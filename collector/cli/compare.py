@@ -396,7 +396,7 @@ def _gradients(
     figures: dict[tuple[str, str], Figures] = {}
     if (values := sum(int(tensors["numel"].sum()) for tensors in found.values())) > MAX_GRADIENT_VALUES:
         refused.append(
-            f"gradients: {values:,} values are too many to compare here; the app's page Recipes compares them"
+            f"gradients: {values:,} values are too many to compare here; the Recipes page of the app compares them"
         )
         return figures
     for key, tensors in found.items():

@@ -261,7 +261,9 @@ def _checked(source: Path, root: Path) -> Path:
         raise ConfigError(f"{source} is not a directory: give the one that contains the tensor logs")
     source = source.resolve()
     if not is_unicode(str(source)):
-        raise ConfigError("the directory's name is not valid Unicode: rename it, or one above it")
+        raise ConfigError(
+            "the directory's name is not valid Unicode: rename it or the parent directory that causes this"
+        )
     if source == root.resolve():
         raise ConfigError(f"{source} is the root of the runs, which are indexed already: give a directory of logs")
     return source

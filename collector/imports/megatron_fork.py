@@ -172,7 +172,7 @@ _FIELDS: dict[str, tuple[str, tuple[Callable[[Any], Any], str]]] = {
     "sample_idx": ("sample", _number(0)),
     "microbatch": ("micro_batch", _number(0)),
     "expert": ("expert", _number(0)),
-    "save_time": ("captured", (lambda value: _time(value, _SAVE_TIME), "not a time as 2025-09-08 09:21:56")),
+    "save_time": ("captured", (lambda value: _time(value, _SAVE_TIME), "not a time such as 2025-09-08 09:21:56")),
 }
 
 

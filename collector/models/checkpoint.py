@@ -224,5 +224,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
         raise ConfigError(f"checkpoint {path} is not a readable safetensors file: {describe(error)}") from error
     for name, dtype in dtypes.items():
         if name.endswith(".weight") and dtype not in DTYPES:  # buffers may be of integers
-            raise ConfigError(f"checkpoint {path}: {name} is {dtype}, {', '.join(DTYPES)} can be loaded: dequantize it")
+            raise ConfigError(
+                f"checkpoint {path}: {name} is {dtype}, but only {', '.join(DTYPES)} can be loaded: dequantize it"
+            )
     return sizes

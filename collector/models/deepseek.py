@@ -152,7 +152,7 @@ class DeepseekShape(Shape):
             f"{self.layers} layers ({min(self.dense_layers, self.layers)} dense), hidden {self.hidden}, "
             f"ffn {self.ffn}, {self.heads} heads, QK head {self.head_dim}, V head {self.v_head}, "
             f"KV latent {self.kv_lora_rank}, {self.routed_experts} experts of {self.expert_ffn}, "
-            f"{self.experts_per_token} a token, {self.shared_experts} shared"
+            f"{self.experts_per_token} per token, {self.shared_experts} shared"
         )
 
     @classmethod

@@ -387,7 +387,8 @@ def quantize_dequantize_kernel(
     block = program * GROUPS + group
     REDUCED: tl.constexpr = 1 if ADJACENT else 0
     if WHOLE:
-        # Whole blocks, whole tiles: where a tile starts is scalar arithmetic, within it 32 bits do, nothing is masked.
+        # Whole blocks and whole tiles: the start of a tile is scalar arithmetic, 32 bits are enough within it, and
+        # there is no mask.
         if ADJACENT:
             start = program * (GROUPS * BLOCK)
             rows, columns = group[:, None] * BLOCK, lane[None, :]  # [GROUPS, BLOCK]
